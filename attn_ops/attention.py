@@ -1,0 +1,195 @@
+"""The semantic attention op: what one attention site of a model means, with no KV cache and no batch metadata.
+
+Every route into quire (the Hugging Face attention interface, the pass that raises ``F.scaled_dot_product_attention``)
+meets in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/lowering.py``). The op is
+functional, has a fake (meta) implementation, an eager one and a derivative, so a model that emits it runs, traces and
+trains with no engine near.
+
+Shape legend, used all over quire:
+
+=====  ==============================================================================================================
+B      sequences in a batch (``num_reqs``)
+S, Sk  query tokens and key tokens of a dense sequence; T = tokens of a ragged batch, all sequences end to end
+H      query heads; Hkv = key/value heads, H a multiple of Hkv (query head h reads key head h // (H // Hkv))
+D, Dv  head dim of queries and keys, and of values (they differ in MLA models such as DeepSeek-V3)
+=====  ==============================================================================================================
+
+Meaning. Query i of a dense call has position ``i + Sk - S`` (queries are the last S of the Sk tokens). It sees key j iff
+
+* ``causal``:  j <= i,
+* ``window``:  j > i - window (window keys, the query's own included: Hugging Face's convention),
+* ``chunk``:   i // chunk == j // chunk (Llama 4's chunked attention),
+
+each where given. Scores are ``scale * q.k``, then ``softcap * tanh(score / softcap)``, *then* masked (masking first would
+turn -inf into -softcap). ``sinks`` (H,) are logits that take part in the softmax and have no value (gpt-oss).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("quire", "FRAGMENT")
+
+ATTENTION_SCHEMA = (
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, *, int layer, float scale, int? window, float? softcap, "
+    "int? chunk, bool causal) -> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """What one attention site needs. Static facts only: this is what backends are checked against.
+
+    Args:
+        layer: the layer's number as the model counts it; unique in a model.
+        name: the module path of the attention module, for messages.
+        num_heads, num_kv_heads, head_dim, head_dim_v: H, Hkv, D, Dv.
+        dtype: of q, k and v.
+        scale: factor on q.k; window (keys), softcap, chunk (tokens): None where the site has none; sinks: has sink logits.
+        route: how the site was found: ``interface`` (HF attention interface), ``raised`` (from F.sdpa), ``op`` (emitted by
+            the model itself).
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    chunk: int | None = None
+    sinks: bool = False
+    causal: bool = True
+    name: str = ""
+    route: str = "op"
+
+    def needs(self) -> str:
+        """The features in words, as ``explain`` and the error messages print them."""
+        kind = "MHA" if self.num_heads == self.num_kv_heads else "MQA" if self.num_kv_heads == 1 else "GQA"
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        words = [f"{kind} {self.num_heads}:{self.num_kv_heads}x{dims}", str(self.dtype).removeprefix("torch.")]
+        words += [f"{n}={getattr(self, n):g}" for n in ("window", "softcap", "chunk") if getattr(self, n) is not None]
+        words += ["sinks"] * self.sinks + ["non-causal"] * (not self.causal)
+        return ", ".join(words)
+
+    def renumbered(self, layer: int) -> AttentionSite:
+        return replace(self, layer=layer)
+
+
+def visible(
+    query_pos: torch.Tensor, key_pos: torch.Tensor, *, window: int | None, chunk: int | None, causal: bool
+) -> torch.Tensor:
+    """The mask, as booleans: may the query at ``query_pos`` (..., 1) see the key at ``key_pos`` (..., Sk)? Broadcasts."""
+    keep = key_pos <= query_pos if causal else torch.ones_like(query_pos + key_pos, dtype=torch.bool)
+    if window is not None:
+        keep = keep & (key_pos > query_pos - window)
+    if chunk is not None:
+        keep = keep & (key_pos // chunk == query_pos // chunk)
+    return keep
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None, scale: float, window: int | None,
+    softcap: float | None, chunk: int | None, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Softmax weights (B, Hkv, G, S, Sk), capped scores (None without softcap) and the sinks' weights; all fp32."""
+    batch, heads, length, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    grouped = q.float().reshape(batch, kv_heads, heads // kv_heads, length, dim)
+    scores = scale * (grouped @ k.float().unsqueeze(2).transpose(-1, -2))
+    capped = None
+    if softcap is not None:
+        capped = scores = softcap * torch.tanh(scores / softcap)
+    query_pos = torch.arange(length, device=q.device)[:, None] + (keys - length)
+    key_pos = torch.arange(keys, device=q.device)[None, :]
+    keep = visible(query_pos, key_pos, window=window, chunk=chunk, causal=causal)
+    scores = scores.masked_fill(~keep, float("-inf"))
+    if sinks is None:
+        return torch.softmax(scores, dim=-1), scores if capped is None else capped, None
+    column = sinks.float().reshape(1, kv_heads, heads // kv_heads, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
+    return weights[..., :-1], scores if capped is None else capped, weights[..., -1:]
+
+
+def attention_eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int, scale: float,
+    window: int | None, softcap: float | None, chunk: int | None, causal: bool,
+) -> torch.Tensor:
+    """The op in plain PyTorch, softmax in fp32: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
+
+    Dense, O(S * Sk) memory: it is the specification and the path of a model that runs without an engine.
+    """
+    _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
+    weights, _, _ = _weights(q, k, sinks, scale, window, softcap, chunk, causal)
+    out = weights @ v.float().unsqueeze(2)
+    return out.reshape(q.shape[0], q.shape[1], q.shape[2], v.shape[3]).to(q.dtype)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, window: int | None,
+           softcap: float | None, chunk: int | None) -> None:
+    """Shape and range rules of the op; shared by the eager and the fake implementation, so tracing sees the same errors."""
+    torch._check_value(q.dim() == k.dim() == v.dim() == 4, lambda: (
+        f"quire::attention takes q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); got {tuple(q.shape)}, "
+        f"{tuple(k.shape)}, {tuple(v.shape)}"))
+    torch._check_value(q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1], lambda: (
+        f"quire::attention needs query heads ({q.shape[1]}) to be a multiple of key heads ({k.shape[1]}), and as many "
+        f"value heads ({v.shape[1]}) as key heads"))
+    torch._check_value(q.shape[3] == k.shape[3], lambda: (
+        f"quire::attention needs one head dim for q and k, got {q.shape[3]} and {k.shape[3]}"))
+    torch._check_value(sinks is None or tuple(sinks.shape) == (q.shape[1],), lambda: (
+        f"quire::attention takes sinks of shape (H,) = ({q.shape[1]},), got {tuple(sinks.shape)}"))  # type: ignore[union-attr]
+    for name, value in (("window", window), ("softcap", softcap), ("chunk", chunk)):
+        if value is not None and value <= 0:
+            raise ValueError(f"quire::attention: {name} must be positive or None, got {value}")
+
+
+def attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int,
+                   scale: float, window: int | None, softcap: float | None, chunk: int | None,
+                   causal: bool) -> torch.Tensor:
+    """Shape and dtype of the result, for tracing: (B, H, S, Dv), contiguous, q's dtype."""
+    _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+
+
+def _setup_context(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = keyword_only_inputs
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    """Softmax attention's derivative, weights recomputed (FlashAttention paper, section 3.1, without the tiling)."""
+    q, k, v, sinks = ctx.saved_tensors
+    opts = ctx.options
+    weights, capped, sink_weights = _weights(q, k, sinks, opts["scale"], opts["window"], opts["softcap"], opts["chunk"],
+                                             opts["causal"])
+    grouped = q.float().reshape(*weights.shape[:4], q.shape[3])
+    grad_out = grad.float().reshape(*weights.shape[:4], v.shape[3])
+    grad_weights = grad_out @ v.float().unsqueeze(2).transpose(-1, -2)
+    row = (weights * grad_weights).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - row)
+    if opts["softcap"] is not None:
+        grad_scores = grad_scores * (1 - (capped / opts["softcap"]) ** 2)
+    grad_q = opts["scale"] * (grad_scores @ k.float().unsqueeze(2))
+    grad_k = opts["scale"] * (grad_scores.transpose(-1, -2) @ grouped).sum(2)
+    grad_v = (weights.transpose(-1, -2) @ grad_out).sum(2)
+    grad_sinks = None
+    if sinks is not None:
+        assert sink_weights is not None
+        grad_sinks = -(sink_weights * row).sum(dim=(0, 3, 4)).reshape(sinks.shape).to(sinks.dtype)
+    return grad_q.reshape(q.shape).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks
+
+
+LIBRARY.define(ATTENTION_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("attention", attention_eager, "CPU")
+LIBRARY.impl("attention", attention_eager, "CUDA")
+torch.library.register_fake("quire::attention", attention_fake, lib=LIBRARY)
+torch.library.register_autograd("quire::attention", _backward, setup_context=_setup_context, lib=LIBRARY)
+
+attention = torch.ops.quire.attention.default
+
+__all__ = ["AttentionSite", "LIBRARY", "attention", "attention_eager", "visible"]

@@ -1,0 +1,284 @@
+"""What an attention backend is: a frozen record, a registry, and the check that nothing a model needs is ignored.
+
+A backend is five things: ``capabilities``, ``available``, the paged op, ``plan`` and ``prepare`` (see AttentionBackend). It
+lives in one file, registers itself under the entry-point group ``quire.backends``, and nothing outside that file names it.
+
+The paged op of every backend has one schema (PAGED_SCHEMA): it writes the step's new keys and values into the cache, then
+attends each query to its sequence's pages. ``define_paged_op`` registers it, so a backend only writes the function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from attn_ops.attention import LIBRARY, AttentionSite
+
+PAGED_SCHEMA = (
+    "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, "
+    "Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, Tensor[] prepared, *, float scale, int? window, "
+    "float? softcap, int? chunk) -> Tensor"
+)
+
+
+class CudagraphSupport(IntEnum):
+    """Which batches may be captured whole, in vLLM's terms; a model's level is the minimum over its backends."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+@dataclass(frozen=True)
+class AttentionCapabilities:
+    """What a backend can do. A feature not declared here is refused, never tried.
+
+    Args:
+        devices: torch device types.
+        dtypes, kv_dtypes: of q/k/v, and of the cache (None: the same as q).
+        head_dims: predicate on (D, Dv).  head_dims_note: the same in words, for messages.
+        page_sizes: predicate on tokens a page.  page_sizes_note: in words.
+        layouts: memory layouts of the cache.
+        min_compute_capability: of a CUDA device.
+        window, softcap, sinks, chunk, non_causal: features of a site.
+        mla, cross, encoder, cascade: kinds of attention no backend here has yet; declared so that `quire backends` says so.
+        cudagraph_support: see CudagraphSupport.
+        needs_plan: host work is due before every step and every replay.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    kv_dtypes: frozenset[torch.dtype] | None = None
+    head_dims: Callable[[int, int], bool] = lambda d, dv: True
+    head_dims_note: str = "any"
+    page_sizes: Callable[[int], bool] = lambda p: True
+    page_sizes_note: str = "any"
+    layouts: frozenset[str] = frozenset({"NHD", "HND"})
+    min_compute_capability: tuple[int, int] = (0, 0)
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    chunk: bool = False
+    non_causal: bool = False
+    mla: bool = False
+    cross: bool = False
+    encoder: bool = False
+    cascade: bool = False
+    cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
+    needs_plan: bool = False
+
+    def reasons_against(
+        self, site: AttentionSite, *, device: torch.device, page_size: int | None = None,
+        kv_dtype: torch.dtype | None = None, layout: str | None = None,
+    ) -> list[str]:
+        """Why this backend cannot serve ``site``; empty if it can."""
+        why = []
+        if device.type not in self.devices:
+            why.append(f"runs on {_words(self.devices)}, not {device.type}")
+        if device.type == "cuda" and device.type in self.devices and torch.cuda.is_available():
+            have = torch.cuda.get_device_capability(device)
+            if have < self.min_compute_capability:
+                need = ".".join(map(str, self.min_compute_capability))
+                why.append(f"needs compute capability {need}, the GPU has {have[0]}.{have[1]}")
+        if site.dtype not in self.dtypes:
+            why.append(f"dtype {_dtype(site.dtype)} (has {_words(map(_dtype, self.dtypes))})")
+        kv_dtype = kv_dtype or site.dtype
+        if kv_dtype not in (self.kv_dtypes or {site.dtype}):
+            have_kv = _words(map(_dtype, self.kv_dtypes)) if self.kv_dtypes else "only the model's own dtype"
+            why.append(f"KV cache dtype {_dtype(kv_dtype)} (has {have_kv})")
+        if not self.head_dims(site.head_dim, site.head_dim_v):
+            why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
+        if page_size is not None and not self.page_sizes(page_size):
+            why.append(f"page size {page_size} (has {self.page_sizes_note})")
+        if layout is not None and layout not in self.layouts:
+            why.append(f"KV layout {layout} (has {_words(self.layouts)})")
+        for feature in ("window", "softcap", "chunk"):
+            if getattr(site, feature) is not None and not getattr(self, feature):
+                why.append(f"no {feature}")
+        if site.sinks and not self.sinks:
+            why.append("no sinks")
+        if not site.causal and not self.non_causal:
+            why.append("no non-causal attention")
+        return why
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """One attention backend.
+
+    Args:
+        name: what users write: ``attention="name"``.
+        capabilities: see AttentionCapabilities.
+        available: device -> None if usable on it in this process, else the reason in words, with what to do about it.
+        op: the paged op (PAGED_SCHEMA), from ``define_paged_op``.
+        make_state: (sites, cache, limits) -> the backend's own state for one engine or step (workspaces, planned kernels),
+            or None for a backend that keeps none. ``limits`` is a StepLimits.
+        plan: (metadata, step) host work before a forward or a replay, outside the graph; once a step, never once a layer.
+            ``step`` is a Step: it holds the state, and says whether a CUDA graph is being captured or replayed. Must not
+            allocate on the device when replaying.
+        prepare: an op ``(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) ->
+            Tensor[]`` recorded in the graph once a forward; what it returns reaches every layer as ``prepared``. Device
+            work only: no sync, no shape that depends on data.
+        priority: place in the walk of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
+    """
+
+    name: str
+    capabilities: AttentionCapabilities
+    available: Callable[[torch.device], str | None]
+    op: Any
+    make_state: Callable[..., Any] | None = None
+    plan: Callable[..., None] | None = None
+    prepare: Any | None = None
+    priority: dict[str, int] | None = None
+
+
+class UnsupportedAttention(ValueError):
+    """A model, or one attention site of it, needs what cannot be honoured. The message lists what, and why not."""
+
+
+def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA")) -> Any:
+    """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
+
+    ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer, the metadata tensors and ``prepared``; it
+    mutates the caches and nothing else, and returns (T, H, Dv). k and v None: nothing is written (the layer shares
+    another's cache). Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which eager steps pay
+    once a layer.
+    """
+    op_name = f"{name}_paged_attention"
+    LIBRARY.define(op_name + PAGED_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in devices:
+        LIBRARY.impl(op_name, impl, device)
+    torch.library.register_fake(f"quire::{op_name}", _paged_fake, lib=LIBRARY)
+    return getattr(torch.ops.quire, op_name).default
+
+
+def _paged_fake(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor,
+                v_cache: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+
+
+# Registry. Backends arrive by entry point, so that third parties and our own come in by the same door.
+_BACKENDS: dict[str, AttentionBackend] = {}
+_BROKEN: dict[str, str] = {}
+_OWN = ("torch_native", "triton", "flashinfer")  # for a source tree that is on the path but not installed
+
+
+def register_backend(backend: AttentionBackend) -> AttentionBackend:
+    """Make ``backend`` selectable by name. Raises ValueError if the name is taken by another record."""
+    if _BACKENDS.get(backend.name, backend) is not backend:
+        raise ValueError(f"an attention backend named {backend.name!r} is registered already; choose another name")
+    _BACKENDS[backend.name] = backend
+    return backend
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    found = {e.name: e for e in entry_points(group="quire.backends")}
+    for name in [*_OWN, *(n for n in found if n not in _OWN)]:
+        try:
+            if name in found:
+                register_backend(found[name].load())
+            else:
+                register_backend(__import__(f"attn_ops.backends.{name}", fromlist=["BACKEND"]).BACKEND)
+        except Exception as error:  # a broken plug-in must not take the others down; its reason shows in `quire backends`
+            _BROKEN[name] = f"failed to load: {type(error).__name__}: {error}"
+
+
+def all_backends() -> dict[str, AttentionBackend]:
+    """Every backend that loaded, by name, in order of registration."""
+    _load_entry_points()
+    return dict(_BACKENDS)
+
+
+def broken_backends() -> dict[str, str]:
+    """Entry points that did not load, with the reason."""
+    _load_entry_points()
+    return dict(_BROKEN)
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """The backend of that name. Raises ValueError that lists the names there are."""
+    backends = all_backends()
+    if name not in backends:
+        broken = f"; {name} {_BROKEN[name]}" if name in _BROKEN else ""
+        raise ValueError(f"unknown attention backend {name!r}; there are: auto, {_words(backends)}{broken}")
+    return backends[name]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The backend chosen, and why each one tried before it was passed over."""
+
+    backend: AttentionBackend
+    passed_over: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        over = "".join(f"; {n} passed over: {', '.join(why)}" for n, why in self.passed_over.items())
+        return self.backend.name + over
+
+
+def select_backend(
+    name: str, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
+    kv_dtype: torch.dtype | None = None, layout: str | None = None,
+) -> Selection:
+    """Choose the backend for a model: ``name``, or the first in order of priority that can serve every site.
+
+    Raises:
+        UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
+        ValueError: there is no backend called ``name``.
+    """
+    backends = all_backends()
+    if name != "auto":
+        candidates = [get_backend(name)]
+    else:
+        ranked = {n: (b.priority or {}).get(device.type) for n, b in backends.items()}
+        candidates = [backends[n] for n in sorted((n for n in ranked if ranked[n] is not None), key=lambda n: ranked[n])]
+    against: dict[str, list[str]] = {}
+    first_bad: AttentionSite | None = None
+    for backend in candidates:
+        reasons: list[str] = []
+        missing = backend.available(device)
+        if missing:
+            reasons = [missing]
+        for site in sites if not reasons else ():
+            reasons = backend.capabilities.reasons_against(site, device=device, page_size=page_size, kv_dtype=kv_dtype,
+                                                           layout=layout)
+            if reasons:
+                first_bad = site
+                break
+        if not reasons:
+            return Selection(backend, against)
+        against[backend.name] = reasons
+    others = "" if name == "auto" else _who_else(sites, device, page_size, kv_dtype, layout, but=name)
+    at = f" attention site {first_bad.layer} ({first_bad.name or 'unnamed'}) needs {first_bad.needs()}." if first_bad else ""
+    listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
+    raise UnsupportedAttention(
+        f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
+
+
+def _who_else(sites: Sequence[AttentionSite], device: torch.device, page_size: int, kv_dtype: torch.dtype | None,
+              layout: str | None, but: str) -> str:
+    can = [n for n, b in all_backends().items() if n != but and not b.available(device) and not any(
+        b.capabilities.reasons_against(s, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
+        for s in sites)]
+    return f"\nCan serve it here: {_words(can)} (or attention='auto')." if can else "\nNo other backend here can serve it."
+
+
+def _words(items: Iterable[str]) -> str:
+    return ", ".join(sorted(map(str, items))) or "none"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "Selection",
+           "UnsupportedAttention", "all_backends", "broken_backends", "define_paged_op", "get_backend", "register_backend",
+           "select_backend"]

@@ -1,0 +1,1 @@
+"""Attention backends, one file (or folder, where there are kernels) each. They register by entry point."""

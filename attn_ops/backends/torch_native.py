@@ -1,0 +1,148 @@
+"""Backend ``torch_native``: paged attention in plain PyTorch, on any device, with every feature of the semantic op.
+
+It is the CPU default and the reference that the other backends are tested against. Three rules shape it: no Python loop over
+sequences, no device-to-host read, work that grows with the tokens attended and not with the size of the cache.
+
+Queries are cut into *tiles* of at most M consecutive tokens of one sequence. T tokens of B sequences make at most
+T // M + B tiles, a number known from shapes alone, so nothing depends on device data. Each tile walks its sequence's pages in
+chunks of keys and keeps a running softmax (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attn_ops.attention import LIBRARY, visible
+from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+
+TILE = 16  # queries a tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
+KEYS = 512  # keys a chunk: bounds the memory of gathered keys and scores
+
+LIBRARY.define(
+    "torch_native_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
+    "-> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _tile_size(num_tokens: int, num_reqs: int) -> int:
+    """One query a tile if no sequence can have more than that on average: the pure decode batch."""
+    return 1 if num_tokens <= num_reqs else TILE
+
+
+def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+             page_size: int) -> list[torch.Tensor]:
+    """Cut the batch into tiles, once a forward.
+
+    Returns [row, token, position]: (tiles,) sequence of each tile; (tiles, M) token index of each of its queries, T for
+    "none"; (tiles, M) position of each in its sequence.
+    """
+    num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
+    size = _tile_size(num_tokens, num_reqs)
+    num_tiles = num_tokens // size + num_reqs if size > 1 else num_tokens + num_reqs
+    start = query_start_loc.long()
+    lens = start.diff()
+    tiles_end = ((lens + size - 1) // size).cumsum(0)
+    tile = torch.arange(num_tiles, device=slot_mapping.device)
+    row = torch.searchsorted(tiles_end, tile, right=True).clamp_max(num_reqs - 1)
+    first = tile - (tiles_end[row] - (lens[row] + size - 1) // size)
+    offset = first[:, None] * size + torch.arange(size, device=tile.device)
+    live = (offset < lens[row][:, None]) & (tile < tiles_end[-1])[:, None]
+    token = torch.where(live, start[row][:, None] + offset, num_tokens)
+    position = (seq_lens.long()[row] - lens[row])[:, None] + offset
+    return [row, token, position]
+
+
+def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+    # Sizes that only the paged op itself reads: fresh symbols, so that no guard compares T with B.
+    ctx = torch.library.get_ctx()
+    tiles, size = ctx.new_dynamic_size(), ctx.new_dynamic_size()
+    long = slot_mapping.new_empty
+    return [long(tiles), long(tiles, size), long(tiles, size)]
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("torch_native_prepare", _prepare, _device)
+torch.library.register_fake("quire::torch_native_prepare", _prepare_fake, lib=LIBRARY)
+
+
+def _write(cache: torch.Tensor, new: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store ``new`` (T, Hkv, D) at its slots. A slot of -1 writes back what slot 0 of the null page holds: a no-op."""
+    slot = slot_mapping.clamp_min(0)
+    page, offset = slot // cache.shape[1], slot % cache.shape[1]
+    live = (slot_mapping >= 0)[:, None, None]
+    cache[page, offset] = torch.where(live, new.to(cache.dtype), cache[page, offset])
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None, softcap: float | None,
+    chunk: int | None,
+) -> torch.Tensor:
+    """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments."""
+    if k is not None and v is not None:
+        _write(k_cache, k, slot_mapping)
+        _write(v_cache, v, slot_mapping)
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    num_tokens, heads, dim = q.shape
+    if not prepared:
+        prepared = _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
+    row, token, position = prepared
+    tiles, size = token.shape
+    # A zero row stands in for "no query", so that gathering needs no branch; its result is dropped at the end.
+    padded = torch.cat([q, q.new_zeros(1, heads, dim)])
+    queries = padded[token].float().view(tiles, size, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    queries = (queries * scale).reshape(tiles, kv_heads, -1, dim)
+    limit = (position.amax(1) + 1).clamp_max(seq_lens.long()[row])
+
+    highest = torch.full((tiles, kv_heads, heads // kv_heads, size, 1), float("-inf"), device=q.device)
+    total = torch.zeros_like(highest)
+    out = torch.zeros(tiles, kv_heads, heads // kv_heads, size, v_cache.shape[3], device=q.device)
+    if sinks is not None:
+        highest = highest + 0 if sinks is None else sinks.float().view(1, kv_heads, -1, 1, 1).expand_as(highest)
+        total = torch.ones_like(highest)
+    pages_per_chunk = max(1, KEYS // page_size)
+    first_page, last_page = 0, block_table.shape[1]
+    if q.device.type == "cpu":  # the host already has the lengths: walk only the pages in use
+        last_page = min(last_page, -(-int(seq_lens.max()) // page_size)) if seq_lens.numel() else 0
+        if window is not None and last_page:
+            live = token < num_tokens
+            lowest = int(torch.where(live, position, torch.iinfo(torch.int64).max).min())
+            first_page = max(0, min(last_page, (lowest - window + 1) // page_size))
+    for begin in range(first_page, last_page, pages_per_chunk):
+        pages = block_table[:, begin : begin + pages_per_chunk].long()[row]
+        width = pages.shape[1] * page_size
+        keys = k_cache[pages].reshape(tiles, width, kv_heads, dim).permute(0, 2, 3, 1).float()
+        scores = (queries @ keys).view(tiles, kv_heads, heads // kv_heads, size, width)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        key_pos = torch.arange(begin * page_size, begin * page_size + width, device=q.device)
+        keep = visible(position[:, :, None], key_pos, window=window, chunk=chunk, causal=True)
+        keep = keep & (key_pos < limit[:, None])[:, None]
+        scores = scores.masked_fill(~keep[:, None, None], float("-inf"))
+        new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        safe = new_highest.masked_fill(new_highest == float("-inf"), 0.0)  # rows that have seen no key yet
+        weights = torch.exp(scores - safe)
+        shrink = torch.exp(highest - safe)
+        values = v_cache[pages].reshape(tiles, width, kv_heads, -1).transpose(1, 2).float()
+        part = weights.view(tiles, kv_heads, -1, width) @ values
+        out = out * shrink + part.view(out.shape)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        highest = new_highest
+    out = (out / total.clamp_min(torch.finfo(torch.float32).tiny)).permute(0, 3, 1, 2, 4)
+    result = q.new_zeros(num_tokens + 1, heads, v_cache.shape[3])
+    result[token.reshape(-1)] = out.reshape(tiles * size, heads, -1).to(q.dtype)
+    return result[:num_tokens].clone()
+
+
+BACKEND = AttentionBackend(
+    name="torch_native",
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
+    ),
+    available=lambda device: None,
+    op=define_paged_op("torch_native", paged_attention),
+    prepare=torch.ops.quire.torch_native_prepare.default,
+    priority={"cpu": 0, "cuda": 100},
+)

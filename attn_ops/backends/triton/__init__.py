@@ -1,0 +1,133 @@
+"""Backend ``triton``: paged attention in Triton kernels, with every feature of the semantic op.
+
+Three kernels: ``decode`` (split-KV, one query token a program), ``extend`` (tiles of several query tokens) and ``write`` (the KV
+cache). Which of them run, and on what grid, follows from tensor shapes alone; lengths are read on the device. So every launch
+can be captured in a CUDA graph, at any length, and replayed at any other.
+
+=======  ==========================================================================================================
+T <= B   ``decode`` by token, which writes the cache too: one launch
+T > B    ``write``, then ``extend``, and for the sequences with one query token ``decode`` by row: three launches, two if B is 1
+=======  ==========================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from attn_ops.attention import LIBRARY
+from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+
+_kernels: Any = None
+
+
+def _load() -> Any:
+    """The kernel modules, imported at the first call: importing this package must work without Triton."""
+    global _kernels
+    if _kernels is None:
+        names = ("_common", "decode", "extend", "write")
+        modules = [importlib.import_module(f"attn_ops.backends.triton.{name}") for name in names]
+        _kernels = tuple(modules)
+    return _kernels
+
+
+def available(device: torch.device) -> str | None:
+    """None if the backend runs on ``device`` in this process, else why not and what to do about it."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET", "0") != "1":
+            return ("on a CPU Triton kernels run only in Triton's interpreter, which is slow and meant for tests (set "
+                    "TRITON_INTERPRET=1 before the process starts)")
+        if not _load()[0].INTERPRETED:
+            return "TRITON_INTERPRET was set after the kernels were loaded (set it before the process starts)"
+        return None
+    if device.type != "cuda":
+        return f"the kernels run on CUDA devices, not on {device.type}"
+    return None if torch.cuda.is_available() else "no CUDA device is visible to PyTorch"
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None, softcap: float | None,
+    chunk: int | None,
+) -> torch.Tensor:
+    """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
+
+    Raises:
+        ValueError: caches whose head dim is not contiguous.
+    """
+    common, decode, extend, write = _load()
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError("the triton backend needs KV caches whose last dim is contiguous, got strides "
+                         f"{k_cache.stride()} and {v_cache.stride()}")
+    num_tokens, heads, _ = q.shape
+    out = torch.empty((num_tokens, heads, v_cache.shape[3]), dtype=q.dtype, device=q.device)
+    if not num_tokens:
+        return out
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    if k is not None and v is not None:
+        if k.stride(2) != 1:
+            k = k.contiguous()
+        if v.stride(2) != 1:
+            v = v.contiguous()
+    else:
+        k = v = None
+    num_reqs = seq_lens.shape[0]
+    options = dict(scale=scale, window=window, softcap=softcap, chunk=chunk)
+    on_device = contextlib.nullcontext()
+    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+        on_device = torch.cuda.device(q.device)
+    with on_device:
+        if num_tokens <= num_reqs:
+            decode.decode(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
+                          out, by_row=False, **options)
+            return out
+        if k is not None:
+            write.write(k, v, k_cache, v_cache, slot_mapping)
+        singles = num_reqs > 1
+        extend.extend(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, prepared, out,
+                      skip_single=singles, **options)
+        if singles:
+            decode.decode(q, None, None, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
+                          prepared, out, by_row=True, **options)
+    return out
+
+
+def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+             page_size: int) -> list[torch.Tensor]:
+    """Counters for the forward, zeroed. See NOTE [Last one merges]."""
+    return [_load()[0].new_counters(slot_mapping.device)]
+
+
+def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+    return [_load()[0].new_counters(slot_mapping.device)]
+
+
+LIBRARY.define(
+    "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
+    "-> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("triton_prepare", _prepare, _device)
+torch.library.register_fake("quire::triton_prepare", _prepare_fake, lib=LIBRARY)
+
+BACKEND = AttentionBackend(
+    name="triton",
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
+        window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
+    ),
+    available=available,
+    op=define_paged_op("triton", paged_attention),
+    prepare=torch.ops.quire.triton_prepare.default,
+    priority={"cuda": 10},
+)

@@ -1,0 +1,363 @@
+"""Split-KV decoding: every query token on its own, its keys divided among several programs.
+
+A program serves one token and one key head, with all the query heads that read it (or a block of them), and one of ``splits``
+ranges of the token's cached keys. The grid is items x splits x key heads, from shapes alone. Two modes:
+
+* by token (T <= B): items are tokens. It is fast when every sequence has one token and right for any ragged batch. The step's
+  own keys are read from k and v, and program 0 of each token writes them to the cache, so that attention never waits for the
+  write, nor races with it: no position >= seq_len - query_len is read from the cache.
+* by row (T > B): items are sequences; those without exactly one query token are left to ``extend``. The keys are in the cache
+  already (``write``), k and v are None.
+
+Limits: 64-bit offsets into caches, q, k, v and out; the workspace (see NOTE [Partial results]) is indexed with 64 bits too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_ops.backends.triton._common import (
+    LOG2E, NUM_COUNTERS, arrived_last, counters_for, find_row, first_key, head_blocks, key_rows, load_rows, logits,
+    num_sms, power_of_2,
+)
+
+
+@triton.jit
+def merge_partials(partial, lse, slot, splits, active, first_row, ROWS: tl.constexpr, ROWS_P2: tl.constexpr,
+                   ALL_ROWS: tl.constexpr, DV: tl.constexpr, DV_P2: tl.constexpr, STEP: tl.constexpr):
+    """Merge the partial results of rows first_row.. of a slot, STEP splits at a time: (ROWS_P2, DV_P2), normalised."""
+    rows = first_row + tl.arange(0, ROWS_P2)
+    columns = tl.arange(0, DV_P2)
+    highest = tl.full([ROWS_P2], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS_P2], tl.float32)
+    merged = tl.zeros([ROWS_P2, DV_P2], tl.float32)
+    for begin in range(0, active, STEP):
+        split = begin + tl.arange(0, STEP)
+        index = (slot.to(tl.int64) * splits + split[:, None]) * ALL_ROWS + rows[None, :]
+        live = (split < active)[:, None] & (rows < first_row + ROWS)[None, :]
+        part = tl.load(partial + index[:, :, None] * DV + columns[None, None, :],
+                       mask=live[:, :, None] & (columns < DV)[None, None, :], other=0.0, cache_modifier=".cg")
+        part_lse = tl.load(lse + index, mask=live, other=float("-inf"), cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(part_lse, 0))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of padding
+        weight = tl.exp2(part_lse - safe[None, :])
+        shrink = tl.exp2(highest - safe)
+        total = total * shrink + tl.sum(weight, 0)
+        merged = merged * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        highest = new_highest
+    return merged / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def one_key(highest, total, acc, query, key, value, scale, softcap):
+    """One step of the running softmax with a single key (D_P2,) and value (DV_P2,), in float32."""
+    score = logits(tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1), scale, softcap)
+    new_highest = tl.maximum(highest, score)
+    shrink = tl.exp2(highest - new_highest)
+    weight = tl.exp2(score - new_highest)
+    return new_highest, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "stride_table"])
+def decode_kernel(
+    q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
+    num_reqs, splits, chunk_min, scale, softcap,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_table,
+    H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    D_P2: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, SPLIT: tl.constexpr, ATOMIC: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE_STEP: tl.constexpr,
+):
+    """HEADS query heads (ROWS with padding) of one token, over one range of its keys. None stands for an absent k, v,
+    sinks, softcap, partial or counters; K_* and V_* are the strides of the caches."""
+    program = tl.program_id(0)
+    head_block = program % (HKV * BLOCKS)
+    item = program // (HKV * BLOCKS)
+    split = 0
+    if SPLIT:
+        split = item % splits
+        item = item // splits
+    slot = item * (HKV * BLOCKS) + head_block
+    kv_head = head_block // BLOCKS
+    first_head = kv_head * (H // HKV) + head_block % BLOCKS * HEADS
+    rows = tl.arange(0, ROWS)
+    row_live = (rows < HEADS) & (head_block % BLOCKS * HEADS + rows < H // HKV)
+    columns = tl.arange(0, D_P2)
+    columns_v = tl.arange(0, DV_P2)
+
+    row = item
+    start = tl.load(query_start_loc + row)
+    end = tl.load(query_start_loc + row + 1)
+    seq_len = tl.load(seq_lens + row)
+    if BY_ROW:
+        token = start
+        if end - start != 1:
+            return
+    else:
+        token = item
+        if (start != token) | (end != token + 1):  # not a pure decode batch
+            row = find_row(query_start_loc, num_reqs, token)
+            if row < num_reqs:
+                start = tl.load(query_start_loc + row)
+                end = tl.load(query_start_loc + row + 1)
+                seq_len = tl.load(seq_lens + row)
+    out_offsets = (token.to(tl.int64) * (H * DV) + (first_head + rows) * DV)[:, None] + columns_v[None, :]
+    out_live = row_live[:, None] & (columns_v < DV)[None, :]
+    if not BY_ROW:
+        if row >= num_reqs:  # a padding token
+            if split == 0:
+                tl.store(out + out_offsets, tl.zeros([ROWS, DV_P2], tl.float32), mask=out_live)
+            return
+
+    pos = seq_len - (end - token)
+    first = first_key(pos, WINDOW, CHUNK)
+    if k is None:
+        last = pos + 1
+    else:
+        last = seq_len - (end - start)
+    num_keys = tl.maximum(last - first, 0)
+    active = 1
+    begin = first
+    stop = last
+    if SPLIT:
+        chunk = tl.maximum(tl.cdiv(num_keys, splits), chunk_min)
+        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+        active = tl.maximum(tl.cdiv(num_keys, chunk), 1)
+        if split >= active:
+            return
+        begin = first + split * chunk
+        stop = tl.minimum(begin + chunk, last)
+
+    query = tl.load(q + token.to(tl.int64) * stride_qt + ((first_head + rows) * stride_qh)[:, None] + columns[None, :],
+                    mask=row_live[:, None] & (columns < D)[None, :], other=0.0)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV_P2], tl.float32)
+    table_row = block_table + row.to(tl.int64) * stride_table
+    for block in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        offsets = block + tl.arange(0, BLOCK_N)
+        live = offsets < stop
+        keys = load_rows(key_rows(k_cache, table_row, kv_head, offsets, live, PAGE, K_PAGE, K_TOKEN, K_HEAD, True),
+                         live, D, D_P2, True)
+        if DOT:
+            scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        else:
+            scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
+        scores = tl.where(live[None, :], logits(scores, scale, softcap), float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - new_highest)
+        weights = tl.exp2(scores - new_highest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        values = load_rows(key_rows(v_cache, table_row, kv_head, offsets, live, PAGE, V_PAGE, V_TOKEN, V_HEAD, True),
+                           live, DV, DV_P2, True)
+        if DOT:
+            acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        else:
+            acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
+        highest = new_highest
+
+    if split == 0:
+        if k is not None:
+            key_row = k + kv_head * stride_kh + columns
+            value_row = v + kv_head * stride_vh + columns_v
+            # The step's earlier tokens of the sequence: none in a pure decode batch.
+            for other in range(start + tl.maximum(first - last, 0), token):
+                key = tl.load(key_row + other.to(tl.int64) * stride_kt, mask=columns < D, other=0.0)
+                value = tl.load(value_row + other.to(tl.int64) * stride_vt, mask=columns_v < DV, other=0.0)
+                highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
+            key = tl.load(key_row + token.to(tl.int64) * stride_kt, mask=columns < D, other=0.0)
+            value = tl.load(value_row + token.to(tl.int64) * stride_vt, mask=columns_v < DV, other=0.0)
+            if head_block % BLOCKS == 0:
+                target = tl.load(slot_mapping + token).to(tl.int64)
+                page = target // PAGE
+                live = target >= 0
+                tl.store(k_cache + page * K_PAGE + target % PAGE * K_TOKEN + kv_head * K_HEAD + columns, key,
+                         mask=(columns < D) & live)
+                tl.store(v_cache + page * V_PAGE + target % PAGE * V_TOKEN + kv_head * V_HEAD + columns_v, value,
+                         mask=(columns_v < DV) & live)
+            highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
+        if sinks is not None:
+            sink = tl.load(sinks + first_head + rows, mask=row_live, other=0.0).to(tl.float32) * LOG2E
+            new_highest = tl.maximum(highest, sink)
+            shrink = tl.exp2(highest - new_highest)
+            total = total * shrink + tl.exp2(sink - new_highest)
+            acc = acc * shrink[:, None]
+            highest = new_highest
+
+    acc = acc / total[:, None]
+    if SPLIT:
+        if active > 1:
+            lse = partial + tl.num_programs(0).to(tl.int64) * (HEADS * DV)
+            index = (slot.to(tl.int64) * splits + split) * HEADS + rows
+            tl.store(partial + index[:, None] * DV + columns_v[None, :], acc,
+                     mask=(rows < HEADS)[:, None] & (columns_v < DV)[None, :])
+            tl.store(lse + index, highest + tl.log2(total), mask=rows < HEADS)
+            if ATOMIC:
+                if arrived_last(counters + slot, active):
+                    merged = merge_partials(partial, lse, slot, splits, active, 0, HEADS, MERGE_ROWS, HEADS, DV, DV_P2,
+                                            MERGE_STEP)
+                    merged_rows = tl.arange(0, MERGE_ROWS)
+                    live = (merged_rows < HEADS) & (head_block % BLOCKS * HEADS + merged_rows < H // HKV)
+                    tl.store(out + token.to(tl.int64) * (H * DV) + ((first_head + merged_rows) * DV)[:, None]
+                             + columns_v[None, :], merged, mask=live[:, None] & (columns_v < DV)[None, :])
+        else:
+            tl.store(out + out_offsets, acc, mask=out_live)
+    else:
+        tl.store(out + out_offsets, acc, mask=out_live)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min"])
+def reduce_kernel(
+    partial, block_table, query_start_loc, seq_lens, out, num_reqs, splits, chunk_min, HAS_NEW: tl.constexpr,
+    H: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_STEP: tl.constexpr,
+):
+    """Merge the partial results of one head of one slot: the second launch where programs do not merge themselves."""
+    head = tl.program_id(0) % HEADS
+    slot = tl.program_id(0) // HEADS
+    head_block = slot % (HKV * BLOCKS)
+    row = slot // (HKV * BLOCKS)
+    token = row
+    if BY_ROW:
+        token = tl.load(query_start_loc + row)
+        if tl.load(query_start_loc + row + 1) - token != 1:
+            return
+    else:
+        row = find_row(query_start_loc, num_reqs, token)
+        if row >= num_reqs:
+            return
+    start = tl.load(query_start_loc + row)
+    end = tl.load(query_start_loc + row + 1)
+    seq_len = tl.load(seq_lens + row)
+    pos = seq_len - (end - token)
+    last = pos + 1
+    if HAS_NEW:
+        last = seq_len - (end - start)
+    num_keys = tl.maximum(last - first_key(pos, WINDOW, CHUNK), 0)
+    chunk = tl.cdiv(tl.maximum(tl.cdiv(num_keys, splits), chunk_min), BLOCK_N) * BLOCK_N
+    active = tl.cdiv(num_keys, chunk)
+    if (active < 2) | (head_block % BLOCKS * HEADS + head >= H // HKV):
+        return
+    lse = partial + (tl.num_programs(0).to(tl.int64) * splits) * DV
+    merged = merge_partials(partial, lse, slot, splits, active, head, 1, 1, HEADS, DV, DV_P2, MERGE_STEP)
+    columns = tl.arange(0, DV_P2)
+    out_head = head_block // BLOCKS * (H // HKV) + head_block % BLOCKS * HEADS + head
+    tl.store(out + token.to(tl.int64) * (H * DV) + out_head * DV + columns[None, :], merged, mask=(columns < DV)[None, :])
+
+
+class DecodeConfig(NamedTuple):
+    """Tuning parameters. They change speed, never results beyond rounding.
+
+    block_n: keys a step.  warps, stages: of the kernel and its loop.  chunk_min: least keys that a split is made for (a
+    multiple of block_n).  max_splits: bound on splits.  atomic: the last program merges, else a second launch does.  dot:
+    tensor cores (the group is padded to 16 rows), else sums of products.
+    """
+
+    block_n: int
+    warps: int
+    stages: int
+    chunk_min: int
+    max_splits: int
+    atomic: bool
+    dot: bool
+
+
+_overrides: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def overridden(**params: Any) -> Iterator[None]:
+    """Run with some fields of DecodeConfig set by hand; for benchmarks and tests, not thread-safe."""
+    saved = dict(_overrides)
+    _overrides.update(params)
+    config.cache_clear()
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(saved)
+        config.cache_clear()
+
+
+@functools.lru_cache(maxsize=4096)
+def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device) -> DecodeConfig:
+    """The parameters for padded head dims, bytes an element, query heads a program, slots (see NOTE [Partial results])."""
+    widest = max(dim, dim_v)
+    dot = itemsize == 2 and heads > 2
+    if dot:
+        block_n = 64 if widest <= 128 else 32
+        warps = 4
+        stages = 3
+    else:
+        # sums of products keep (heads, block_n, dim) numbers in registers
+        block_n = min(64, power_of_2(max(8192 // (widest * power_of_2(heads)), 16)))
+        warps, stages = 4, 2
+    # About 4 programs a multiprocessor on contexts of 1024 and more, 1024 keys at most, and no sliver for a program.
+    chunk = min(1024, power_of_2(max(256 * slots // num_sms(device), 64)))
+    params = dict(block_n=block_n, warps=warps, stages=stages, chunk_min=chunk, max_splits=64, atomic=True, dot=dot)
+    return DecodeConfig(**(params | _overrides))
+
+
+def num_splits(slots: int, capacity: int, tuned: DecodeConfig) -> int:
+    """Programs a slot, from shapes only. ``capacity`` is the number of keys that a row of the block table can name."""
+    if slots > NUM_COUNTERS:
+        return 1
+    return max(1, min(tuned.max_splits, -(-capacity // tuned.chunk_min), -(-8192 // slots)))
+
+
+def decode(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None, prepared: list[torch.Tensor], out: torch.Tensor, *, scale: float, window: int | None,
+    softcap: float | None, chunk: int | None, by_row: bool,
+) -> None:
+    """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their row.
+    With k and v it also writes the caches. The other arguments are the paged op's."""
+    num_tokens, heads, dim = q.shape
+    page, kv_heads, dim_v = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    num_reqs = seq_lens.shape[0]
+    blocks, per_block = head_blocks(heads // kv_heads, 64)
+    items = num_reqs if by_row else num_tokens
+    slots = items * kv_heads * blocks
+    if not slots:
+        return
+    dim_p2, dim_v_p2 = power_of_2(dim, 16), power_of_2(dim_v, 16)
+    tuned = config(dim_p2, dim_v_p2, q.element_size(), per_block, slots, q.device)
+    splits = num_splits(slots, block_table.shape[1] * page, tuned)
+    partial = counters = None
+    if splits > 1:
+        partial = torch.empty(slots * splits * per_block * (dim_v + 1), dtype=torch.float32, device=q.device)
+        if tuned.atomic:
+            counters = counters_for(prepared, q.device)
+    stride_k = (0, 0) if k is None else k.stride()
+    stride_v = (0, 0) if v is None else v.stride()
+    merge_rows = power_of_2(per_block)
+    decode_kernel[(slots * splits,)](
+        q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
+        num_reqs, splits, tuned.chunk_min, scale, softcap,
+        q.stride(0), q.stride(1), stride_k[0], stride_k[1], stride_v[0], stride_v[1], block_table.stride(0),
+        heads, kv_heads, dim, dim_v, page, *k_cache.stride()[:3], *v_cache.stride()[:3], window or 0, chunk or 0,
+        blocks, per_block, power_of_2(per_block, 16 if tuned.dot else 1), dim_p2, dim_v_p2, by_row, splits > 1,
+        tuned.atomic, tuned.dot, "ieee" if q.element_size() == 4 else "tf32", tuned.block_n, tuned.stages, merge_rows,
+        max(1, min(16, 8192 // (merge_rows * dim_v_p2))), num_warps=tuned.warps,
+    )
+    if splits > 1 and not tuned.atomic:
+        reduce_kernel[(slots * per_block,)](
+            partial, block_table, query_start_loc, seq_lens, out, num_reqs, splits, tuned.chunk_min, k is not None, heads,
+            kv_heads, dim_v, window or 0, chunk or 0, blocks, per_block, dim_v_p2, by_row, tuned.block_n,
+            max(1, min(32, 4096 // dim_v_p2)), num_warps=4,
+        )
+
+
+__all__ = ["DecodeConfig", "config", "decode", "num_splits", "overridden"]

@@ -1,0 +1,129 @@
+"""The paged KV cache: one K and one V tensor a layer, cut into pages of ``page_size`` tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from attn_ops.attention import AttentionSite
+
+Layout = Literal["NHD", "HND"]
+
+#: Finds the attention sites of a model; set by ``passes``, so that ``for_model`` works without an import upwards.
+find_sites: Callable[[Any], list[AttentionSite]] | None = None
+
+
+class PagedKVCache:
+    """Keys and values of all layers, by page.
+
+    ``k[i]`` is (num_pages, page_size, Hkv, D) and ``v[i]`` (num_pages, page_size, Hkv, Dv) for the i-th attention layer: always
+    that *logical* shape. ``layout`` says how they lie in memory: "NHD" in that order, "HND" with the heads outside the
+    tokens of a page; kernels read the strides. Each tensor is its own allocation (slices of one storage, passed to a
+    compiled graph, make Inductor copy the whole cache). Page 0 is the null page; see NOTE [Padding].
+
+    Args:
+        num_layers: attention layers.
+        num_pages: pages, the null page included, so that (num_pages - 1) * page_size tokens fit.
+        page_size: tokens a page.
+        num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one int a layer. head_dim_v defaults to head_dim.
+        dtype, device: of the tensors.
+        layout: "NHD" or "HND".
+        layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
+
+    Raises:
+        ValueError: a size that is not positive, fewer than two pages, or lists that are not num_layers long.
+    """
+
+    def __init__(
+        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int], head_dim_v: int | Sequence[int] | None = None, dtype: torch.dtype,
+        device: torch.device | str, layout: Layout = "NHD", layer_ids: Sequence[int] | None = None,
+    ) -> None:
+        if num_pages < 2:
+            raise ValueError(f"a paged KV cache needs at least 2 pages (page 0 is the null page), got num_pages={num_pages}")
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {page_size}")
+        if layout not in ("NHD", "HND"):
+            raise ValueError(f"layout must be 'NHD' or 'HND', got {layout!r}")
+        heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
+        dims = _per_layer("head_dim", head_dim, num_layers)
+        dims_v = dims if head_dim_v is None else _per_layer("head_dim_v", head_dim_v, num_layers)
+        self.layer_ids = list(range(num_layers)) if layer_ids is None else list(layer_ids)
+        if len(self.layer_ids) != num_layers:
+            raise ValueError(f"layer_ids has {len(self.layer_ids)} entries for {num_layers} layers")
+        self.num_layers, self.num_pages, self.page_size, self.layout = num_layers, num_pages, page_size, layout
+        self.dtype, self.device = dtype, torch.device(device)
+        self._index = {layer: i for i, layer in enumerate(self.layer_ids)}
+        self.k = [self._allocate(h, d) for h, d in zip(heads, dims, strict=True)]
+        self.v = [self._allocate(h, d) for h, d in zip(heads, dims_v, strict=True)]
+
+    def _allocate(self, heads: int, dim: int) -> torch.Tensor:
+        # Zeros, not empty: a kernel may load (and mask out) the rest of a page, and 0 * NaN would still be NaN.
+        if self.layout == "NHD":
+            return torch.zeros(self.num_pages, self.page_size, heads, dim, dtype=self.dtype, device=self.device)
+        pages = torch.zeros(self.num_pages, heads, self.page_size, dim, dtype=self.dtype, device=self.device)
+        return pages.transpose(1, 2)
+
+    @classmethod
+    def for_sites(cls, sites: Sequence[AttentionSite], *, num_pages: int, page_size: int = 16, device: torch.device | str,
+                  dtype: torch.dtype | None = None, layout: Layout = "NHD") -> PagedKVCache:
+        """A cache that fits the attention sites of a model, as ``quire.explain`` lists them."""
+        if not sites:
+            raise ValueError("no attention sites: there is nothing to cache")
+        return cls(
+            num_layers=len(sites), num_pages=num_pages, page_size=page_size, num_kv_heads=[s.num_kv_heads for s in sites],
+            head_dim=[s.head_dim for s in sites], head_dim_v=[s.head_dim_v for s in sites], dtype=dtype or sites[0].dtype,
+            device=device, layout=layout, layer_ids=[s.layer for s in sites],
+        )
+
+    @classmethod
+    def for_model(cls, model: Any, *, num_pages: int, page_size: int = 16, dtype: torch.dtype | None = None,
+                  device: torch.device | str | None = None, layout: Layout = "NHD") -> PagedKVCache:
+        """A cache for ``model``: its attention sites are found by tracing it (nothing is computed).
+
+        Raises:
+            UnsupportedAttention: quire cannot serve the model; the message says which site and why.
+        """
+        if find_sites is None:
+            raise RuntimeError("PagedKVCache.for_model needs quire's capture: `import quire` first")
+        if device is None:
+            device = next(model.parameters()).device
+        return cls.for_sites(find_sites(model), num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
+                             layout=layout)
+
+    def index(self, layer: int) -> int:
+        """Position of the model's layer number ``layer`` in ``k`` and ``v``."""
+        if layer not in self._index:
+            raise ValueError(f"the KV cache has no layer {layer}; its layers are {self.layer_ids}")
+        return self._index[layer]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in [*self.k, *self.v])
+
+    def __repr__(self) -> str:
+        return (f"PagedKVCache({self.num_layers} layers, {self.num_pages} pages of {self.page_size}, {self.layout}, "
+                f"{str(self.dtype).removeprefix('torch.')}, {self.device}, {self.num_bytes / 2**20:.1f} MiB)")
+
+
+def bytes_per_page(sites: Sequence[AttentionSite], page_size: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of one page over all layers: what sizing a cache from free memory divides by."""
+    return sum(page_size * s.num_kv_heads * (s.head_dim + s.head_dim_v) * (dtype or s.dtype).itemsize for s in sites)
+
+
+def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[int]:
+    values = [value] * num_layers if isinstance(value, int) else [int(v) for v in value]
+    if len(values) != num_layers or min(values, default=0) < 1:
+        raise ValueError(f"{name} must be a positive int or {num_layers} of them, got {value}")
+    return values
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that ``num_tokens`` tokens need."""
+    return math.ceil(num_tokens / page_size)
+
+
+__all__ = ["PagedKVCache", "bytes_per_page", "pages_for"]

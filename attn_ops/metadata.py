@@ -1,0 +1,172 @@
+"""Batch metadata of a paged step: which tokens belong to which sequence, and where their keys and values live.
+
+A step's tokens are ragged: all sequences end to end in one row of T tokens. Sequence r owns tokens
+``query_start_loc[r]`` to ``query_start_loc[r + 1]``; they are the *last* of its ``seq_lens[r]`` tokens, the earlier ones
+being in the cache already. Token t of sequence r has position p = seq_lens[r] - query_start_loc[r + 1] + t and its key and
+value go to slot ``block_table[r, p // page_size] * page_size + p % page_size``.
+
+NOTE [Padding]: a batch may be padded to a bucket's shape. Padding rows repeat the last ``query_start_loc`` (zero tokens) and
+have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and unused
+``block_table`` entries are 0. Kernels accept zero-length rows, never write a slot that is not mapped, and leave the outputs
+of padding tokens finite (zero). Nothing in the contract reads a device tensor on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+PAD_SLOT_ID = -1
+NULL_PAGE = 0
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata:
+    """Metadata of one ragged batch. Field names and units are vLLM's.
+
+    Args:
+        query_start_loc: (B + 1,) int32, device: exclusive prefix sums of the tokens scheduled for each sequence.
+        query_start_loc_cpu: the same on the host.
+        seq_lens: (B,) int32, device: tokens visible in the cache *after* this step (computed before + scheduled now).
+        seq_lens_cpu: the same on the host (an upper bound is enough; host-side planning uses it).
+        block_table_tensor: (B, max pages a sequence) int32, device: page numbers in the sequence's order.
+        slot_mapping: (T,) int64, device: page * page_size + offset, or -1 for "do not write".
+        num_reqs, num_actual_tokens: B and T, padding excluded.
+        max_query_len, max_seq_len: upper bounds on the host.
+        page_size: tokens a page.
+        causal: False only for encoders; no paged backend serves it.
+    """
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    page_size: int
+    causal: bool = True
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        return self.block_table_tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch, padding included."""
+        return self.slot_mapping.shape[0]
+
+    @property
+    def num_computed_tokens_cpu(self) -> torch.Tensor:
+        """(B,) tokens in the cache before the step, on the host."""
+        return self.seq_lens_cpu - self.query_start_loc_cpu.diff()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """(T,) int64 position of every token in its sequence; 0 for padding tokens. What ``position_ids`` must be."""
+        positions = np.zeros(self.num_tokens, dtype=np.int64)
+        live = _positions(self.query_start_loc_cpu.diff().numpy(), self.seq_lens_cpu.numpy())
+        positions[: live.shape[0]] = live
+        return torch.from_numpy(positions).to(self.slot_mapping.device)
+
+    @property
+    def logits_indices(self) -> torch.Tensor:
+        """(B,) int64 index of each sequence's last token in the ragged row."""
+        return (self.query_start_loc[1:].long() - 1).clamp_min(0)
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: Sequence[Sequence[int]] | torch.Tensor,
+        *,
+        page_size: int,
+        device: torch.device | str = "cpu",
+    ) -> CommonAttentionMetadata:
+        """Make the metadata of a batch from plain lists.
+
+        Args:
+            query_lens: tokens scheduled for each sequence in this step, >= 0.
+            seq_lens: tokens each sequence has after the step, >= its query_lens.
+            block_table: page numbers of each sequence, in order, at least ceil(seq_len / page_size) each; rows may differ
+                in length.
+            page_size: tokens a page.
+            device: where the tensors go.
+
+        Raises:
+            ValueError: lengths that do not fit each other, or a sequence whose pages do not hold its tokens.
+        """
+        if not len(query_lens) == len(seq_lens) == len(block_table):
+            raise ValueError(f"query_lens, seq_lens and block_table describe {len(query_lens)}, {len(seq_lens)} and "
+                             f"{len(block_table)} sequences; they must be as many")
+        rows = [list(map(int, row)) for row in block_table]
+        for r, (query, seq, row) in enumerate(zip(query_lens, seq_lens, rows, strict=True)):
+            if not 0 <= query <= seq:
+                raise ValueError(f"sequence {r} schedules {query} tokens but has {seq} after the step; need "
+                                 "0 <= query_len <= seq_len (seq_lens counts the tokens of this step too)")
+            needed = -(-seq // page_size)
+            if len(row) < needed:
+                raise ValueError(f"sequence {r} has {seq} tokens and needs {needed} pages of {page_size}, but its row of "
+                                 f"block_table has {len(row)}: {row}")
+            if NULL_PAGE in row[:needed]:
+                raise ValueError(f"sequence {r} uses page 0 in block_table row {row}; page 0 is the null page that padding "
+                                 "points to, give sequences pages from 1 on")
+        table = np.zeros((len(rows), max(1, *map(len, rows)) if rows else 1), dtype=np.int32)
+        for r, row in enumerate(rows):
+            table[r, : len(row)] = row
+        lens = np.asarray(query_lens, dtype=np.int32)
+        seqs = np.asarray(seq_lens, dtype=np.int32)
+        start = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(lens, out=start[1:])
+        positions = _positions(lens, seqs)
+        row_of = np.repeat(np.arange(len(rows)), lens)
+        slots = table[row_of, positions // page_size].astype(np.int64) * page_size + positions % page_size
+
+        def to(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return cls(
+            query_start_loc=to(start), query_start_loc_cpu=torch.from_numpy(start), seq_lens=to(seqs),
+            seq_lens_cpu=torch.from_numpy(seqs), block_table_tensor=to(table), slot_mapping=to(slots), num_reqs=len(rows),
+            num_actual_tokens=int(start[-1]), max_query_len=int(lens.max(initial=0)), max_seq_len=int(seqs.max(initial=0)),
+            page_size=page_size,
+        )
+
+    def padded(self, num_tokens: int, num_reqs: int) -> CommonAttentionMetadata:
+        """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows. See NOTE [Padding].
+
+        Raises:
+            ValueError: the batch is larger than the shape asked for.
+        """
+        more_tokens, more_reqs = num_tokens - self.num_tokens, num_reqs - self.seq_lens.shape[0]
+        if more_tokens < 0 or more_reqs < 0:
+            raise ValueError(f"cannot pad a batch of {self.num_tokens} tokens and {self.seq_lens.shape[0]} sequences to "
+                             f"{num_tokens} and {num_reqs}")
+
+        def pad(tensor: torch.Tensor, count: int, value: int) -> torch.Tensor:
+            return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), value)])
+
+        return replace(
+            self,
+            query_start_loc=torch.cat([self.query_start_loc, self.query_start_loc[-1:].expand(more_reqs)]),
+            query_start_loc_cpu=torch.cat([self.query_start_loc_cpu, self.query_start_loc_cpu[-1:].expand(more_reqs)]),
+            seq_lens=pad(self.seq_lens, more_reqs, 0), seq_lens_cpu=pad(self.seq_lens_cpu, more_reqs, 0),
+            block_table_tensor=pad(self.block_table_tensor, more_reqs, NULL_PAGE),
+            slot_mapping=pad(self.slot_mapping, more_tokens, PAD_SLOT_ID),
+        )
+
+
+def _positions(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    """(sum of query_lens,) int64 positions of the scheduled tokens; no Python loop over tokens or sequences."""
+    ends = np.cumsum(query_lens, dtype=np.int64)
+    return np.arange(ends[-1] if ends.size else 0, dtype=np.int64) + np.repeat(seq_lens - ends, query_lens)
+
+
+__all__ = ["NULL_PAGE", "PAD_SLOT_ID", "CommonAttentionMetadata"]

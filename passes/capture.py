@@ -1,0 +1,152 @@
+"""Trace a whole model once, so that an engine can run it on ragged batches of any shape.
+
+``PagedModel`` is what the engine, ``quire.explain`` and ``PagedKVCache.for_model`` share: it picks the route (attention
+interface or raised F.sdpa), traces with Dynamo, verifies, and, asked to, compiles the lowered graph. The model itself is
+left as it was: the attention interface is switched over only while tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+
+import attn_ops.kv_cache
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import Selection, UnsupportedAttention
+from attn_ops.step import Step, running
+from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions, Traced
+from passes.hf_interface import interface_active, uses_interface
+from passes.sites import check_config
+
+# Sizes of the traced batch. All different, none 0 or 1 (Dynamo would make them constants or one symbol).
+_TOKENS, _REQS = 23, 7
+
+
+class PagedModel:
+    """A causal LM traced for paged steps: call it inside a step with (T,) token ids and positions.
+
+    Args:
+        model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
+            returns logits (1, T, V), as a tensor or as ``.logits``.
+        options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
+        forward: what to call instead of ``model`` (the plain forward under a decorator).
+
+    Raises:
+        UnsupportedAttention: the model cannot be served; the message names the site and the reason.
+    """
+
+    def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, forward: Any = None) -> None:
+        options = options or QuireOptions()
+        self.model, self.config = model, getattr(model, "config", None)
+        if self.config is not None:
+            check_config(self.config)
+        call = forward or model
+        parameters = inspect.signature(call.forward if isinstance(call, torch.nn.Module) else call).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
+        if missing:
+            raise UnsupportedAttention(
+                f"{type(model).__name__}.forward takes no {' and no '.join(missing)}; a ragged batch cannot be given to it. "
+                "quire serves causal LMs whose forward takes input_ids and position_ids.")
+        self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
+        self._use_cache = "use_cache" in parameters
+        self._call = call
+        self.backend = QuireBackend(options, config=self.config, trace_only=True, guards_dropped=True,
+                                    compile_ahead=options.page_size is not None)
+        self._was_training = [m for m in model.modules() if m.training]
+        for module in self._was_training:
+            module.training = False  # dropout would be traced into the graph
+        try:
+            self._compiled = self._trace()
+        except BaseException:
+            self.close()
+            raise
+
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {}
+        if self._use_cache:
+            options["use_cache"] = False
+        if self._keep_name is not None:
+            options[self._keep_name] = logits_indices
+        out = self._call(input_ids=input_ids, position_ids=position_ids, **options)
+        logits = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
+        return logits[0] if self._keep_name is not None else logits[0][logits_indices]
+
+    def _trace(self) -> Any:
+        device = next(self.model.parameters()).device
+        # Guards are dropped: one graph serves every batch shape. QuireGraph refuses a trace whose guards meant something.
+        compiled = torch.compile(self._forward, backend=self.backend, fullgraph=True,
+                                 options={"guard_filter_fn": lambda guards: [False] * len(guards)})  # type: ignore[dict-item]
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
+        positions = torch.arange(_TOKENS, device=device)[None]
+        keep = torch.arange(_REQS, device=device)
+        for tensor, dim in ((ids, 1), (positions, 1), (keep, 0)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        by_interface = self.config is not None and uses_interface(self.model)
+        route = interface_active(self.model) if by_interface else contextlib.nullcontext()
+        with route, torch.no_grad():
+            try:
+                compiled(ids, positions, keep)
+            except Traced:
+                pass
+            except Exception as error:
+                raise _unwrapped(error, self.model) from error
+        self.graph.sites()
+        return compiled
+
+    @property
+    def graph(self) -> QuireGraph:
+        return self.backend.graphs[0]
+
+    @property
+    def sites(self) -> list[AttentionSite]:
+        """The attention sites, in the order of the graph."""
+        return self.graph.sites()
+
+    @property
+    def selection(self) -> Selection:
+        """The backend chosen and why others were passed over; only with options.page_size set."""
+        return self.graph.paged(None).selection
+
+    def __call__(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor,
+                 logits_indices: torch.Tensor) -> torch.Tensor:
+        """One forward in ``step``: ids and positions (T,) int64, logits_indices (B,) int64 -> logits (B, V)."""
+        with running(step), torch.no_grad():
+            return self._compiled(input_ids[None], positions[None], logits_indices)
+
+    def close(self) -> None:
+        """Undo what tracing and fusion did to the model."""
+        for module in self._was_training:
+            module.training = True
+        self.backend.weights.restore()
+
+
+def _unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
+    """Dynamo wraps what a backend raises; users get our own error, or one that names the model."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UnsupportedAttention):
+            return UnsupportedAttention(str(cause))
+        inner = getattr(cause, "inner_exception", None)
+        cause = inner or cause.__cause__ or cause.__context__
+    if "UnsupportedAttention" in str(error):
+        return UnsupportedAttention(str(error))
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return UnsupportedAttention(f"{type(model).__name__} could not be traced into one graph: {type(error).__name__}: {first}")
+
+
+def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
+    """The attention sites of ``model``, found by tracing it; nothing is compiled or computed."""
+    paged = PagedModel(model, QuireOptions(compiler="eager"))
+    try:
+        return paged.sites
+    finally:
+        paged.close()
+
+
+attn_ops.kv_cache.find_sites = find_sites
+
+__all__ = ["PagedModel", "find_sites"]

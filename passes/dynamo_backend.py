@@ -1,0 +1,262 @@
+"""``torch.compile(model, backend="quire")``: one traced graph, two ways to run it.
+
+With no paged step in progress the graph runs as it is, through Inductor: the model behaves as under plain ``torch.compile``,
+training included. Inside ``quire.step`` the same graph runs raised, verified, lowered and fused, on the step's KV cache.
+Which one is decided at each call, so no guard and no second trace is needed.
+
+Order of the passes on the paged way: raise_sdpa, verify, select the backend, lower, fusions, Inductor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import AttentionBackend, Selection, UnsupportedAttention, select_backend
+from attn_ops.kv_cache import Layout
+from attn_ops.step import Step, current_step
+from passes.eager import check_step, ensure_planned
+from passes.fusion import FUSIONS, FusedWeights, apply_fusions
+from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
+from passes.lowering import Lowered, LoweringTarget, lower
+from passes.raising import raise_sdpa
+from passes.sites import site_nodes, site_of, verify
+
+logger = logging.getLogger(__name__)
+
+
+class Traced(Exception):
+    """Raised by a traced graph that was called only so that Dynamo traces it."""
+
+
+@dataclass(frozen=True)
+class QuireOptions:
+    """Options of ``torch.compile(backend="quire", options={...})``.
+
+    Args:
+        attention: backend name, or "auto".
+        compiler: "inductor", or "eager" to run the lowered graph op by op (no C++ compiler needed; for debugging).
+        fusions: names of fusion passes to run, or "all" / "none" (``passes/fusion.py`` lists them).
+        page_size, kv_cache_dtype, layout, device: of the cache; None: taken from the step in progress.
+    """
+
+    attention: str = "auto"
+    compiler: str = "inductor"
+    fusions: str | Sequence[str] = "none"
+    page_size: int | None = None
+    kv_cache_dtype: torch.dtype | None = None
+    layout: Layout = "NHD"
+
+    def __post_init__(self) -> None:
+        if self.compiler not in ("inductor", "eager"):
+            raise ValueError(f"compiler must be 'inductor' or 'eager', got {self.compiler!r}")
+        names = () if self.fusions in ("all", "none") else self.fusions
+        unknown = [n for n in names if n not in FUSIONS]
+        if unknown:
+            raise ValueError(f"unknown fusions {unknown}; there are {sorted(FUSIONS)}, 'all' and 'none'")
+
+    @classmethod
+    def of(cls, options: dict[str, Any] | None) -> QuireOptions:
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(options or {}) - known)
+        if unknown:
+            raise TypeError(f"unknown options for backend 'quire': {unknown}; it takes {sorted(known)}")
+        return cls(**(options or {}))
+
+
+@dataclass
+class QuireBackend:
+    """The Dynamo backend as an object: the engine keeps one and reads ``graphs``; torch.compile users get it by name.
+
+    ``guards_dropped``: the caller runs the graphs for any batch shape, whatever Dynamo guarded. ``trace_only``: graphs made while it is set raise Traced when called with no step in progress, after Dynamo has kept
+    them; with ``compile_ahead`` they are lowered and compiled at once, before the cache exists.
+    """
+
+    options: QuireOptions
+    config: Any = None
+    trace_only: bool = False
+    guards_dropped: bool = False
+    compile_ahead: bool = False
+    weights: FusedWeights = field(default_factory=FusedWeights)
+    graphs: list[QuireGraph] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> QuireGraph:
+        graph = QuireGraph(gm, list(example_inputs), self)
+        self.graphs.append(graph)
+        if self.compile_ahead and self.options.page_size is not None:
+            graph.paged(None)
+        elif current_step() is not None:
+            graph.paged(current_step())
+        return graph
+
+
+@dataclass
+class _Paged:
+    """The paged way of one graph: for one backend, cache format and set of fusions."""
+
+    lowered: Lowered
+    backend: AttentionBackend
+    selection: Selection
+    run: Callable[..., Any]
+
+
+class QuireGraph:
+    """One graph that Dynamo traced, callable with its inputs."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: list[Any], owner: QuireBackend) -> None:
+        self.gm, self.example_inputs, self.owner = gm, example_inputs, owner
+        self.context = TracingContext.try_get()
+        self._plain: Callable[..., Any] | None = None
+        self._paged: dict[Any, _Paged] = {}
+        self._raised: tuple[fx.GraphModule, list[AttentionSite]] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        step = current_step()
+        if step is None:
+            if self.owner.trace_only:
+                raise Traced
+            if self._plain is None:
+                self._plain = self._compile_plain()
+            return self._plain(*args)
+        paged = self.paged(step)
+        tokens = self._tokens(args)
+        if tokens is not None:
+            check_step(step, tokens)
+        ensure_planned(step, paged.backend, list(paged.lowered.sites))
+        step.served.update(paged.lowered.inputs.layers)
+        with torch.no_grad():
+            return paged.run(*args, *self.owner.weights.tensors_of(self), *paged.lowered.inputs.of(step))
+
+    # -- analysis ---------------------------------------------------------------------------------------------------
+
+    def sites(self) -> list[AttentionSite]:
+        """Raise and verify (once); the attention sites in graph order. Raises UnsupportedAttention."""
+        return self._raised_graph()[1]
+
+    def _raised_graph(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
+        if self._raised is None:
+            gm = copy_graph(self.gm)
+            real = {n.name: x for n, x in zip(placeholders(gm.graph), self.example_inputs, strict=True)}
+            refusals: dict[str, str] = {}
+            numbered = [n.kwargs["layer"] for n in site_nodes(gm.graph)]
+            raised, refusals = raise_sdpa(gm, real)
+            found = [site_of(n) for n in site_nodes(gm.graph)]
+            if numbered and len(found) > len(numbered):
+                raise UnsupportedAttention(
+                    f"{len(numbered)} attention sites came through transformers' attention interface and "
+                    f"{len(found) - len(numbered)} as F.scaled_dot_product_attention; quire does not mix the two in one model")
+            verify(gm.graph, found, self.owner.config, refusals)
+            self._check_shape_conditions(gm, raised > 0)
+            self._raised = gm, found
+        return self._raised
+
+    def _check_shape_conditions(self, gm: fx.GraphModule, raised: bool) -> None:
+        """A mask that the model chooses by the number of tokens was seen for some of them only; so were dropped guards."""
+        if not raised and not self.owner.guards_dropped:
+            return
+        q = value(site_nodes(gm.graph)[0].args[0])
+        conditions = shape_conditions(gm.graph, q.shape[2])
+        if conditions:
+            raise UnsupportedAttention(
+                f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so its masks cannot "
+                "be read off one trace. quire.paged and quire.Engine capture transformers models without masks.")
+        if raised and not symbolic(q.shape[2]):
+            raise UnsupportedAttention(
+                f"the graph was traced for exactly {q.shape[2]} tokens, too few to tell what its masks mean for longer "
+                "sequences; compile with dynamic=True and give at least 2 tokens")
+
+    def _tokens(self, args: Sequence[Any]) -> int | None:
+        """Tokens of this call, from the first input of the ragged row; None if the graph does not tell."""
+        if self._row is None:
+            return None
+        shape = args[self._row].shape
+        return shape[0] * shape[1]
+
+    @property
+    def _row(self) -> int | None:
+        if not hasattr(self, "_row_index"):
+            self._row_index = None
+            q = value(site_nodes(self._raised_graph()[0].graph)[0].args[0])
+            for i, node in enumerate(placeholders(self.gm.graph)):
+                val = value(node)
+                if isinstance(val, torch.Tensor) and val.dtype == torch.int64 and val.dim() == 2 \
+                        and str(val.shape) == str(torch.Size((q.shape[0], q.shape[2]))):
+                    self._row_index = i
+                    break
+        return self._row_index
+
+    # -- compilation ------------------------------------------------------------------------------------------------
+
+    def paged(self, step: Step | None) -> _Paged:
+        """The compiled paged way for ``step`` (or for the owner's options, before there is one)."""
+        opts = self.owner.options
+        attention: Any = opts.attention
+        if step is not None:
+            if step.attention != "auto":
+                attention = step.attention
+            page_size, kv_dtype, layout = step.cache.page_size, step.cache.dtype, step.cache.layout
+        else:
+            assert opts.page_size is not None
+            page_size, kv_dtype, layout = opts.page_size, opts.kv_cache_dtype, opts.layout
+        name = attention.name if isinstance(attention, AttentionBackend) else attention
+        sites = self.sites()
+        key = (name, page_size, kv_dtype or sites[0].dtype, layout)
+        if key not in self._paged:
+            device = next(value(n.args[0]).device for n in site_nodes(self._raised_graph()[0].graph))
+            selection = select_backend(name, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
+            target = LoweringTarget(selection.backend, page_size, kv_dtype, layout)
+            self._paged[key] = self._compile_paged(target, selection)
+        return self._paged[key]
+
+    def _compile_paged(self, target: LoweringTarget, selection: Selection) -> _Paged:
+        gm = copy_graph(self._raised_graph()[0])
+        real = list(self.example_inputs)
+        extra = apply_fusions(self, gm, real, self.owner.options.fusions, self.owner.weights)
+        lowered = lower(gm, target)
+        inputs = [*real, *extra, *lowered.example_inputs]
+        with torch.no_grad(), _traced_in(self.context):
+            run = _compile(lowered.gm, inputs, self.owner.options.compiler)
+        return _Paged(lowered, target.backend, selection, run)
+
+    def _compile_plain(self) -> Callable[..., Any]:
+        if self.owner.options.compiler == "eager":
+            return self.gm.forward
+        return torch.compile(copy_graph(self.gm), backend="inductor")  # its own guards: this may be long after tracing
+
+
+def _traced_in(context: TracingContext | None) -> Any:
+    """The tracing context Dynamo had: still there inside the backend call, put back if we compile later."""
+    if context is None or TracingContext.try_get() is context:
+        return torch.no_grad()
+    return tracing(context)
+
+
+def _compile(gm: fx.GraphModule, inputs: list[Any], compiler: str) -> Callable[..., Any]:
+    if compiler == "eager":
+        return gm.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    # CUDA graphs are ours to capture (graph_runner); Inductor's own would record again for every new cache.
+    return compile_fx(gm, inputs, config_patches={"triton.cudagraphs": False})  # type: ignore[return-value]
+
+
+def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
+                  mode: str | None = None) -> Callable[..., Any]:
+    """Entry point ``torch_dynamo_backends: quire``. ``options``: see QuireOptions.
+
+    Raises:
+        TypeError: an unknown option. ValueError: a ``mode`` (Inductor's modes would bring their own CUDA graphs).
+    """
+    if mode not in (None, "default"):
+        raise ValueError(f"backend 'quire' takes no mode (got {mode!r}): CUDA graphs are quire's own. Use options={{...}}")
+    return QuireBackend(QuireOptions.of(options))(gm, example_inputs)
+
+
+__all__ = ["QuireBackend", "QuireGraph", "QuireOptions", "Traced", "quire_backend"]

@@ -1,0 +1,69 @@
+"""A paged step without any compiler: the semantic op's call goes straight to a backend's paged op.
+
+It is what a model prepared with the attention interface does inside ``quire.step`` when it is not compiled: slow to launch,
+exact, and easy to step through in a debugger. ``paged_call`` is also the one place that says how the dense arguments of
+the semantic op map to the ragged ones of a paged op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import AttentionBackend, UnsupportedAttention, select_backend
+from attn_ops.step import Step, StepLimits
+
+
+def ensure_planned(step: Step, backend: AttentionBackend, sites: list[AttentionSite]) -> None:
+    """Give the step the backend's state and run its host-side plan, once a step."""
+    if backend.name in step.planned:
+        return
+    if backend.make_state is not None and backend.name not in step.states:
+        meta = step.metadata
+        limits = StepLimits(meta.num_reqs, meta.num_tokens, meta.block_table_tensor.shape[1])
+        step.states[backend.name] = backend.make_state(sites, step.cache, limits)
+    if backend.plan is not None:
+        backend.plan(step.metadata, step)
+    step.planned.add(backend.name)
+
+
+def check_step(step: Step, tokens: int) -> None:
+    """The ragged row and the metadata must agree; this is where a user's mistake in a step by hand shows."""
+    if tokens != step.metadata.num_tokens:
+        raise ValueError(f"the model ran on {tokens} tokens inside a paged step whose metadata has "
+                         f"{step.metadata.num_tokens}; pass the batch as one ragged row input_ids[None] of that length")
+
+
+def paged_eager(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int,
+                scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool) -> torch.Tensor:
+    """One attention call inside a paged step: (B, H, S, D) as the semantic op takes it -> (B, H, S, Dv)."""
+    site = AttentionSite(layer=layer, num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[3],
+                         head_dim_v=v.shape[3], dtype=q.dtype, scale=scale, window=window, softcap=softcap, chunk=chunk,
+                         sinks=sinks is not None, causal=causal)
+    cache = step.cache
+    check_step(step, q.shape[0] * q.shape[2])
+    if not isinstance(step.attention, AttentionBackend):
+        step.attention = select_backend(step.attention, [site], device=q.device, page_size=cache.page_size,
+                                        kv_dtype=cache.dtype, layout=cache.layout).backend
+    backend = step.attention
+    why = backend.capabilities.reasons_against(site, device=q.device, page_size=cache.page_size, kv_dtype=cache.dtype,
+                                               layout=cache.layout)
+    if why:
+        raise UnsupportedAttention(f"attention site {layer} needs {site.needs()}; {backend.name} cannot: {'; '.join(why)}")
+    ensure_planned(step, backend, [site])
+    meta = step.metadata
+    tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
+    prepared: dict[str, Any] = step.states.setdefault("prepared", {})
+    if backend.name not in prepared:
+        prepared[backend.name] = [] if backend.prepare is None else backend.prepare(*tables, cache.page_size)
+    i = cache.index(layer)
+    flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    out = backend.op(*flat, cache.k[i], cache.v[i], *tables, sinks, prepared[backend.name], scale=scale, window=window,
+                     softcap=softcap, chunk=chunk)
+    step.served.add(layer)
+    return out.view(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+
+
+__all__ = ["check_step", "ensure_planned", "paged_eager"]

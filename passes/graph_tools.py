@@ -1,0 +1,180 @@
+"""Small helpers on FX graphs traced by Dynamo."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+
+def value(node: Any) -> Any:
+    """The fake value of a node (Dynamo stores it as ``example_value``), or the argument itself if it is no node."""
+    if not isinstance(node, fx.Node):
+        return node
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def source_name(node: fx.Node) -> str:
+    """Where a placeholder comes from, as Python source: ``L['self']._modules['lm_head']._parameters['weight']``."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None and "grapharg" in node.meta and node.meta["grapharg"] is not None:
+        source = node.meta["grapharg"].source
+    if source is None:
+        return node.name
+    name = source.name
+    return name() if callable(name) else str(name)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that made the node, such as ``model.layers.3.self_attn``; empty if unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = re.sub(r"^[LG]\['\w+'\]", "", list(stack.values())[-1][0])
+    return re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".").removeprefix("self.")
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy to rewrite. Dynamo reads its own module's placeholders again after a backend returns, so that one stays."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, mapping)
+    graph.output(result)
+    out = fx.GraphModule(gm, graph)
+    for old, new in mapping.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    out.meta = dict(gm.meta)
+    return out
+
+
+def is_pure(node: fx.Node) -> bool:
+    """May the node be dropped when nobody uses it? In-place methods look pure to FX, and dropping them corrupts graphs."""
+    if node.op in ("placeholder", "output"):
+        return False
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op == "call_method" and target.endswith("_") and not target.endswith("__"):
+        return False
+    return target not in ("setitem", "copy_", "index_put_") and not node.is_impure()
+
+
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
+    """Erase those candidates that have no user, then their inputs as they become unused. Never a full dead-code sweep."""
+    todo, erased = list(candidates), 0
+    seen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node.users or not is_pure(node):
+            continue
+        seen.add(node)
+        inputs = list(node.all_input_nodes)
+        graph.erase_node(node)
+        erased += 1
+        todo += inputs
+    return erased
+
+
+def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) -> list[fx.Node]:
+    """The node and everything it is computed from, in graph order; nodes where ``stop`` holds are kept but not entered."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        if n in found:
+            continue
+        found.add(n)
+        if not stop(n):
+            todo += n.all_input_nodes
+    return [n for n in node.graph.nodes if n in found]
+
+
+def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any], replace_int: Callable[[int], int] | None = None) -> None:
+    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace_int`` maps integer constants."""
+
+    def look_up(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return env[arg]
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(look_up(a) for a in arg)
+        if isinstance(arg, slice):
+            return slice(look_up(arg.start), look_up(arg.stop), look_up(arg.step))
+        if isinstance(arg, dict):
+            return {k: look_up(v) for k, v in arg.items()}
+        if replace_int is not None and type(arg) is int:
+            return replace_int(arg)
+        return arg
+
+    for node in nodes:
+        if node in env:
+            continue
+        args, kwargs = look_up(tuple(node.args)), look_up(dict(node.kwargs))
+        if node.op == "call_function":
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif node.op == "call_method":
+            env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "get_attr":
+            owner: Any = node.graph.owning_module
+            for part in str(node.target).split("."):
+                owner = getattr(owner, part)
+            env[node] = owner
+        else:
+            raise LookupError(f"no value for {node.op} {node.name}")
+
+
+def int_constants(nodes: Iterable[fx.Node]) -> set[int]:
+    """Every integer written in the arguments of the nodes (booleans apart)."""
+    found: set[int] = set()
+
+    def visit(arg: Any) -> None:
+        if type(arg) is int:
+            found.add(arg)
+        elif isinstance(arg, (list, tuple)):
+            for a in arg:
+                visit(a)
+        elif isinstance(arg, slice):
+            for a in (arg.start, arg.stop, arg.step):
+                visit(a)
+        elif isinstance(arg, dict):
+            for a in arg.values():
+                visit(a)
+
+    for node in nodes:
+        if node.op != "placeholder":
+            visit(list(node.args))
+            visit(dict(node.kwargs))
+    return found
+
+
+def symbolic(size: Any) -> bool:
+    """Is this size a symbol (a dynamic dimension) and not a number?"""
+    return isinstance(size, torch.SymInt)
+
+
+def shape_conditions(graph: fx.Graph, size: Any) -> list[str]:
+    """Guards of the trace that hold for some values of the dynamic ``size`` only, such as ``s27 <= 8``.
+
+    A graph with one is the model's path for some batch shapes; another path may compute something else.
+    """
+    if not symbolic(size):
+        return []
+    env = size.node.shape_env
+    symbol = size.node.expr
+    hints = {s: env.backed_var_to_val[s] if hasattr(env, "backed_var_to_val") else env.var_to_val[s]
+             for g in env.guards for s in g.expr.free_symbols}
+    found = []
+    for guard in env.guards:
+        same = isinstance(guard.expr, sympy.Eq) and all(a.is_Symbol for a in guard.expr.args)  # two inputs of one length
+        if symbol in guard.expr.free_symbols and not same:
+            others = {s: v for s, v in hints.items() if s != symbol}
+            truths = [bool(guard.expr.subs(others).subs({symbol: n})) for n in (2, 3, 7, 31, 257, 4099, 65537)]
+            if not all(truths):
+                found.append(str(guard.expr))
+    return found

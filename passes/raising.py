@@ -1,0 +1,253 @@
+"""Route 2, the raising pass: F.scaled_dot_product_attention nodes become the semantic op, where that is provably the same.
+
+Before::
+
+    k_rep = reshape(expand(k[:, :, None]), ...)             # GQA repeat, in whatever spelling
+    mask  = arange(S) ... <= ... & ...                      # built by the model
+    out   = scaled_dot_product_attention(q, k_rep, v_rep, attn_mask=mask, scale=s)
+
+After::
+
+    out   = quire.attention(q, k, v, None, layer=i, scale=s, window=w or None, chunk=c or None, causal=True, ...)
+
+Nothing is matched by its spelling. The repeat is recognised by *executing* the chain from k to k_rep on random numbers and
+comparing with ``repeat_interleave``; the mask by executing its sub-graph on the positions of one sequence and comparing with
+causal, window and chunk masks.
+
+NOTE [Mask probe]: a probe shorter than the window would read a window as plain causal, a silent long-context bug. So the
+probe is longer than every integer constant in the mask's sub-graph; constants too large for that are replaced, each by its
+own small prime, and the answer is translated back (the sub-graph treats them as opaque numbers either way). A buffer that
+takes part (a stored triangle) is probed over its whole length.
+
+Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that depends on
+something other than positions, a mask of no known kind, keys longer than queries (a KV cache in the graph), heads that are
+neither equal nor a proven repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_ops.attention import attention, visible
+from passes.graph_tools import (
+    ancestors, erase_dead, evaluate, int_constants, module_path, source_name, symbolic, value,
+)
+
+logger = logging.getLogger(__name__)
+SDPA = (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default,
+        torch.ops.aten.scaled_dot_product_attention)
+_VIEWS = {"getitem", "expand", "reshape", "view", "unsqueeze", "flatten", "broadcast_to", "repeat_interleave", "repeat",
+          "contiguous", "clone", "expand_as", "squeeze", "transpose", "permute"}
+_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97)
+_DIRECT = 1024  # constants up to here are probed as they are
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What a mask was proven to mean."""
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+
+class Refusal(Exception):
+    """This node cannot be raised; the text says why."""
+
+
+def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in SDPA]
+
+
+def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tuple[int, dict[str, str]]:
+    """Raise every F.sdpa node of ``gm`` that can be, in place.
+
+    Args:
+        gm: a Dynamo graph; its nodes carry fake values.
+        inputs: real tensors of placeholders by node name (parameters and buffers), for masks made from stored buffers.
+
+    Returns:
+        (number raised, reason by module path of each one refused). Layers are numbered by order in the graph.
+    """
+    raised, refusals = 0, {}
+    for layer, node in enumerate(find_sdpa(gm.graph)):
+        where = module_path(node) or node.name
+        try:
+            _raise_one(node, layer, inputs or {})
+            raised += 1
+        except Refusal as why:
+            refusals[where] = str(why)
+    if raised or refusals:
+        logger.info("raise_sdpa: %d raised, %d refused", raised, len(refusals))
+    return raised, refusals
+
+
+def _raise_one(node: fx.Node, layer: int, inputs: dict[str, Any]) -> None:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    arg = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    q, k, v = arg["query"], arg["key"], arg["value"]
+    if arg.get("dropout_p", 0.0):
+        raise Refusal(f"dropout {arg['dropout_p']} (call model.eval())")
+    q_shape, k_shape = value(q).shape, value(k).shape
+    if len(q_shape) != 4:
+        raise Refusal(f"query has {len(q_shape)} dimensions, need (B, H, S, D)")
+    if str(q_shape[2]) != str(k_shape[2]):
+        raise Refusal(f"{k_shape[2]} keys for {q_shape[2]} queries: a KV cache in the graph (call with use_cache=False)")
+    heads = q_shape[1]
+    k, v = _peel_repeat(k, heads), _peel_repeat(v, heads)
+    kv_heads, v_heads = value(k).shape[1], value(v).shape[1]
+    if kv_heads != v_heads:
+        k, v = arg["key"], arg["value"]
+        kv_heads, v_heads = value(k).shape[1], value(v).shape[1]
+    if kv_heads != v_heads or heads % kv_heads:
+        raise Refusal(f"{heads} query heads, {kv_heads} key heads, {v_heads} value heads")
+    if kv_heads not in (1, heads) and k is arg["key"] and not arg.get("enable_gqa", False):
+        raise Refusal(f"{heads} query heads over {kv_heads} key heads without enable_gqa")
+    mask, is_causal = arg.get("attn_mask"), arg.get("is_causal", False)
+    if mask is None:
+        kind = MaskKind(causal=bool(is_causal))
+    elif is_causal:
+        raise Refusal("both attn_mask and is_causal")
+    else:
+        kind = identify_mask(mask, q_shape[2], inputs)
+    scale = arg.get("scale")
+    if scale is None:
+        scale = value(q).shape[3] ** -0.5
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(attention, (q, k, v, None), {
+            "layer": layer, "scale": float(scale), "window": kind.window, "softcap": None, "chunk": kind.chunk,
+            "causal": kind.causal})
+    new.meta = dict(node.meta)
+    new.meta["quire_route"] = "raised"
+    node.replace_all_uses_with(new)
+    old = list(node.all_input_nodes)
+    node.graph.erase_node(node)
+    erase_dead(node.graph, old)
+
+
+def _peel_repeat(node: fx.Node, heads: int) -> fx.Node:
+    """The un-repeated tensor behind ``node`` if a chain of views provably repeats it to ``heads`` heads, else ``node``."""
+    chain, at = [node], node
+    while at.op in ("call_function", "call_method") and len(chain) < 8:
+        name = at.target if isinstance(at.target, str) else getattr(at.target, "__name__", "")
+        data = at.args[0] if at.args else None
+        if name.rstrip("_") not in _VIEWS or not isinstance(data, fx.Node):
+            break
+        at = data
+        shape = getattr(value(at), "shape", ())
+        if len(shape) == 4 and shape[1] != heads and not symbolic(shape[1]) and heads % shape[1] == 0 \
+                and _is_repeat(at, node, chain, heads // shape[1]):
+            return at
+        chain.append(at)
+    return node
+
+
+def _is_repeat(start: fx.Node, end: fx.Node, chain: list[fx.Node], times: int) -> bool:
+    """Execute the chain on a random tensor: is it ``repeat_interleave(times, dim=1)``?"""
+    batch, kv_heads, tokens, dim = value(start).shape
+    length = 5 if symbolic(tokens) else int(tokens)
+    probe = torch.randn(1 if symbolic(batch) else int(batch), kv_heads, length, dim)
+    env: dict[fx.Node, Any] = {start: probe}
+    nodes = [n for n in ancestors(end, stop=lambda n: n is start) if n is not start]
+    for n in nodes:
+        val = value(n)
+        if isinstance(val, torch.SymInt):  # a size of the ragged row, whatever node computes it
+            env[n] = length if str(val) == str(tokens) else probe.shape[0]
+    try:
+        with torch.no_grad():
+            evaluate(nodes, env)
+    except Exception:  # the chain needs something a repeat does not need: it is none
+        return False
+    expected = probe.repeat_interleave(times, dim=1)
+    return isinstance(env[end], torch.Tensor) and env[end].shape == expected.shape and bool((env[end] == expected).all())
+
+
+def identify_mask(mask: fx.Node, tokens: Any, inputs: dict[str, Any]) -> MaskKind:
+    """Execute the sub-graph of ``mask`` for one sequence at positions 0..n-1 and say which kind it is.
+
+    Raises:
+        Refusal: it depends on more than positions, or is none of causal, window, chunk.
+    """
+    nodes = ancestors(mask)
+    constants = {abs(c) for c in int_constants(nodes)}
+    if symbolic(tokens):
+        large = sorted(c for c in constants if c > _DIRECT and c < 2**31 - 1)
+        if len(large) > len(_PRIMES):
+            raise Refusal(f"the mask's sub-graph has {len(large)} large constants")
+        to_small = dict(zip(large, _PRIMES, strict=False))
+        length = 2 * max([c for c in constants if c <= _DIRECT] + list(to_small.values()) + [32]) + 5
+    else:
+        length, to_small = int(tokens), {}
+        if any(c > length for c in constants if c < 2**31 - 1):
+            raise Refusal(f"the graph was traced for {length} tokens exactly, too few to tell a window from plain causal; "
+                          "compile with dynamic=True")
+    stored = [inputs[n.name].shape[-1] for n in nodes if n.op == "placeholder"
+              and isinstance(inputs.get(n.name), torch.Tensor) and inputs[n.name].dim() >= 2]
+    if stored and symbolic(tokens):
+        length = min(min(stored), 4096)
+    env = {n: _probe_input(n, length, tokens, inputs) for n in nodes if n.op == "placeholder"}
+    back = {small: large for large, small in to_small.items()}
+    try:
+        with torch.no_grad():
+            evaluate(nodes, env, lambda c: to_small.get(c, -to_small[-c] if -c in to_small else c))
+    except Refusal:
+        raise
+    except Exception as error:
+        raise Refusal(f"its mask could not be executed on probe positions ({type(error).__name__}: {error})") from error
+    kind = _classify(env[mask], length)
+    return MaskKind(kind.causal, back.get(kind.window or 0, kind.window), back.get(kind.chunk or 0, kind.chunk))
+
+
+def _probe_input(node: fx.Node, length: int, tokens: Any, inputs: dict[str, Any]) -> Any:
+    val, name = value(node), source_name(node)
+    if isinstance(val, torch.SymInt):
+        if str(val) == str(tokens):
+            return length
+        raise Refusal(f"its mask depends on {name}")
+    shape = [length if str(s) == str(tokens) else s for s in val.shape]
+    if any(symbolic(s) for s in shape):
+        raise Refusal(f"its mask depends on {name}, of shape {tuple(val.shape)}")
+    if "attention_mask" in name:
+        raise Refusal("an attention_mask was passed; a paged batch is ragged and takes none")
+    if any(word in name for word in ("position_ids", "cache_position", "positions")):
+        return torch.arange(length, device=val.device).expand(shape)
+    if any(word in name for word in ("input_ids", "inputs_embeds", "idx", "tokens")):
+        return torch.zeros(shape, dtype=val.dtype, device=val.device)
+    if isinstance(inputs.get(node.name), torch.Tensor):
+        return inputs[node.name].detach()
+    raise Refusal(f"its mask depends on {name}")
+
+
+def _classify(mask: Any, length: int) -> MaskKind:
+    if not isinstance(mask, torch.Tensor) or mask.dim() < 2 or tuple(mask.shape[-2:]) != (length, length):
+        raise Refusal(f"its mask has shape {tuple(getattr(mask, 'shape', ()))}, not (..., {length}, {length})")
+    flat = mask.reshape(-1, length, length).cpu()
+    if not bool((flat == flat[:1]).all()):
+        raise Refusal("its mask differs between heads or sequences (ALiBi or a bias)")
+    keep = flat[0]
+    if keep.dtype != torch.bool:
+        if not bool(((keep == 0) | (keep <= -1e4)).all()):
+            raise Refusal("a float bias is added to the scores (ALiBi or relative positions)")
+        keep = keep == 0
+    pos = torch.arange(length)
+    candidates = [MaskKind()]
+    seen = int(keep[-1].sum())
+    if 0 < seen < length:
+        candidates.append(MaskKind(window=seen))
+    hidden = (~keep[:, 0]).nonzero()
+    if len(hidden) and int(hidden[0]) > 0:
+        candidates.append(MaskKind(chunk=int(hidden[0])))
+    for kind in candidates:
+        if torch.equal(keep, visible(pos[:, None], pos[None], window=kind.window, chunk=kind.chunk, causal=True)):
+            return kind
+    if bool(keep.all()):
+        return MaskKind(causal=False)
+    raise Refusal("its mask is none of causal, sliding window, chunk")
+
+
+__all__ = ["MaskKind", "Refusal", "find_sdpa", "identify_mask", "raise_sdpa"]

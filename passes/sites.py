@@ -1,0 +1,132 @@
+"""The attention sites of a traced model, and the verification that none is missing, doubled or different from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_ops.attention import AttentionSite, attention
+from attn_ops.backend import UnsupportedAttention
+from passes.graph_tools import module_path, value
+from passes.raising import find_sdpa
+
+#: Layer types of a transformers config that keep no state beside keys and values.
+STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def site_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of the semantic op, in graph order."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in (attention, torch.ops.quire.attention)]
+
+
+def site_of(node: fx.Node) -> AttentionSite:
+    """The static facts of one node of the semantic op."""
+    q, k, v = (value(node.args[i]) for i in range(3))
+    opts = node.kwargs
+    path = module_path(node)
+    return AttentionSite(
+        layer=opts["layer"], num_heads=int(q.shape[1]), num_kv_heads=int(k.shape[1]), head_dim=int(q.shape[3]),
+        head_dim_v=int(v.shape[3]), dtype=q.dtype, scale=opts["scale"], window=opts["window"], softcap=opts["softcap"],
+        chunk=opts["chunk"], sinks=node.args[3] is not None, causal=opts["causal"], name=path,
+        route=node.meta.get("quire_route") or ("interface" if path else "op"),
+    )
+
+
+def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
+    """Refuse a traced model whose attention is not wholly in ``sites``.
+
+    Args:
+        graph: the traced graph, after raising.
+        config: the model's transformers config, or None for a module that has none.
+        refusals: from the raising pass, reason by module path.
+
+    Raises:
+        UnsupportedAttention: says which layer, what was expected and what was found.
+    """
+    left = find_sdpa(graph)
+    if left or refusals:
+        lines = [f"\n  {where}: {why}" for where, why in refusals.items()] or [f"\n  {module_path(n)}" for n in left]
+        raise UnsupportedAttention("some scaled_dot_product_attention calls cannot be paged:" + "".join(lines))
+    layers = [s.layer for s in sites]
+    doubled = sorted({n for n in layers if layers.count(n) > 1})
+    if doubled:
+        raise UnsupportedAttention(f"layers {doubled} attend more than once in one forward; quire keeps one KV cache a layer")
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op == "call_function" and name.startswith(("conv1d", "conv_transpose1d", "causal_conv1d")):
+            raise UnsupportedAttention(
+                f"{module_path(node) or node.name} is a convolution over tokens: its state would leak between the "
+                "sequences of a packed batch. Models with convolution, SSM or linear-attention layers are not supported.")
+    if config is None:
+        if not sites:
+            raise UnsupportedAttention("no attention was found: the model neither calls F.scaled_dot_product_attention nor "
+                                       "torch.ops.quire.attention")
+        return
+    _verify_config(sites, config)
+
+
+def check_config(config: Any) -> None:
+    """What can be told from a transformers config before any tracing. Raises UnsupportedAttention."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedAttention(f"{kind} is an encoder-decoder model; quire serves decoder-only models.")
+    text = text_config(config)
+    types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    other = sorted(set(types) - STATELESS_LAYERS - {"attention", "full"})
+    if other:
+        raise UnsupportedAttention(
+            f"{kind} has layers of type {other}: they keep state that is not keys and values (SSM, convolution, linear "
+            f"attention), which a packed batch would leak between sequences. quire serves {sorted(STATELESS_LAYERS)}.")
+    if getattr(text, "use_bidirectional_attention", None):
+        raise UnsupportedAttention(f"{kind} is configured with bidirectional attention; quire serves causal models.")
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
+        raise UnsupportedAttention(f"{kind} has rope_type 'dynamic', whose frequencies depend on the longest sequence of the "
+                                   "batch; set another rope_type (yarn, linear, llama3) to serve it.")
+
+
+def text_config(config: Any) -> Any:
+    get = getattr(config, "get_text_config", None)
+    return get(decoder=True) if get is not None else config
+
+
+def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
+    kind = getattr(config, "model_type", type(config).__name__)
+    text = text_config(config)
+    expected = getattr(text, "num_hidden_layers", None)
+    if expected is not None and len(sites) != expected:
+        raise UnsupportedAttention(
+            f"{kind} has {expected} layers but {len(sites)} attention sites were found. The rest either attends in a way that "
+            "quire does not see (attention written out by hand, outside transformers' attention interface and "
+            "F.scaled_dot_product_attention) or is not attention (SSM, convolution, linear attention).")
+    cap = getattr(text, "attn_logit_softcapping", None)
+    if cap and any(s.softcap is None for s in sites):
+        raise UnsupportedAttention(f"{kind} is configured with attn_logit_softcapping={cap}, but this version of transformers "
+                                   "does not hand it to the attention call; update transformers.")
+    types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if window and not types and any(s.window is None for s in sites):
+        raise UnsupportedAttention(f"{kind} is configured with sliding_window={window}, but it did not reach every attention "
+                                   "site (a trace shorter than the window reads as plain causal); use quire.paged or quire.Engine")
+    for s in sites:
+        kind_of = types[s.layer] if types and s.layer < len(types) else None
+        if kind_of == "sliding_attention" and s.window is None:
+            raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a sliding_attention layer, but its window did not "
+                                       "reach the attention call")
+        if kind_of == "chunked_attention" and s.chunk is None:
+            raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a chunked_attention layer, but its chunk is unknown")
+
+
+def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None = None) -> str:
+    """A plain table, one row a site: what `explain` prints and snapshots compare."""
+    head = ["layer", "module", "route", "needs", "scale"] + (["lowered to"] if decision is not None else [])
+    rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] +
+            ([decision[i]] if decision is not None else []) for i, s in enumerate(sites)]
+    widths = [max(len(r[c]) for r in [head, *rows]) for c in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
+
+
+__all__ = ["check_config", "format_sites", "site_nodes", "site_of", "text_config", "verify"]
