@@ -84,7 +84,7 @@ class BlockAllocator:
         for page in pages:
             self._check(page)
             if not self._ref_counts[page]:
-                raise ValueError(f"cannot share page {page}: it is free, so its contents are nobody's; allocate it first")
+                raise ValueError(f"cannot share page {page}: it is free, so its contents are nobody's; allocate it")
         for page in pages:
             self._ref_counts[page] += 1
 

@@ -1,8 +1,8 @@
 """Buckets: the batch shapes that are captured as CUDA graphs.
 
-A graph replays one shape only, so a batch is padded to the smallest captured shape that holds it. A decode batch, in which
-every sequence has as many tokens, is measured in sequences (`decode_buckets`); a mixed batch of prefill and decode in
-tokens (`token_buckets`). A batch that fits no bucket (`pick_bucket` gives None) runs without a graph.
+A graph replays one shape only, so a batch is padded to the smallest captured shape that holds it. A decode batch, in
+which every sequence has as many tokens, is measured in sequences (`decode_buckets`); a mixed batch of prefill and
+decode in tokens (`token_buckets`). A batch that fits no bucket (`pick_bucket` gives None) runs without a graph.
 
 The steps grow with the size, so that padding wastes a bounded share of a large batch and few graphs are captured. Both
 ladders follow SGLang 0.5.23, with 8 in place of its 8 and 12.
@@ -34,14 +34,14 @@ def decode_buckets(
     Args:
         max_num_seqs: most sequences in a batch, >= 1.
         sizes: the user's own list, in any order. Taken as it is; a batch larger than its largest size has no graph.
-        padding: False when batches must not be padded, so that every size needs a graph of its own. Ask `pick_bucket` with
-            ``exact=True`` then. A list in `sizes` stays what it is.
-        multiple_of: every size is a multiple of this: the tensor-parallel size where tokens are scattered over the ranks, 2
-            for two-batch overlap. The default sizes are rounded up to it.
+        padding: False when batches must not be padded, so that every size needs a graph of its own. Ask `pick_bucket`
+            with ``exact=True`` then. A list in `sizes` stays what it is.
+        multiple_of: every size is a multiple of this: the tensor-parallel size where tokens are scattered over the
+            ranks, 2 for two-batch overlap. The default sizes are rounded up to it.
 
     Returns:
-        Ascending sizes without duplicates. Without `sizes`, the last one is max_num_seqs rounded up to `multiple_of`, so
-        it can be larger than max_num_seqs and static buffers must be sized by it.
+        Ascending sizes without duplicates. Without `sizes`, the last one is max_num_seqs rounded up to `multiple_of`,
+        so it can be larger than max_num_seqs and static buffers must be sized by it.
 
     Raises:
         ValueError: a maximum or multiple below 1; `sizes` is empty, or has a size that is no integer, below 1, not a
@@ -58,7 +58,9 @@ def decode_buckets(
     return sorted({_round_up(size, multiple_of) for size in (*ladder, max_num_seqs) if size <= max_num_seqs})
 
 
-def token_buckets(max_num_batched_tokens: int, *, sizes: Iterable[int] | None = None, multiple_of: int = 1) -> list[int]:
+def token_buckets(
+    max_num_batched_tokens: int, *, sizes: Iterable[int] | None = None, multiple_of: int = 1
+) -> list[int]:
     """Token counts of the graphs of mixed prefill and decode batches.
 
     Args:
@@ -67,8 +69,8 @@ def token_buckets(max_num_batched_tokens: int, *, sizes: Iterable[int] | None = 
         multiple_of: every count is a multiple of this, as in `decode_buckets`.
 
     Returns:
-        Ascending counts without duplicates. Without `sizes`: 4 to 32 by 4, to 256 by 16, to 512 by 32, to 1024 by 64, to
-        4096 by 256, then by 512, each rounded up to `multiple_of`; the last one is the maximum, rounded up.
+        Ascending counts without duplicates. Without `sizes`: 4 to 32 by 4, to 256 by 16, to 512 by 32, to 1024 by 64,
+        to 4096 by 256, then by 512, each rounded up to `multiple_of`; the last one is the maximum, rounded up.
 
     Raises:
         ValueError: as for `decode_buckets`.
@@ -129,11 +131,11 @@ def _validated(sizes: Iterable[int], largest: int, multiple_of: int, *, what: st
     for size in given:
         _check_positive(f"{what} {size!r} in the list to capture", size)
         if size % multiple_of:
-            raise ValueError(f"{what} {size} in the list to capture is not a multiple of {multiple_of}; the next one is "
-                             f"{_round_up(size, multiple_of)}")
+            raise ValueError(f"{what} {size} in the list to capture is not a multiple of {multiple_of}; the next one "
+                             f"is {_round_up(size, multiple_of)}")
         if size > largest:
-            raise ValueError(f"{what} {size} in the list to capture is larger than any batch can be ({limit}, rounded up "
-                             f"to {largest}); remove it, or raise the limit")
+            raise ValueError(f"{what} {size} in the list to capture is larger than any batch can be ({limit}, rounded "
+                             f"up to {largest}); remove it, or raise the limit")
     return sorted({int(size) for size in given})
 
 

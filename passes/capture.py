@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
+import types
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ class PagedModel:
                 f"{type(model).__name__}.forward takes no {' and no '.join(missing)}; a ragged batch cannot be given to it. "
                 "quire serves causal LMs whose forward takes input_ids and position_ids.")
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
-        self._use_cache = "use_cache" in parameters
+        self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self._call = call
         self.backend = QuireBackend(options, config=self.config, trace_only=True, guards_dropped=True,
                                     compile_ahead=options.page_size is not None)
@@ -78,7 +80,7 @@ class PagedModel:
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. QuireGraph refuses a trace whose guards meant something.
-        compiled = torch.compile(self._forward, backend=self.backend, fullgraph=True,
+        compiled = torch.compile(_with_own_code(self._forward), backend=self.backend, fullgraph=True,
                                  options={"guard_filter_fn": lambda guards: [False] * len(guards)})  # type: ignore[dict-item]
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_TOKENS, device=device)[None]
@@ -87,7 +89,9 @@ class PagedModel:
             torch._dynamo.mark_dynamic(tensor, dim)
         by_interface = self.config is not None and uses_interface(self.model)
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
-        with route, torch.no_grad():
+        # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
+        static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        with route, static, torch.no_grad():
             try:
                 compiled(ids, positions, keep)
             except Traced:
@@ -124,6 +128,15 @@ class PagedModel:
         self.backend.weights.restore()
 
 
+def _with_own_code(method: Any) -> Any:
+    """The bound method with a code object of its own. Dynamo keeps its cache by code object, and traces one at most eight
+    times, so models traced one after another must not share it."""
+    function = method.__func__
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
+                              function.__closure__)
+    return types.MethodType(copy, method.__self__)
+
+
 def _unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
     """Dynamo wraps what a backend raises; users get our own error, or one that names the model."""
     cause: BaseException | None = error
@@ -132,8 +145,9 @@ def _unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
             return UnsupportedAttention(str(cause))
         inner = getattr(cause, "inner_exception", None)
         cause = inner or cause.__cause__ or cause.__context__
-    if "UnsupportedAttention" in str(error):
-        return UnsupportedAttention(str(error))
+    ours = re.search(r"UnsupportedAttention\((.*)\)$", str(error), re.MULTILINE)
+    if ours is not None:  # an exception raised while tracing reaches us as a part of Dynamo's text
+        return UnsupportedAttention(ours[1].strip("'\""))
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return UnsupportedAttention(f"{type(model).__name__} could not be traced into one graph: {type(error).__name__}: {first}")
 

@@ -27,7 +27,7 @@ from passes.fusion import FUSIONS, FusedWeights, apply_fusions
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
 from passes.raising import raise_sdpa
-from passes.sites import site_nodes, site_of, verify
+from passes.sites import check_positions, site_nodes, site_of, verify
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class QuireOptions:
         return cls(**(options or {}))
 
 
-@dataclass
+@dataclass(eq=False)  # Dynamo compares backends with ==
 class QuireBackend:
     """The Dynamo backend as an object: the engine keeps one and reads ``graphs``; torch.compile users get it by name.
 
@@ -153,6 +153,7 @@ class QuireGraph:
                     f"{len(numbered)} attention sites came through transformers' attention interface and "
                     f"{len(found) - len(numbered)} as F.scaled_dot_product_attention; quire does not mix the two in one model")
             verify(gm.graph, found, self.owner.config, refusals)
+            check_positions(gm.graph, value(site_nodes(gm.graph)[0].args[0]).shape[2])
             self._check_shape_conditions(gm, raised > 0)
             self._raised = gm, found
         return self._raised

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -39,7 +38,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = re.sub(r"^[LG]\['\w+'\]", "", list(stack.values())[-1][0])
-    return re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".").removeprefix("self.")
+    return re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".").removeprefix("self.").removeprefix("_call.")
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -153,6 +152,23 @@ def int_constants(nodes: Iterable[fx.Node]) -> set[int]:
     return found
 
 
+def constant(arg: Any) -> Any:
+    """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal.
+
+    Raises:
+        ValueError: it can change from call to call.
+    """
+    val = value(arg)
+    if isinstance(val, (torch.SymInt, torch.SymFloat)):
+        expr = val.node.shape_env.replace(val.node.expr)
+        if not expr.is_number:
+            raise ValueError(f"{arg} is not a constant of the trace")
+        return int(expr) if isinstance(val, torch.SymInt) else float(expr)
+    if isinstance(val, torch.Tensor):
+        raise ValueError(f"{arg} is a tensor, not a number")
+    return val
+
+
 def symbolic(size: Any) -> bool:
     """Is this size a symbol (a dynamic dimension) and not a number?"""
     return isinstance(size, torch.SymInt)
@@ -171,10 +187,10 @@ def shape_conditions(graph: fx.Graph, size: Any) -> list[str]:
              for g in env.guards for s in g.expr.free_symbols}
     found = []
     for guard in env.guards:
-        same = isinstance(guard.expr, sympy.Eq) and all(a.is_Symbol for a in guard.expr.args)  # two inputs of one length
-        if symbol in guard.expr.free_symbols and not same:
+        expr = env.replace(guard.expr)  # two inputs of one length have become one symbol
+        if symbol in expr.free_symbols:
             others = {s: v for s, v in hints.items() if s != symbol}
-            truths = [bool(guard.expr.subs(others).subs({symbol: n})) for n in (2, 3, 7, 31, 257, 4099, 65537)]
+            truths = [bool(expr.subs(others).subs({symbol: n})) for n in (2, 3, 7, 31, 257, 4099, 65537)]
             if not all(truths):
-                found.append(str(guard.expr))
+                found.append(str(expr))
     return found

@@ -35,7 +35,7 @@ from torch import fx
 
 from attn_ops.attention import attention, visible
 from passes.graph_tools import (
-    ancestors, erase_dead, evaluate, int_constants, module_path, source_name, symbolic, value,
+    ancestors, constant, erase_dead, evaluate, int_constants, module_path, source_name, symbolic, value,
 )
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,10 @@ def _raise_one(node: fx.Node, layer: int, inputs: dict[str, Any]) -> None:
         raise Refusal("both attn_mask and is_causal")
     else:
         kind = identify_mask(mask, q_shape[2], inputs)
-    scale = arg.get("scale")
+    try:
+        scale = constant(arg.get("scale"))
+    except ValueError as error:
+        raise Refusal(f"its scale can change: {error}") from error
     if scale is None:
         scale = value(q).shape[3] ** -0.5
     with node.graph.inserting_before(node):

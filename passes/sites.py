@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_ops.attention import AttentionSite, attention
 from attn_ops.backend import UnsupportedAttention
-from passes.graph_tools import module_path, value
+from passes.graph_tools import constant, module_path, placeholders, source_name, symbolic, value
 from passes.raising import find_sdpa
 
 #: Layer types of a transformers config that keep no state beside keys and values.
@@ -25,8 +25,12 @@ def site_nodes(graph: fx.Graph) -> list[fx.Node]:
 def site_of(node: fx.Node) -> AttentionSite:
     """The static facts of one node of the semantic op."""
     q, k, v = (value(node.args[i]) for i in range(3))
-    opts = node.kwargs
     path = module_path(node)
+    try:
+        opts = {name: constant(option) for name, option in node.kwargs.items()}
+    except ValueError as error:
+        raise UnsupportedAttention(f"the attention call at {path or node.name} has an option that is not constant: {error}; "
+                                   "compile with fixed options, e.g. after torch._dynamo.reset()") from error
     return AttentionSite(
         layer=opts["layer"], num_heads=int(q.shape[1]), num_kv_heads=int(k.shape[1]), head_dim=int(q.shape[3]),
         head_dim_v=int(v.shape[3]), dtype=q.dtype, scale=opts["scale"], window=opts["window"], softcap=opts["softcap"],
@@ -66,6 +70,33 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
                                        "torch.ops.quire.attention")
         return
     _verify_config(sites, config)
+
+
+def check_positions(graph: fx.Graph, tokens: Any) -> None:
+    """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence.
+
+    Args:
+        graph: the traced graph after raising, when what only served a mask is gone.
+        tokens: the size of the token dimension.
+
+    Raises:
+        UnsupportedAttention: the graph reads no positions, and makes something as long as the row out of nothing.
+    """
+
+    def long_as_row(n: Any) -> bool:
+        val = value(n)
+        return isinstance(val, torch.Tensor) and any(str(s) == str(tokens) for s in val.shape)
+
+    ids = [n for n in placeholders(graph) if n.users and long_as_row(n) and not value(n).is_floating_point()]
+    if len(ids) > 1 or any("pos" in source_name(n) for n in ids) or not symbolic(tokens):
+        return
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        made = not any(long_as_row(n) for n in node.all_input_nodes) and name in ("arange", "getitem", "narrow", "linspace")
+        if node.op.startswith("call") and node.users and long_as_row(node) and (made or name == "cumsum"):
+            raise UnsupportedAttention(
+                f"the model makes positions of its own ({name} at {module_path(node) or node.name}) and reads none; in a ragged "
+                "batch every sequence has its own. Its forward must take position_ids and use them.")
 
 
 def check_config(config: Any) -> None:
@@ -129,4 +160,4 @@ def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None 
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
 
 
-__all__ = ["check_config", "format_sites", "site_nodes", "site_of", "text_config", "verify"]
+__all__ = ["check_config", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]

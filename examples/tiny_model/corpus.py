@@ -48,13 +48,9 @@ bear: big animal / in the mountains / brown fur and strong claws / fish and hone
 owl: bird of the night / in old trees / round eyes and quiet wings / mice and insects / owlet / turn its head backward
 frog: green animal / near ponds and rivers / smooth skin and long legs / flies and worms / tadpole / jump very far
 horse: strong animal / on farms / a long mane and four fast legs / grass and apples / foal / sleep while it is standing
-duck: water bird / on lakes and ponds / a flat bill and orange feet / plants and snails / duckling / swim and fly
-cow: farm animal / in the meadow / two horns and a soft nose / grass and hay / calf / give a bucket of milk in a day
 whale: huge animal / in the sea / smooth gray skin / tiny fish and krill / calf / hold its breath for an hour
-bee: busy insect / in a hive / yellow stripes and thin wings / nectar from flowers / larva / dance to show the way
 elephant: giant animal / in hot countries / big ears and a long trunk / leaves and fruit / calf / remember its friends
 mouse: tiny animal / in fields and barns / round ears and a thin tail / grain and cheese / pup / hide in a small hole
-turtle: slow animal / in warm water / a hard shell / plants and jellyfish / hatchling / live for a hundred years
 """)
 # Fact sheets: the first sentence always stands, the others come in order and may be left out.
 FACTS = entries("""
@@ -135,6 +131,9 @@ star: Every night, {N} looked at the [stars|sky|moon]. {He} wished for [a true f
   boat]{=wish}. One night, a star fell [into the lake|behind the hill|into the garden|on the roof]. {N} ran outside and
   found {F} there, who had seen it too. They talked [until the morning|about the sky|for hours] and laughed a lot. "I
   wished for {wish}," said {N}. "Sometimes wishes come true in a different way," said {F}.
+walk: {N} went to the [park|lake|market|library] with {F}. They saw [a clown|a white swan|a singer|two dogs] and
+  [laughed|waved|stood still]. {N} bought [ice cream|a kite|a balloon|hot bread] for {F}. "I like it here," said {F}.
+  "Let us come back tomorrow."
 """)
 LETTERS = entries("""
 thanks: Thank you for the [lovely book|warm socks|big box of pencils|beautiful card]. I [like it very
@@ -232,7 +231,8 @@ def story(rng: random.Random) -> str:
         teller.cast(f"{teller.slots['his']} {relative}", "she" if "mother" in relative else "he", "f")
         start = start.replace("{His} best friend was {F}", "[{F} lived next door|{He} loved {F} very much]")
     ending = " " + teller.pick(ENDINGS) if rng.random() < 0.6 else ""
-    return teller.say(f"{start} {PLOTS[teller.pick(list(PLOTS), 0.85)]}{ending}")
+    start = "" if rng.random() < 0.2 else start + " "  # A plain beginning, for prompts like "Peter went to".
+    return teller.say(f"{start}{PLOTS[teller.pick(list(PLOTS), 0.85)]}{ending}")
 
 
 def facts(rng: random.Random) -> str:
@@ -251,7 +251,8 @@ def facts(rng: random.Random) -> str:
         return f"I have {look}. I live {home}. I eat {food}. I can {skill}. What am I? I am {one}."
     more = [f"It has {look}.", f"It eats {food}.", f"A young {species} is called {an(young)}.",
             f"{one.capitalize()} can {skill}."]
-    return " ".join([f"The {species} is {an(kind)} that lives {home}.", *(s for s in more if rng.random() < 0.8)])
+    subject = rng.choices([f"The {species}", one.capitalize()], (3, 2))[0]
+    return " ".join([f"{subject} is {an(kind)} that lives {home}.", *(s for s in more if rng.random() < 0.8)])
 
 
 def howto(rng: random.Random) -> str:

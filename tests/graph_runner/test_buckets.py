@@ -95,7 +95,7 @@ def test_pick_exact() -> None:
     assert pick_bucket([2, 4, 8], 9) is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 2048), st.integers(1, 16), st.booleans())
 def test_decode_ladder_properties(max_num_seqs: int, multiple_of: int, padding: bool) -> None:
     buckets = decode_buckets(max_num_seqs, padding=padding, multiple_of=multiple_of)
@@ -107,7 +107,7 @@ def test_decode_ladder_properties(max_num_seqs: int, multiple_of: int, padding: 
     assert max(steps) <= (multiple_of if not padding else max(32, multiple_of) + multiple_of - 1)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 40_000), st.integers(1, 16))
 def test_token_ladder_properties(maximum: int, multiple_of: int) -> None:
     buckets = token_buckets(maximum, multiple_of=multiple_of)
@@ -116,7 +116,7 @@ def test_token_ladder_properties(maximum: int, multiple_of: int) -> None:
     assert maximum <= buckets[-1] < maximum + multiple_of
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.sets(st.integers(1, 600), min_size=1), st.integers(0, 700))
 def test_pick_is_the_smallest_that_fits(sizes: set[int], n: int) -> None:
     buckets = decode_buckets(600, sizes=sizes)

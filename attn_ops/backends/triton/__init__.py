@@ -12,7 +12,6 @@ T > B    ``write``, then ``extend``, and for the sequences with one query token 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -63,41 +62,41 @@ def paged_attention(
     Raises:
         ValueError: caches whose head dim is not contiguous.
     """
-    common, decode, extend, write = _load()
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("the triton backend needs KV caches whose last dim is contiguous, got strides "
                          f"{k_cache.stride()} and {v_cache.stride()}")
-    num_tokens, heads, _ = q.shape
-    out = torch.empty((num_tokens, heads, v_cache.shape[3]), dtype=q.dtype, device=q.device)
+    device = q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current device
+            return paged_attention(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
+                                   prepared, scale=scale, window=window, softcap=softcap, chunk=chunk)
+    _, decode, extend, write = _kernels or _load()
+    num_tokens, num_reqs = q.shape[0], seq_lens.shape[0]
+    out = q.new_empty((num_tokens, q.shape[1], v_cache.shape[3]))
     if not num_tokens:
         return out
     if q.stride(2) != 1:
         q = q.contiguous()
-    if k is not None and v is not None:
+    if k is None or v is None:
+        k = v = None
+    else:
         if k.stride(2) != 1:
             k = k.contiguous()
         if v.stride(2) != 1:
             v = v.contiguous()
-    else:
-        k = v = None
-    num_reqs = seq_lens.shape[0]
-    options = dict(scale=scale, window=window, softcap=softcap, chunk=chunk)
-    on_device = contextlib.nullcontext()
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
-        on_device = torch.cuda.device(q.device)
-    with on_device:
-        if num_tokens <= num_reqs:
-            decode.decode(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
-                          out, by_row=False, **options)
-            return out
-        if k is not None:
-            write.write(k, v, k_cache, v_cache, slot_mapping)
-        singles = num_reqs > 1
-        extend.extend(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, prepared, out,
-                      skip_single=singles, **options)
-        if singles:
-            decode.decode(q, None, None, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-                          prepared, out, by_row=True, **options)
+    options = (scale, window, softcap, chunk)
+    if num_tokens <= num_reqs:
+        decode.decode(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out,
+                      *options, by_row=False)
+        return out
+    if k is not None and v is not None:
+        write.write(k, v, k_cache, v_cache, slot_mapping)
+    singles = num_reqs > 1
+    extend.extend(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options,
+                  skip_single=singles)
+    if singles:
+        decode.decode(q, None, None, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
+                      out, *options, by_row=True)
     return out
 
 

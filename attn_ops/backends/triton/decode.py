@@ -24,8 +24,18 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton._common import (
-    LOG2E, NUM_COUNTERS, arrived_last, counters_for, find_row, first_key, head_blocks, key_rows, load_rows, logits,
-    num_sms, power_of_2,
+    LOG2E,
+    NUM_COUNTERS,
+    arrived_last,
+    counters_for,
+    find_row,
+    first_key,
+    head_blocks,
+    key_rows,
+    load_rows,
+    logits,
+    num_sms,
+    power_of_2,
 )
 
 
@@ -173,8 +183,9 @@ def decode_kernel(
             value_row = v + kv_head * stride_vh + columns_v
             # The step's earlier tokens of the sequence: none in a pure decode batch.
             for other in range(start + tl.maximum(first - last, 0), token):
-                key = tl.load(key_row + other.to(tl.int64) * stride_kt, mask=columns < D, other=0.0)
-                value = tl.load(value_row + other.to(tl.int64) * stride_vt, mask=columns_v < DV, other=0.0)
+                source = token.to(tl.int64) - (token - other)
+                key = tl.load(key_row + source * stride_kt, mask=columns < D, other=0.0)
+                value = tl.load(value_row + source * stride_vt, mask=columns_v < DV, other=0.0)
                 highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
             key = tl.load(key_row + token.to(tl.int64) * stride_kt, mask=columns < D, other=0.0)
             value = tl.load(value_row + token.to(tl.int64) * stride_vt, mask=columns_v < DV, other=0.0)
@@ -219,7 +230,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min"])
 def reduce_kernel(
-    partial, block_table, query_start_loc, seq_lens, out, num_reqs, splits, chunk_min, HAS_NEW: tl.constexpr,
+    partial, query_start_loc, seq_lens, out, num_reqs, splits, chunk_min, HAS_NEW: tl.constexpr,
     H: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
     HEADS: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_STEP: tl.constexpr,
 ):
@@ -281,28 +292,28 @@ def overridden(**params: Any) -> Iterator[None]:
     """Run with some fields of DecodeConfig set by hand; for benchmarks and tests, not thread-safe."""
     saved = dict(_overrides)
     _overrides.update(params)
-    config.cache_clear()
+    _plan.cache_clear()
     try:
         yield
     finally:
         _overrides.clear()
         _overrides.update(saved)
-        config.cache_clear()
+        _plan.cache_clear()
 
 
-@functools.lru_cache(maxsize=4096)
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device) -> DecodeConfig:
     """The parameters for padded head dims, bytes an element, query heads a program, slots (see NOTE [Partial results])."""
     widest = max(dim, dim_v)
-    dot = itemsize == 2 and heads > 2
-    if dot:
-        block_n = 64 if widest <= 128 else 32
-        warps = 4
-        stages = 3
+    # Sums of products keep heads x block_n x dim numbers in registers; in float32 they cost what the dot costs.
+    dot = heads > 2 if itemsize == 2 else heads > 8
+    if dot and itemsize == 2:
+        block_n, warps, stages = (64 if widest <= 128 else 32), 4, 3
+    elif dot:
+        block_n, warps, stages = (32 if widest <= 128 else 16), 8, 1
     else:
-        # sums of products keep (heads, block_n, dim) numbers in registers
-        block_n = min(64, power_of_2(max(8192 // (widest * power_of_2(heads)), 16)))
-        warps, stages = 4, 2
+        products = widest * power_of_2(heads)
+        block_n = min(64, max(8192 // products, 16))
+        warps, stages = (8 if block_n * products > 16384 else 4), 3
     # About 4 programs a multiprocessor on contexts of 1024 and more, 1024 keys at most, and no sliver for a program.
     chunk = min(1024, power_of_2(max(256 * slots // num_sms(device), 64)))
     params = dict(block_n=block_n, warps=warps, stages=stages, chunk_min=chunk, max_splits=64, atomic=True, dot=dot)
@@ -316,47 +327,76 @@ def num_splits(slots: int, capacity: int, tuned: DecodeConfig) -> int:
     return max(1, min(tuned.max_splits, -(-capacity // tuned.chunk_min), -(-8192 // slots)))
 
 
+class _Plan(NamedTuple):
+    """What a launch needs besides tensors: everything that follows from shapes, worked out once for each."""
+
+    grid: tuple[int]
+    splits: int
+    workspace: int
+    counters: bool
+    tuned: DecodeConfig
+    constants: tuple
+    reduce_grid: tuple[int]
+    reduce_constants: tuple
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size,
+          v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None, by_row: bool,
+          device: torch.device) -> _Plan | None:
+    num_tokens, heads, dim = q_shape
+    page, kv_heads, dim_v = k_shape[1], k_shape[2], v_shape[3]
+    itemsize = dtype.itemsize
+    dim_p2, dim_v_p2 = power_of_2(dim, 16), power_of_2(dim_v, 16)
+    # The accumulators of all heads of a program stay in registers.
+    blocks, per_block = head_blocks(heads // kv_heads, max(16, min(64, 16384 // (max(dim_p2, dim_v_p2) * itemsize))))
+    slots = (num_reqs if by_row else num_tokens) * kv_heads * blocks
+    if not slots:
+        return None
+    tuned = config(dim_p2, dim_v_p2, itemsize, per_block, slots, device)
+    splits = num_splits(slots, table_width * page, tuned)
+    merge_rows = power_of_2(per_block)
+    return _Plan(
+        grid=(slots * splits,), splits=splits, workspace=slots * splits * per_block * (dim_v + 1) if splits > 1 else 0,
+        counters=splits > 1 and tuned.atomic, tuned=tuned,
+        constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], window or 0, chunk or 0, blocks,
+                   per_block, power_of_2(per_block, 16 if tuned.dot else 1), dim_p2, dim_v_p2, by_row, splits > 1,
+                   tuned.atomic, tuned.dot, "ieee" if itemsize == 4 else "tf32", tuned.block_n, tuned.stages, merge_rows,
+                   max(1, min(16, 8192 // (merge_rows * dim_v_p2)))),
+        reduce_grid=(slots * per_block,),
+        reduce_constants=(heads, kv_heads, dim_v, window or 0, chunk or 0, blocks, per_block, dim_v_p2, by_row,
+                          tuned.block_n, max(1, min(32, 4096 // dim_v_p2))),
+    )
+
+
 def decode(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None, prepared: list[torch.Tensor], out: torch.Tensor, *, scale: float, window: int | None,
+    sinks: torch.Tensor | None, prepared: list[torch.Tensor], out: torch.Tensor, scale: float, window: int | None,
     softcap: float | None, chunk: int | None, by_row: bool,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their row.
     With k and v it also writes the caches. The other arguments are the paged op's."""
-    num_tokens, heads, dim = q.shape
-    page, kv_heads, dim_v = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
-    num_reqs = seq_lens.shape[0]
-    blocks, per_block = head_blocks(heads // kv_heads, 64)
-    items = num_reqs if by_row else num_tokens
-    slots = items * kv_heads * blocks
-    if not slots:
+    num_reqs, device = seq_lens.shape[0], q.device
+    plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
+                 block_table.shape[1], window, chunk, by_row, device)
+    if plan is None:
         return
-    dim_p2, dim_v_p2 = power_of_2(dim, 16), power_of_2(dim_v, 16)
-    tuned = config(dim_p2, dim_v_p2, q.element_size(), per_block, slots, q.device)
-    splits = num_splits(slots, block_table.shape[1] * page, tuned)
-    partial = counters = None
-    if splits > 1:
-        partial = torch.empty(slots * splits * per_block * (dim_v + 1), dtype=torch.float32, device=q.device)
-        if tuned.atomic:
-            counters = counters_for(prepared, q.device)
-    stride_k = (0, 0) if k is None else k.stride()
-    stride_v = (0, 0) if v is None else v.stride()
-    merge_rows = power_of_2(per_block)
-    decode_kernel[(slots * splits,)](
+    partial = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
+    counters = counters_for(prepared, device) if plan.counters else None
+    stride_qt, stride_qh, _ = q.stride()
+    stride_kt, stride_kh, _ = (0, 0, 0) if k is None else k.stride()
+    stride_vt, stride_vh, _ = (0, 0, 0) if v is None else v.stride()
+    tuned = plan.tuned
+    decode_kernel[plan.grid](
         q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
-        num_reqs, splits, tuned.chunk_min, scale, softcap,
-        q.stride(0), q.stride(1), stride_k[0], stride_k[1], stride_v[0], stride_v[1], block_table.stride(0),
-        heads, kv_heads, dim, dim_v, page, *k_cache.stride()[:3], *v_cache.stride()[:3], window or 0, chunk or 0,
-        blocks, per_block, power_of_2(per_block, 16 if tuned.dot else 1), dim_p2, dim_v_p2, by_row, splits > 1,
-        tuned.atomic, tuned.dot, "ieee" if q.element_size() == 4 else "tf32", tuned.block_n, tuned.stages, merge_rows,
-        max(1, min(16, 8192 // (merge_rows * dim_v_p2))), num_warps=tuned.warps,
+        num_reqs, plan.splits, tuned.chunk_min, scale, softcap, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+        stride_vh, block_table.stride(0), *plan.constants, num_warps=tuned.warps,
     )
-    if splits > 1 and not tuned.atomic:
-        reduce_kernel[(slots * per_block,)](
-            partial, block_table, query_start_loc, seq_lens, out, num_reqs, splits, tuned.chunk_min, k is not None, heads,
-            kv_heads, dim_v, window or 0, chunk or 0, blocks, per_block, dim_v_p2, by_row, tuned.block_n,
-            max(1, min(32, 4096 // dim_v_p2)), num_warps=4,
+    if plan.splits > 1 and not tuned.atomic:
+        reduce_kernel[plan.reduce_grid](
+            partial, query_start_loc, seq_lens, out, num_reqs, plan.splits, tuned.chunk_min, k is not None,
+            *plan.reduce_constants, num_warps=4,
         )
 
 

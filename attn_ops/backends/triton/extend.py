@@ -23,7 +23,16 @@ import triton
 import triton.language as tl
 
 from attn_ops.backends.triton._common import (
-    LOG2E, NUM_COUNTERS, arrived_last, counters_for, first_key, head_blocks, key_rows, load_rows, logits, num_sms,
+    LOG2E,
+    NUM_COUNTERS,
+    arrived_last,
+    counters_for,
+    first_key,
+    head_blocks,
+    key_rows,
+    load_rows,
+    logits,
+    num_sms,
     power_of_2,
 )
 
@@ -171,7 +180,7 @@ def extend_kernel(
             lse = partial + num_tokens.to(tl.int64) * splits * (H * DV)
             index = out_row + num_tokens.to(tl.int64) * H * split
             tl.store(partial + index[:, None] * DV + columns_v[None, :], acc, mask=out_live)
-            tl.store(lse + index, highest + tl.log2(total), mask=live)
+            tl.store(lse + index, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=live)
             if arrived_last(counters + block * (HKV * BLOCKS) + head_block, active):
                 highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
@@ -214,62 +223,86 @@ def overridden(**params: Any) -> Iterator[None]:
     """Run with some fields of ExtendConfig set by hand; for benchmarks and tests, not thread-safe."""
     saved = dict(_overrides)
     _overrides.update(params)
-    config.cache_clear()
+    _plan.cache_clear()
     try:
         yield
     finally:
         _overrides.clear()
         _overrides.update(saved)
-        config.cache_clear()
+        _plan.cache_clear()
 
 
-@functools.lru_cache(maxsize=4096)
-def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int, interpreted: bool) -> ExtendConfig:
+def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int) -> ExtendConfig:
     """The parameters for padded head dims, bytes an element, query heads a key head, mean tokens a sequence."""
     widest = max(dim, dim_v)
     rows = tokens_per_row * group
     if itemsize == 4:
-        block_m, block_n, warps, stages = (64, 32, 8, 1) if widest <= 128 else (32, 16, 4, 1)
+        block_m, block_n = (64, 32) if widest <= 64 else (32, 32) if widest <= 128 else (16, 16)
+        warps, stages = 8, 1
     elif rows <= 32:
-        block_m, block_n, warps, stages = (16, 64 if widest <= 128 else 32, 4, 3)
+        block_m, block_n, warps, stages = 16, 64 if widest <= 128 else 32, 4, 3
     elif rows <= 128:
-        block_m, block_n, warps, stages = (64, 64 if widest <= 128 else 32, 4, 3)
+        block_m, block_n, warps, stages = 64, 64 if widest <= 128 else 32, 4, 3
     else:
-        block_m, block_n, warps, stages = (128, 64 if widest <= 128 else 32, 8, 3)
+        block_m, block_n, warps, stages = 128, 64 if widest <= 128 else 32, 8, 3
     params = dict(block_m=block_m, block_n=block_n, warps=warps, stages=stages, chunk_min=512, max_splits=32)
     return ExtendConfig(**(params | _overrides))
+
+
+class _Plan(NamedTuple):
+    """What a launch needs besides tensors: everything that follows from shapes, worked out once for each."""
+
+    grid: tuple[int]
+    splits: int
+    workspace: int
+    tuned: ExtendConfig
+    constants: tuple
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size,
+          v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None,
+          skip_single: bool, device: torch.device) -> _Plan:
+    num_tokens, heads, dim = q_shape
+    page, kv_heads, dim_v = k_shape[1], k_shape[2], v_shape[3]
+    itemsize = dtype.itemsize
+    dim_p2, dim_v_p2 = power_of_2(dim, 16), power_of_2(dim_v, 16)
+    group = heads // kv_heads
+    tuned = config(dim_p2, dim_v_p2, itemsize, group, -(-num_tokens // max(num_reqs, 1)))
+    blocks, per_block = head_blocks(group, tuned.block_m)
+    full_blocks = num_tokens // (tuned.block_m // per_block)
+    slots = (full_blocks + num_reqs + 1) * kv_heads * blocks
+    splits = 1
+    if full_blocks * kv_heads * blocks < 2 * num_sms(device) and slots <= NUM_COUNTERS:
+        splits = max(1, min(tuned.max_splits, -(-table_width * page // tuned.chunk_min), 8192 // slots, 2048 // num_tokens))
+    return _Plan(
+        grid=(slots * splits,), splits=splits, workspace=num_tokens * heads * splits * (dim_v + 1) if splits > 1 else 0,
+        tuned=tuned,
+        constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], window or 0, chunk or 0, blocks,
+                   per_block, dim_p2, dim_v_p2, skip_single, splits > 1, "ieee" if itemsize == 4 else "tf32",
+                   tuned.block_m, tuned.block_n, tuned.stages),
+    )
 
 
 def extend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor],
-    out: torch.Tensor, *, scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
+    out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv) for all tokens, zeros for padding tokens; with ``skip_single`` not for
     tokens that are alone in their sequence. The other arguments are the paged op's."""
-    num_tokens, heads, dim = q.shape
-    page, kv_heads, dim_v = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
-    num_reqs = seq_lens.shape[0]
-    dim_p2, dim_v_p2 = power_of_2(dim, 16), power_of_2(dim_v, 16)
-    group = heads // kv_heads
-    tuned = config(dim_p2, dim_v_p2, q.element_size(), group, -(-num_tokens // max(num_reqs, 1)), False)
-    blocks, per_block = head_blocks(group, tuned.block_m)
-    full_blocks = num_tokens // (tuned.block_m // per_block)
-    slots = (full_blocks + num_reqs + 1) * kv_heads * blocks
-    splits = 1
-    if full_blocks * kv_heads * blocks < 2 * num_sms(q.device) and slots <= NUM_COUNTERS:
-        splits = max(1, min(tuned.max_splits, -(-block_table.shape[1] * page // tuned.chunk_min), 8192 // slots,
-                            2048 // num_tokens))
+    num_reqs, device = seq_lens.shape[0], q.device
+    plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
+                 block_table.shape[1], window, chunk, skip_single, device)
     partial = counters = None
-    if splits > 1:
-        partial = torch.empty(num_tokens * heads * splits * (dim_v + 1), dtype=torch.float32, device=q.device)
-        counters = counters_for(prepared, q.device)
-    extend_kernel[(slots * splits,)](
+    if plan.workspace:
+        partial = torch.empty(plan.workspace, dtype=torch.float32, device=device)
+        counters = counters_for(prepared, device)
+    stride_qt, stride_qh, _ = q.stride()
+    extend_kernel[plan.grid](
         q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
-        num_tokens, num_reqs, splits, tuned.chunk_min, scale, softcap, q.stride(0), q.stride(1), block_table.stride(0),
-        heads, kv_heads, dim, dim_v, page, *k_cache.stride()[:3], *v_cache.stride()[:3], window or 0, chunk or 0, blocks,
-        per_block, dim_p2, dim_v_p2, skip_single, splits > 1, "ieee" if q.element_size() == 4 else "tf32",
-        tuned.block_m, tuned.block_n, tuned.stages, num_warps=tuned.warps,
+        q.shape[0], num_reqs, plan.splits, plan.tuned.chunk_min, scale, softcap, stride_qt, stride_qh,
+        block_table.stride(0), *plan.constants, num_warps=plan.tuned.warps,
     )
 
 

@@ -1,0 +1,385 @@
+"""Backend ``flashinfer``: FlashInfer's decode and prefill kernels, on CUDA.
+
+FlashInfer divides a batch's work among the GPU's processors on the host ("planning"), for all layers of a Group.
+``plan`` does that once a step; the paged op stores the new keys and values and runs what was planned. Rows (sequences)
+of one token at the head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first.
+
+Only batches of one token a sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which
+``plan`` refills before each replay, allocating nothing. ``plan`` takes ``seq_lens_cpu`` at its word: an upper bound
+will not do. See NOTE [Padding]: rows without tokens come out as zeros, whatever their queries are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    UnsupportedAttention,
+    define_paged_op,
+)
+from attn_ops.kv_cache import PagedKVCache
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step, StepLimits, current_step
+
+NAME = "flashinfer"
+MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
+INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; it takes about 13 a tile, and has some thousand tiles at most
+BLOCK = 1024  # page numbers that one program of _gather_pages copies
+
+logger = logging.getLogger(__name__)
+
+
+@triton.jit
+def _append(  # type: ignore[no-untyped-def]
+    k, v, k_cache, v_cache, slot_mapping, k_token, k_head, v_token, v_head, kc_page, kc_token, kc_head, vc_page,
+    vc_token, vc_head, HEADS: tl.constexpr, HEADS_P2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Store one token's keys and values, (Hkv, D) each, at its slot; nothing for slot -1. Offsets are 64-bit."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        page = slot // PAGE
+        offset = slot % PAGE
+        head = tl.arange(0, HEADS_P2)[:, None]
+        column = tl.arange(0, DIM)[None, :]
+        live = head < HEADS
+        key = tl.load(k + token * k_token + head * k_head + column, mask=live)
+        tl.store(k_cache + page * kc_page + offset * kc_token + head * kc_head + column, key, mask=live)
+        value = tl.load(v + token * v_token + head * v_head + column, mask=live)
+        tl.store(v_cache + page * vc_page + offset * vc_token + head * vc_head + column, value, mask=live)
+
+
+@triton.jit
+def _gather_pages(  # type: ignore[no-untyped-def]
+    block_table, table, indices, row_stride, table_stride, BLOCK: tl.constexpr
+):
+    """Lay the rows' page numbers end to end. ``table`` is PageTable.device."""
+    row = tl.program_id(0)
+    begin = tl.load(table + row)
+    end = tl.load(table + row + 1)
+    first = tl.load(table + 2 * table_stride + row)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = i < end - begin
+    page = tl.load(block_table + row.to(tl.int64) * row_stride + first + i, mask=live)
+    tl.store(indices + begin + i, page, mask=live)
+
+
+def page_table(
+    seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, window: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """FlashInfer's page table of a batch, on the host: (B,) lengths -> (indptr, last_page_len, first_page).
+
+    ``indptr`` (B + 1,): prefix sums of the pages each row reads; ``last_page_len`` (B,): tokens on its last page;
+    ``first_page`` (B,): column of ``block_table`` where its pages start. Pages wholly before the window of a row's
+    first query are left out: FlashInfer counts positions from a row's end, so no mask changes. A row without tokens has
+    one page with none on it: the kernels give zeros where there are no keys, but the planner of the decode kernel takes
+    rows without pages for free, and then assigns more work than it has room for.
+    """
+    pages = np.maximum((seq_lens + page_size - 1) // page_size, 1)
+    first = np.zeros_like(pages)
+    if window is not None:
+        first = np.maximum(seq_lens - np.maximum(query_lens, 1) - (window - 1), 0) // page_size
+    indptr = np.zeros(pages.shape[0] + 1, dtype=np.int32)
+    np.cumsum(pages - first, out=indptr[1:])
+    return indptr, seq_lens - (pages - 1) * page_size, first
+
+
+def leading_decodes(query_start_loc: np.ndarray) -> int:
+    """How many rows at the head of the batch have exactly one token."""
+    off = np.flatnonzero(query_start_loc != np.arange(query_start_loc.shape[0]))
+    return int(off[0]) - 1 if off.size else query_start_loc.shape[0] - 1
+
+
+class Group(NamedTuple):
+    """What FlashInfer fixes when it plans: sites that agree in it share a plan."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments common to FlashInfer's plan functions. Its ``window_left`` does not count the query itself."""
+        return {"window_left": -1 if self.window is None else self.window - 1, "logits_soft_cap": self.softcap or 0.0,
+                "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.dtype}
+
+    def workspace_bytes(self, rows: int, processors: int) -> int:
+        """Room for the partial results of the worst plan: (H, tiles, queries a tile, D + 1) float32.
+
+        A tile is 16, 64 or 128 queries, each of the H // Hkv heads that share a key head counting as one. An eager plan
+        has as many tiles as run at once, two a processor; one for a CUDA graph has as many as its rows need, if more.
+        """
+        packed, wide = self.heads // self.kv_heads, 64 if self.dim >= 256 else 128
+        tile = 16 if packed <= 16 else 64 if packed <= 64 else wide
+        resident = max(1, 2 * processors // self.kv_heads)
+        queries = max(resident * wide, (-(-rows * packed // tile) + rows) * tile)
+        return 4 * self.heads * queries * (self.dim + 1) + 4096
+
+
+class PageTable:
+    """The page tables of the batch in hand for one window, at fixed addresses.
+
+    ``host`` (pinned) and ``device`` are (4, rows + 1) int32: indptr, last_page_len, first_page, and where the rows'
+    queries start, counted from the first prefill token. ``indices`` (pages,) int32 holds the page numbers.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        rows = max(1, limits.max_num_seqs)
+        self.host = torch.zeros(4, rows + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(4, rows + 1, dtype=torch.int32, device=device)
+        self.indices = torch.zeros(rows * max(1, limits.max_pages_per_seq), dtype=torch.int32, device=device)
+
+    def fill(self, metadata: CommonAttentionMetadata, rows: int, decodes: int, window: int | None) -> None:
+        """Compute on the host, send in one copy, gather the page numbers on the device."""
+        starts, block_table, host = metadata.query_start_loc_cpu.numpy(), metadata.block_table_tensor, self.host.numpy()
+        starts = starts[: rows + 1]
+        indptr, last, first = page_table(
+            metadata.seq_lens_cpu.numpy()[:rows], np.diff(starts), metadata.page_size, window)
+        counts = np.diff(indptr)
+        longest, needed = (int(x.max(initial=0)) for x in (counts, counts + first))
+        if rows >= host.shape[1] or indptr[-1] > self.indices.shape[0] or needed > block_table.shape[1]:
+            raise ValueError(
+                f"flashinfer: a batch of {rows} sequences on {indptr[-1]} pages, at most {needed} each, exceeds the "
+                f"StepLimits of its state ({host.shape[1] - 1} sequences, {self.indices.shape[0]} pages) or its "
+                f"block_table, which has {block_table.shape[1]} columns")
+        host[0, : rows + 1], host[1, :rows], host[2, :rows], host[3, : rows + 1] = indptr, last, first, starts - decodes
+        with torch.cuda.device_of(self.device):
+            self.device.copy_(self.host, non_blocking=True)
+            _gather_pages[(rows, triton.cdiv(longest, BLOCK))](
+                block_table, self.device, self.indices, block_table.stride(0), self.device.stride(0), BLOCK=BLOCK)
+
+
+class FlashInferState:
+    """Workspace, buffers and plans of one engine. ``plan`` is the backend's; ``segments`` is what the paged op asks."""
+
+    def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
+        self.lib = importlib.import_module("flashinfer")
+        k_cache = cache.k[0]
+        self.limits, self.page_size, self.device = limits, cache.page_size, k_cache.device
+        # Caches have the logical shape (pages, page, Hkv, D); FlashInfer calls it HND if heads lie outside tokens.
+        self.layout = "HND" if k_cache.stride(2) > k_cache.stride(1) else "NHD"
+        self.gpu = torch.cuda.get_device_properties(self.device)
+        # Recorded after the last copy from pinned memory: torch's allocator does not know of those FlashInfer makes.
+        self.copied = torch.cuda.Event()
+        self.workspace = torch.zeros(MIN_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.groups: dict[Group, torch.Tensor] = {}
+        for s in sites:
+            self._add(Group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap))
+        self.tables: dict[int | None, PageTable] = {}
+        self.wrappers: dict[Any, Any] = {}
+        self.graph_rows: dict[Any, int] = {}
+        self.step: weakref.ref[Step] | None = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # pinned memory must outlive the copies from it
+            self.copied.synchronize()
+
+    def _add(self, group: Group) -> None:
+        """Know a group. All wrappers share one float workspace; a group's graphs share an integer workspace as well,
+        because each is planned anew before its replay."""
+        if group not in self.groups:
+            size = group.workspace_bytes(self.limits.max_num_seqs, self.gpu.multi_processor_count)
+            if size > self.workspace.shape[0]:
+                self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self.groups[group] = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+
+    # Once a step.
+
+    def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
+        """Plan every known group. First wait for the copies of the last plan. The GPU makes them before the forward
+        that followed it, so the host prepares a step while the GPU runs the one before, and gets no further ahead."""
+        self.step = None
+        starts = metadata.query_start_loc_cpu.numpy()
+        self.metadata, self.num_tokens, self.key, self.capturing = (
+            metadata, metadata.num_tokens, step.graph_key, step.capturing)
+        self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
+        if self.key is not None:
+            self._check_graph(int(starts[-1]), min(starts.shape[0] - 1, self.num_tokens))
+        self.last_token = int(starts[self.rows])
+        self.filled: set[int | None] = set()
+        self.planned: dict[Group, list[tuple[Any, int, int]]] = {}
+        self.copied.synchronize()
+        for group in self.groups:
+            self._plan_group(group)
+        self.step = weakref.ref(step)
+
+    def _check_graph(self, tokens: int, rows: int) -> None:
+        """A graph is for one number of rows, its padding rows included."""
+        if tokens != self.decodes:
+            raise RuntimeError(f"flashinfer plans CUDA graphs for one token a sequence; graph {self.key!r} was given "
+                               f"{tokens} tokens of {self.rows} sequences")
+        if not self.capturing and self.key not in self.graph_rows:
+            raise RuntimeError(f"CUDA graph {self.key!r} was not captured with a plan of flashinfer; these were: "
+                               f"{', '.join(map(repr, self.graph_rows)) or 'none'}")
+        self.rows = self.graph_rows.setdefault(self.key, rows)
+        if rows != self.rows:
+            raise RuntimeError(f"CUDA graph {self.key!r} was captured for {self.rows} sequences, padding included; the "
+                               f"batch has {rows}")
+
+    def _plan_group(self, group: Group) -> None:
+        if self.key is not None and not self.capturing and (group, self.key) not in self.wrappers:
+            return  # met after this graph was captured, which has no use for it
+        if group.window not in self.tables:
+            self.tables[group.window] = PageTable(self.limits, self.device)
+        table = self.tables[group.window]
+        try:
+            if group.window not in self.filled:
+                table.fill(self.metadata, self.rows, self.decodes, group.window)
+                self.filled.add(group.window)
+            n = self.decodes if self.key is None else self.rows
+            segments = [(self._plan_decode(group, table, n), 0, n)] if n else []
+            if self.last_token > n:
+                segments.append((self._plan_prefill(group, table, n), n, self.last_token))
+        finally:
+            self.copied.record(torch.cuda.current_stream(self.device))
+        self.planned[group] = segments
+
+    def _plan_decode(self, group: Group, table: PageTable, rows: int) -> Any:
+        wrapper, graph = self.wrappers.get((group, self.key)), self.key is not None
+        args = (table.host[0, : rows + 1], table.indices[:0] if graph else table.indices, table.host[1, :rows],
+                group.heads, group.kv_heads, group.dim, self.page_size)
+        if wrapper is not None and graph:  # FlashInfer's plan without its copies: the graph reads ``table``
+            self.lib.fast_decode_plan(wrapper, *args, global_override_indptr_cpu=args[0], **group.options)
+            return wrapper
+        if wrapper is None:
+            logger.info("flashinfer: decode kernel for %s (compiled at its first use on a machine)", group)
+            buffers = {} if not graph else {
+                "use_cuda_graph": True, "paged_kv_indptr_buffer": table.device[0, : rows + 1],
+                "paged_kv_indices_buffer": table.indices, "paged_kv_last_page_len_buffer": table.device[1, :rows]}
+            # Tensor cores pay from four query heads a key head on; without them there are few group sizes above.
+            wrapper = self.wrappers[group, self.key] = self.lib.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace, self.layout, use_tensor_cores=group.heads // group.kv_heads >= 4, **buffers)
+            if graph:
+                wrapper.reset_workspace_buffer(self.workspace, self.groups[group])
+        wrapper.plan(*args, **group.options)
+        return wrapper
+
+    def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
+        """Plan the rows from ``first`` on. Hopper GPUs have kernels of their own, fa3; should they not build: fa2."""
+        wrapper = self.wrappers.get((group, "prefill"))
+        if wrapper is None:
+            kernels = kernels if self.gpu.major == 9 else "fa2"
+            logger.info("flashinfer: %s prefill kernel for %s (compiled at its first use on a machine)", kernels, group)
+            wrapper = self.lib.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.layout, backend=kernels)
+        try:
+            wrapper.plan(
+                table.host[3, first : self.rows + 1], table.host[0, first : self.rows + 1], table.indices,
+                table.host[1, first : self.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=True,
+                max_token_per_sequence=self.metadata.max_query_len, **group.options)
+        except Exception as error:
+            if kernels == "fa2" or (group, "prefill") in self.wrappers:
+                raise
+            logger.warning("flashinfer: fa2 prefill for %s, as fa3 failed: %s: %s", group, type(error).__name__, error)
+            return self._plan_prefill(group, table, first, "fa2")
+        self.wrappers[group, "prefill"] = wrapper
+        return wrapper
+
+    # Once a layer.
+
+    def segments(self, group: Group) -> list[tuple[Any, int, int]]:
+        """[(wrapper, first token, token after the last)]. A group unknown until now is planned now."""
+        if torch.cuda.is_current_stream_capturing() and (self.key is None or group not in self.planned):
+            raise RuntimeError(f"flashinfer: a CUDA graph is being captured, but none was planned for {group}; call "
+                               "plan with graph_key and capturing=True, and run a forward, before the capture")
+        if group not in self.planned:
+            self._add(group)
+            self._plan_group(group)
+        return self.planned[group]
+
+
+def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
+    """Plan the step's batch. ``step.graph_key`` names the CUDA graph that is to be captured or replayed.
+
+    Raises:
+        RuntimeError: the step has no state, or the graph was not captured, or not for this number of rows.
+        ValueError: the batch is larger than the StepLimits of the state.
+    """
+    if NAME not in step.states:
+        raise RuntimeError("flashinfer: no state; set step.states['flashinfer'] = make_state(sites, cache, limits)")
+    step.states[NAME].plan(metadata, step)
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None,
+    softcap: float | None, chunk: int | None,
+) -> torch.Tensor:
+    """Write k, v into the cache, then run the step's plan: q (T, H, D) -> (T, H, D). See ``define_paged_op``."""
+    if sinks is not None or chunk is not None:
+        raise UnsupportedAttention("the flashinfer backend has neither sinks nor chunked attention")
+    step = current_step()
+    state = None if step is None else step.states.get(NAME)
+    if step is None or state is None or state.step is None or state.step() is not step:
+        raise RuntimeError("flashinfer_paged_attention needs a paged step that was planned, and here is none: run the "
+                           "model inside `with quire.step(cache, metadata)`, or call plan(metadata, step) first")
+    num_tokens, heads, dim = q.shape
+    if num_tokens != state.num_tokens:
+        raise RuntimeError(f"flashinfer: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
+    segments = state.segments(Group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
+    with torch.cuda.device_of(q):
+        if k is not None and v is not None and num_tokens:
+            k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+            _append[(num_tokens,)](
+                k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
+                *v_cache.stride()[:3], HEADS=k.shape[1], HEADS_P2=triton.next_power_of_2(k.shape[1]), DIM=dim,
+                PAGE=k_cache.shape[1])
+        pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+        q = q if q.stride(2) == 1 else q.contiguous()
+        out, done = q.new_empty(num_tokens, heads, dim), 0
+        for wrapper, begin, done in segments:
+            wrapper.run(q[begin:done], pages, out=out[begin:done])
+        if done < num_tokens:  # padding tokens
+            out[done:].zero_()
+    return out
+
+
+def available(device: torch.device) -> str | None:
+    """None if FlashInfer can run on ``device`` here, else why not. Imports nothing."""
+    if device.type != "cuda":
+        return f"runs on cuda, not {device.type}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer is not installed: pip install 'quire[flashinfer]'"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None) or os.path.exists("/usr/local/cuda/bin/nvcc")
+    if not nvcc and importlib.util.find_spec("flashinfer_jit_cache") is None:
+        return ("flashinfer compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set "
+                "CUDA_HOME, or pip install flashinfer-jit-cache")
+    return None
+
+
+BACKEND = AttentionBackend(
+    name=NAME,
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
+        head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
+        min_compute_capability=(8, 0), window=True, softcap=True,
+        cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, needs_plan=True,
+    ),
+    available=available,
+    op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
+    make_state=FlashInferState,
+    plan=plan,
+    priority={"cuda": 20},
+)

@@ -1,0 +1,295 @@
+"""The engine: requests in, tokens out, with continuous batching over one traced model and one paged KV cache.
+
+A turn of the engine (``step``) asks the scheduler for a batch, launches it, and takes in the results of the launch before.
+So on a GPU the host prepares step n + 1 while the device runs step n: sampled tokens stay on the device, where the next
+step reads them, and the host sees them one step late. A request that ends by a stop token has then run one step too many,
+whose result is dropped; how a request ends by length is known ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from attn_ops.kv_cache import Layout
+from graph_runner.block_allocator import BlockAllocator
+from graph_runner.detokenizer import Detokenizer
+from graph_runner.loading import capture_progress, default_compiler, eos_token_ids, kv_dtype, load, model_length, vocab_size
+from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
+from graph_runner.request import FinishReason, Request, RequestOutput, StreamEvent
+from graph_runner.sampling_params import SamplingParams
+from graph_runner.scheduler import NeedsDrain, Scheduler
+
+logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Serves one causal LM in this process. Use as a context manager, or call ``close``: the model is then as it was.
+
+    Args:
+        model: a transformers causal LM, a module with such a forward, or a path to a saved model.
+        tokenizer: for prompts and results as text; loaded from the path if ``model`` is one. Token ids need none.
+        attention: backend name, or "auto" (``quire.backends()`` lists them).
+        page_size: tokens a page of the KV cache.
+        num_pages: pages of the KV cache, the null page included. None: what fits in GPU memory, 256 MiB's worth on a CPU.
+        max_num_seqs: most requests running at once.
+        max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.
+        kv_cache_dtype: "auto" (the model's), or a torch dtype or its name.
+        max_model_len: most tokens of a request, prompt and continuation. None: what the model and the cache allow.
+        gpu_memory_utilization: share of the GPU's memory that may be in use, for sizing the KV cache.
+        kv_layout: "NHD" or "HND".
+        prefill_chunk_size: most prompt tokens of one request in a step. None: max_num_batched_tokens.
+        cudagraph_capture_sizes: decode batch sizes to capture; None: the default buckets, []: none.
+        cudagraph_token_sizes: token counts of mixed batches to capture, for backends that allow it.
+        compiler: "inductor", "eager", or "auto": inductor on a GPU, eager on a CPU (where compiling costs more than it saves).
+        fusions: fusion passes: "all", "none", "auto" (all on a GPU) or their names.
+        async_stepping: take results in one step late (see above). None: on a GPU.
+        seed: of the requests that bring none.
+
+    Raises:
+        UnsupportedAttention: the model, or one of its attention sites, cannot be served; says which and why.
+        ValueError: an argument out of range, or an unknown backend.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | str, tokenizer: Any = None, *, attention: str = "auto", page_size: int = 16,
+        num_pages: int | None = None, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192,
+        kv_cache_dtype: str | torch.dtype = "auto", max_model_len: int | None = None, gpu_memory_utilization: float = 0.9,
+        kv_layout: Layout = "NHD", prefill_chunk_size: int | None = None,
+        cudagraph_capture_sizes: Sequence[int] | None = None, cudagraph_token_sizes: Sequence[int] | None = None,
+        compiler: str = "auto", fusions: str | Sequence[str] = "auto", async_stepping: bool | None = None, seed: int = 0,
+    ) -> None:
+        for name, value in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_num_batched_tokens",
+                            max_num_batched_tokens), ("prefill_chunk_size", prefill_chunk_size or 1)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is a share of the GPU's memory, in (0, 1]; got {gpu_memory_utilization}")
+        self.model, self.tokenizer = load(model, tokenizer)
+        device = next(self.model.parameters()).device
+        on_gpu = device.type == "cuda"
+        length = model_length(self.model, max_model_len)
+        if num_pages is not None:
+            length = min(length, (num_pages - 1) * page_size)
+        max_num_batched_tokens = min(max_num_batched_tokens, max(length * max_num_seqs, 1))
+        forward = getattr(getattr(self.model.forward, "__func__", None), "__quire_plain__", None)
+        self.runner = ModelRunner(self.model, RunnerConfig(
+            attention=attention, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, kv_cache_dtype=kv_dtype(kv_cache_dtype),
+            layout=kv_layout, gpu_memory_utilization=gpu_memory_utilization, cudagraph_capture_sizes=cudagraph_capture_sizes,
+            cudagraph_token_sizes=cudagraph_token_sizes, compiler=default_compiler(compiler, device),
+            fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions,
+            progress=capture_progress if on_gpu else None,
+        ), forward=None if forward is None else forward.__get__(self.model))
+        self.max_model_len = min(length, (self.runner.cache.num_pages - 1) * page_size)
+        self.scheduler = Scheduler(BlockAllocator(self.runner.cache.num_pages), page_size=page_size,
+                                   max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                                   prefill_chunk_size=prefill_chunk_size)
+        self._eos, self._vocab_size = eos_token_ids(self.model, self.tokenizer), vocab_size(self.model)
+        self._depth = int(on_gpu if async_stepping is None else async_stepping)
+        self._random = random.Random(seed)
+        self._in_flight: deque[Launched] = deque()
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[int, Detokenizer] = {}
+        self._next_id = 0
+        self._closed = False
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
+        """Queue a prompt; the ids of its requests (``params.n`` of them).
+
+        Raises:
+            ValueError, TypeError: the prompt cannot be served; says why. Nothing else is affected.
+        """
+        if self._closed:
+            raise RuntimeError("the engine is closed; make a new one")
+        params = params or SamplingParams()
+        ids = self._token_ids(prompt)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
+        limit = self.max_model_len if params.max_tokens is None else min(self.max_model_len, len(ids) + params.max_tokens)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        made = []
+        for k in range(params.n):
+            base = params.seed if params.seed is not None else self._random.getrandbits(62)
+            request = Request(
+                self._next_id, ids, params, RequestOutput(self._next_id, prompt if isinstance(prompt, str) else None, ids),
+                seed=(base + k * 0x9E3779B9) % 2**63, stop_token_ids=stops, max_total_tokens=limit)
+            self._next_id += 1
+            self._requests[request.request_id] = request
+            if self.tokenizer is not None and params.detokenize:
+                self._texts[request.request_id] = Detokenizer(self.tokenizer, ids, params.skip_special_tokens)
+            self.scheduler.add(request)
+            made.append(request.request_id)
+        return made
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("the prompt is text, but the engine has no tokenizer; pass one, or give token ids")
+            ids = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            ids = [int(i) for i in prompt]
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        bad = [i for i in ids if not 0 <= i < self._vocab_size]
+        if bad:
+            raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {self._vocab_size} tokens")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and with one more to generate a request may have {self.max_model_len} here "
+                "(the smaller of max_model_len, the model's own length and what the KV cache holds); shorten the prompt, or "
+                "raise num_pages or max_model_len")
+        return ids
+
+    def abort(self, request_id: int) -> None:
+        """End a request now; its output so far stays, with finish_reason "abort". Unknown and finished ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.finished:
+            self._finish(request, FinishReason.ABORT)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.has_work or self._in_flight)
+
+    # -- a turn -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StreamEvent]:
+        """One turn: launch the next batch, take in results. The events are of requests that got tokens or ended."""
+        events: list[StreamEvent] = []
+        try:
+            batch = self.scheduler.schedule()
+        except NeedsDrain:
+            events += self._collect(0)
+            batch = self.scheduler.schedule()
+        if batch is not None:
+            try:
+                self._in_flight.append(self.runner.launch(batch))
+            except torch.OutOfMemoryError as error:
+                for row in batch.rows:
+                    events.append(self._finish(row.request, FinishReason.ERROR, error=(
+                        f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
+                        "gpu_memory_utilization.")))
+        return events + self._collect(self._depth if batch is not None else 0)
+
+    def _collect(self, leave: int) -> list[StreamEvent]:
+        """Take in the results of all launched steps but the last ``leave``."""
+        events = []
+        while len(self._in_flight) > leave:
+            launched = self._in_flight.popleft()
+            for row, token in zip(launched.batch.rows, launched.tokens(), strict=True):
+                if row.samples:
+                    row.request.num_pending -= 1
+                    if not row.request.finished:
+                        events.append(self._take(row.request, token))
+        return events
+
+    def _take(self, request: Request, token: int) -> StreamEvent:
+        """A new token of a request: append it, decode it, see whether it ends the request."""
+        if token < 0:
+            return self._finish(request, FinishReason.ERROR, error=(
+                f"the logits for token {len(request.token_ids)} contain NaN; the model's weights or activations overflowed"))
+        output, params = request.output, request.params
+        request.token_ids.append(token)
+        output.token_ids.append(token)
+        count = len(output.token_ids)
+        ends = token in request.stop_token_ids and count >= params.min_tokens
+        full = len(request.token_ids) >= request.max_total_tokens
+        piece = ""
+        text = self._texts.get(request.request_id)
+        if text is not None and not (ends and params.skip_special_tokens):
+            piece = text.add([token], last=full)
+            stop = next((s for s in params.stop or () if s in text.text[max(0, len(text.text) - len(piece) - len(s)):]), None)
+            if stop is not None and count >= params.min_tokens:
+                cut = text.text.index(stop, max(0, len(text.text) - len(piece) - len(stop)))
+                text.text = text.text[: cut + len(stop) * params.include_stop_str_in_output]
+                output.text, output.stop_reason = text.text, stop
+                return self._finish(request, FinishReason.STOP, [token], piece)
+            output.text = text.text
+        if ends:
+            output.stop_reason = None if token in self._eos else token
+            return self._finish(request, FinishReason.STOP, [token], piece)
+        if full:
+            return self._finish(request, FinishReason.LENGTH, [token], piece)
+        return StreamEvent(request.request_id, [token], piece, False, output)
+
+    def _finish(self, request: Request, reason: FinishReason, tokens: list[int] | None = None, text: str = "", *,
+                error: str | None = None) -> StreamEvent:
+        self.scheduler.finish(request)
+        request.output.finish_reason, request.output.error = reason.value, error
+        self._requests.pop(request.request_id, None)
+        self._texts.pop(request.request_id, None)
+        return StreamEvent(request.request_id, tokens or [], text, True, request.output)
+
+    # -- whole runs -------------------------------------------------------------------------------------------------
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+               ) -> Iterator[StreamEvent]:
+        """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's place (with n > 1 the n
+        results of a prompt follow each other). A prompt that cannot be served yields one event whose output has ``error``."""
+        batch = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts but {len(each)} SamplingParams; give one for all or one for each")
+        place: dict[int, int] = {}
+        at = 0
+        try:
+            for prompt, p in zip(batch, each, strict=True):
+                try:
+                    for request_id in self.add_request(prompt, p):
+                        self._requests[request_id].output.index = place[request_id] = at
+                        at += 1
+                except (ValueError, TypeError) as error:
+                    failed = RequestOutput(at, prompt if isinstance(prompt, str) else None,
+                                           [] if isinstance(prompt, str) else list(prompt), finish_reason="error",
+                                           error=str(error))
+                    yield StreamEvent(at, [], "", True, failed)
+                    at += 1
+            left = set(place)
+            while left:
+                for event in self.step():
+                    if event.index in place:
+                        if event.finished:
+                            left.discard(event.index)
+                        yield StreamEvent(place[event.index], event.token_ids, event.text, event.finished, event.output)
+        finally:
+            for request_id in place:  # the caller stopped listening
+                self.abort(request_id)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+                 ) -> list[RequestOutput]:
+        """Run the prompts together; the results in their order. A prompt that fails has ``error`` set, the others run on."""
+        done = [e.output for e in self.stream(prompts, params) if e.finished]
+        return sorted(done, key=lambda output: output.index)
+
+    def close(self) -> None:
+        """Abort what runs, free cache and graphs, and give the model back as it was. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            for request in list(self._requests.values()):
+                self._finish(request, FinishReason.ABORT)
+            self._collect(0)
+            self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A string is one; a list of ints is one."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+__all__ = ["Engine"]

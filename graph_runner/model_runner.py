@@ -1,0 +1,227 @@
+"""Runs scheduled batches on a traced model: sizes the KV cache, captures graphs, stages inputs, launches, samples.
+
+One step, all of it asynchronous on a GPU: pack the batch into a pinned buffer, copy it over, plan (backends that need it),
+replay the graph of the bucket (or run the compiled graph for a shape that has none), sample on the device, write each
+sampled token where the next step will read it, and copy the tokens back to be looked at later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import CudagraphSupport
+from attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
+from attn_ops.step import Step, StepLimits
+from graph_runner.batch import BatchShape, StepBuffers
+from graph_runner.buckets import decode_buckets, token_buckets
+from graph_runner.cuda_graph import CudaGraphRunner
+from graph_runner.request import ScheduledBatch
+from graph_runner.sampler import Sampler
+from passes.capture import PagedModel
+from passes.dynamo_backend import QuireOptions
+from passes.eager import ensure_planned
+
+logger = logging.getLogger(__name__)
+CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
+MIXED_ROWS = 64  # rows of a captured mixed batch; its LM head runs on all of them
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """What a ModelRunner needs to know; the engine's arguments, resolved. See ``graph_runner/engine.py`` for their meaning."""
+
+    attention: str
+    page_size: int
+    num_pages: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kv_cache_dtype: torch.dtype | None
+    layout: Layout
+    gpu_memory_utilization: float
+    cudagraph_capture_sizes: Sequence[int] | None
+    cudagraph_token_sizes: Sequence[int] | None
+    compiler: str
+    fusions: str | Sequence[str]
+    progress: Callable[[Sequence[BatchShape]], Iterator[BatchShape]] | None = None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way. ``tokens()`` waits for it and gives the sampled token of each row; -1 where the logits had NaN."""
+
+    batch: ScheduledBatch
+    host_tokens: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def tokens(self) -> list[int]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host_tokens[: len(self.batch.rows)].tolist()
+
+
+class ModelRunner:
+    """See the module's docstring. Raises UnsupportedAttention for a model that cannot be served."""
+
+    def __init__(self, model: torch.nn.Module, config: RunnerConfig, *, forward: Any = None) -> None:
+        self.config, self.device = config, next(model.parameters()).device
+        self.paged = PagedModel(model, QuireOptions(
+            attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
+            kv_cache_dtype=config.kv_cache_dtype, layout=config.layout), forward=forward)
+        try:
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self) -> None:
+        config = self.config
+        self.sites: list[AttentionSite] = self.paged.sites
+        self.selection = self.paged.selection
+        self.backend = self.selection.backend
+        self.sampler = Sampler()
+        width = pages_for(config.max_model_len, config.page_size)
+        rows = max(config.max_num_seqs, MIXED_ROWS)
+        most = BatchShape(max(config.max_num_batched_tokens, rows), rows)
+        self.limits = StepLimits(most.num_reqs, most.num_tokens, width)
+        self.buffers = StepBuffers(most, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
+                                   page_size=config.page_size, device=self.device)
+        self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda") for _ in range(4)]
+        self._turn = 0
+        self._states: dict[str, Any] = {}
+        self._capture_steps: dict[BatchShape, Step] = {}
+        self._step: Step | None = None
+        num_pages = config.num_pages
+        if num_pages is None:
+            num_pages = self._pages_that_fit(most)
+        self.cache = PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=config.page_size,
+                                            device=self.device, dtype=config.kv_cache_dtype, layout=config.layout)
+        self._new_states(self.cache)
+        self.graphs = CudaGraphRunner(self._run_captured, self._buckets(), self.device,
+                                      before_capture=self._before_capture, progress=config.progress)
+        if self.graphs.buckets:
+            self.graphs.capture()
+        self._capture_steps.clear()
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    def _new_states(self, cache: PagedKVCache) -> None:
+        self._states.clear()
+        if self.backend.make_state is not None:
+            self._states[self.backend.name] = self.backend.make_state(self.sites, cache, self.limits)
+
+    def _buckets(self) -> list[BatchShape]:
+        """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch."""
+        config, support = self.config, self.backend.capabilities.cudagraph_support
+        sizes, token_sizes = config.cudagraph_capture_sizes, config.cudagraph_token_sizes
+        found: list[BatchShape] = []
+        if support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE and (sizes is None or len(sizes)):
+            found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes=sizes)]
+        if support is CudagraphSupport.ALWAYS and token_sizes:
+            rows = min(MIXED_ROWS, max(config.max_num_seqs, 1))
+            for n in token_buckets(max(token_sizes), sizes=token_sizes):
+                found.append(BatchShape(n, min(rows, n - 1)))
+        return found
+
+    def _pages_that_fit(self, most: BatchShape) -> int:
+        """Pages for the KV cache: on a CPU CPU_KV_BYTES' worth, on a GPU what the largest step leaves of its memory."""
+        config = self.config
+        page = bytes_per_page(self.sites, config.page_size, config.kv_cache_dtype)
+        useful = config.max_num_seqs * self.buffers.width + 1
+        if self.device.type != "cuda":
+            return max(2, min(useful, CPU_KV_BYTES // page))
+        torch.cuda.empty_cache()
+        free_before = torch.cuda.mem_get_info(self.device)[0]
+        cache = PagedKVCache.for_sites(self.sites, num_pages=2, page_size=config.page_size, device=self.device,
+                                       dtype=config.kv_cache_dtype, layout=config.layout)
+        self._new_states(cache)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.buffers.device_bytes.zero_()
+        self.buffers.views(most)["slot_mapping"].fill_(-1)  # writes nothing, reads the null page
+        step = Step(cache, self.buffers.metadata(most, None, None), self.backend, self._states)
+        allocated = torch.cuda.memory_allocated(self.device)
+        self.sampler(self._forward(step, most), self.buffers.sampling(most, ScheduledBatch([], 0, 0)))
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - allocated
+        self._states.clear()
+        del step, cache
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        free = torch.cuda.mem_get_info(self.device)[0]
+        spare = total * (1 - config.gpu_memory_utilization)
+        pages = int((free - peak - spare) // page)
+        logger.info("KV cache: %.1f GiB free of %.1f, largest step takes %.1f GiB more, %d pages fit (%.1f GiB before)",
+                    free / 2**30, total / 2**30, peak / 2**30, pages, free_before / 2**30)
+        if pages < 2:
+            raise RuntimeError(
+                f"no GPU memory is left for the KV cache: {free / 2**30:.1f} GiB free, the largest step needs "
+                f"{peak / 2**30:.1f} GiB and {spare / 2**30:.1f} GiB stay unused (gpu_memory_utilization="
+                f"{config.gpu_memory_utilization}). Raise gpu_memory_utilization or lower max_num_batched_tokens.")
+        return min(useful, pages)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, step: Step, shape: BatchShape) -> torch.Tensor:
+        """Logits (num_reqs, V) of the batch in the static buffers."""
+        v = self.buffers.views(shape)
+        source = v["token_source"]
+        ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
+        return self.paged(step, ids, v["positions"], v["logits_indices"])
+
+    def _before_capture(self, bucket: BatchShape) -> None:
+        """Stage an all-padding batch and plan for it; the capture then has nothing to do on the host."""
+        self.buffers.device_bytes.zero_()
+        self.buffers.views(bucket)["slot_mapping"].fill_(-1)
+        self.buffers.views(bucket)["token_source"].fill_(-1)
+        step = Step(self.cache, self.buffers.metadata(bucket, None, None), self.backend, self._states, graph_key=bucket,
+                    capturing=True)
+        ensure_planned(step, self.backend, self.sites)
+        self._capture_steps[bucket] = step
+
+    def _run_captured(self, bucket: BatchShape) -> torch.Tensor:
+        step = self._capture_steps.get(bucket) or self._step
+        assert step is not None
+        return self._forward(step, bucket)
+
+    def launch(self, batch: ScheduledBatch) -> Launched:
+        """Start a step. Returns at once on a GPU; the results are in ``Launched.tokens()``."""
+        live = BatchShape(batch.num_tokens, len(batch.rows))
+        bucket = self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
+        shape = bucket or live
+        host = self.buffers.fill(batch, shape)
+        self.buffers.upload(shape)
+        step = Step(self.cache, self.buffers.metadata(shape, host, batch), self.backend, self._states, graph_key=bucket)
+        if bucket is None:
+            logits = self._forward(step, shape)
+        else:
+            self._step = step
+            ensure_planned(step, self.backend, self.sites)
+            logits = self.graphs.replay(bucket)
+        tokens = self.sampler(logits, self.buffers.sampling(shape, batch))
+        self.buffers.last_tokens[self.buffers.views(shape)["sample_slot"]] = tokens.clamp_min(0)
+        host_tokens = self._host_tokens[self._turn]
+        self._turn = (self._turn + 1) % len(self._host_tokens)
+        host_tokens[: live.num_reqs].copy_(tokens[: live.num_reqs], non_blocking=True)
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Launched(batch, host_tokens, done)
+
+    def close(self) -> None:
+        """Free graphs and cache, and give the model back as it was."""
+        if hasattr(self, "graphs"):
+            self.graphs.clear()
+        for name in ("cache", "_states", "_step", "_capture_steps"):
+            if hasattr(self, name):
+                delattr(self, name)
+        self.paged.close()
+
+
+__all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "RunnerConfig"]

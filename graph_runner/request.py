@@ -1,0 +1,126 @@
+"""A request on its way through the engine, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from graph_runner.sampling_params import SamplingParams
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. ``length``: max_tokens or the model's length; ``stop``: an end token, stop token or stop string."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass
+class RequestOutput:
+    """The result of one request.
+
+    Args:
+        index: place in the order of the prompts (with n > 1, the n results of a prompt follow each other).
+        prompt: the prompt's text, if it came as text.
+        prompt_token_ids, token_ids: token ids of the prompt and of the continuation (the end token included).
+        text: the continuation decoded, cut before a stop string; empty without a tokenizer.
+        finish_reason: "stop", "length", "abort", "error", or None while it runs.
+        error: what went wrong, in words; None if nothing did.
+        stop_reason: the stop string or token id that ended it, if one did.
+    """
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """New tokens of one request. ``output`` is the request's result so far; ``finished`` says that it is final."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finished: bool
+    output: RequestOutput
+
+
+@dataclass(eq=False)
+class Request:
+    """Scheduling state of one request.
+
+    ``token_ids`` holds prompt and continuation as far as the host knows them; ``num_pending`` more were sampled by steps whose
+    results have not come back yet (asynchronous stepping). ``num_computed`` tokens have their keys and values in the cache,
+    or will have when the launched steps are done.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    output: RequestOutput
+    seed: int
+    stop_token_ids: frozenset[int]
+    max_total_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_pending: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens there are, the pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - len(self.prompt_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def wants_step(self) -> bool:
+        """Is there a token to compute whose result will be used? False once the length limit is certain to be reached."""
+        return not self.finished and self.num_tokens < self.max_total_tokens
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """One request's part in a step: ``num_new`` tokens from position ``start`` on. ``samples``: the row's last token is the
+    request's last, so a new token is drawn from its logits."""
+
+    request: Request
+    start: int
+    num_new: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """One step's rows: decode rows (one token each) first."""
+
+    rows: Sequence[ScheduledRow]
+    num_tokens: int
+    num_decode_rows: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_decode_rows == len(self.rows)
+
+
+__all__ = ["FinishReason", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent"]

@@ -1,0 +1,141 @@
+"""Which requests run in the next step: continuous batching with chunked prefill, preemption by recomputation.
+
+Every step has a budget of tokens. Running requests come first, in order of arrival: each decodes one token, or goes on with
+its prompt. What is left of the budget admits waiting requests, in order. A prompt longer than the budget (or than
+``prefill_chunk_size``) is computed in chunks over several steps.
+
+When a running request needs a page and none is free, the request that arrived last gives its pages back and waits to be
+recomputed from the start (its tokens so far become its prompt). Sampling is a function of seed and position, so a
+preempted request goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from attn_ops.kv_cache import pages_for
+from graph_runner.block_allocator import BlockAllocator
+from graph_runner.request import Request, ScheduledBatch, ScheduledRow
+
+
+class Scheduler:
+    """Continuous batching over one block allocator.
+
+    Args:
+        allocator: of the cache's pages.
+        page_size: tokens a page.
+        max_num_seqs: most requests running at once; each has a slot in 0..max_num_seqs-1.
+        max_num_batched_tokens: token budget of a step.
+        prefill_chunk_size: most prompt tokens of one request a step, or None.
+    """
+
+    def __init__(self, allocator: BlockAllocator, *, page_size: int, max_num_seqs: int, max_num_batched_tokens: int,
+                 prefill_chunk_size: int | None = None) -> None:
+        self.allocator, self.page_size = allocator, page_size
+        self.max_num_batched_tokens, self.prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Rows of the next step, with pages allocated and ``num_computed`` moved on; None if nothing can run now.
+
+        Raises:
+            NeedsDrain: a request must be preempted whose newest token is still on the device; call again after the results
+                of the launched step have been taken in.
+        """
+        budget, before = self.max_num_batched_tokens, self.num_preemptions
+        decodes: list[ScheduledRow] = []
+        prefills: list[ScheduledRow] = []
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.slot < 0 or not request.wants_step:  # preempted by an earlier one in this loop, or only waiting
+                continue
+            count = self._chunk(request, budget)
+            if not self._make_room(request, count):
+                continue
+            budget -= count
+            (decodes if request.num_uncomputed == 1 else prefills).append(self._row(request, count))
+        # Not in a step that preempted: the victim would take its pages right back.
+        preempted = self.num_preemptions != before
+        while self.waiting and budget and self._free_slots and not preempted:
+            request = self.waiting[0]
+            count = self._chunk(request, budget)
+            pages = self.allocator.allocate(pages_for(count, self.page_size))
+            if pages is None:
+                break
+            self.waiting.popleft()
+            request.pages, request.slot = pages, self._free_slots.pop()
+            self.running.append(request)
+            budget -= count
+            prefills.append(self._row(request, count))
+        # A row may have been preempted after it was planned: its pages are gone.
+        rows = [r for r in decodes + prefills if r.request.slot >= 0]
+        if not rows:
+            return None
+        for row in rows:
+            row.request.num_computed += row.num_new
+            row.request.num_pending += row.samples
+        return ScheduledBatch(rows, sum(r.num_new for r in rows), sum(r.request.slot >= 0 for r in decodes))
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        left = request.num_uncomputed
+        if left > 1 and self.prefill_chunk_size is not None:
+            left = min(left, self.prefill_chunk_size)
+        return min(left, budget)
+
+    def _row(self, request: Request, count: int) -> ScheduledRow:
+        return ScheduledRow(request, request.num_computed, count, request.num_computed + count == request.num_tokens)
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Pages for ``count`` more tokens, preempting later arrivals if need be. False if ``request`` itself had to go."""
+        missing = pages_for(request.num_computed + count, self.page_size) - len(request.pages)
+        while missing > 0:
+            pages = self.allocator.allocate(missing)
+            if pages is not None:
+                request.pages += pages
+                return True
+            victim = self.running[-1]
+            if victim.num_pending:
+                raise NeedsDrain
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.num_computed = 0
+        request.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self.allocator.free(request.pages)
+        self._free_slots.append(request.slot)
+        request.pages, request.slot = [], -1
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it is, and free what it holds."""
+        request.finished = True
+        if request.slot >= 0:
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+
+class NeedsDrain(Exception):
+    """The next decision depends on results that are still on the device."""
+
+
+__all__ = ["NeedsDrain", "Scheduler"]

@@ -1,0 +1,272 @@
+"""The Triton backend against the oracle. Runs on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+triton = pytest.importorskip("triton")
+
+from attn_ops.backends.triton import BACKEND, _load, available  # noqa: E402
+from tests.attn_ops.cases import check_case, check_output, fast_oracle, make_case, run_case  # noqa: E402
+from tests.attn_ops.oracle import oracle_attention  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
+    pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: run this file on its own, or set it outside",
+                allow_module_level=True)
+common, decode, extend, write = _load()
+SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
+
+
+def boundary(page: int, window: int | None = None) -> list[int]:
+    lens = {1, page - 1, page, page + 1, 2 * page}
+    return sorted(n for n in (lens | {window, window + 1} if window else lens) if n)
+
+
+def test_fast_oracle_equals_the_plain_one():
+    torch.manual_seed(0)
+    q, keys, values = torch.randn(5, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 6)
+    for options in ({}, dict(window=3), dict(softcap=2.0), dict(chunk=4), dict(sinks=torch.randn(4)),
+                    dict(window=5, softcap=3.0, chunk=8, sinks=torch.randn(4))):
+        expected = oracle_attention(q, keys, values, scale=0.3, **options)
+        got = fast_oracle(q, keys, values, scale=0.3, rows=2, **options)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+# Reference match over boundary shapes.
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_boundary_lengths(page_size, layout):
+    shape = {**SMALL, "page_size": page_size, "layout": layout}
+    lens = boundary(page_size)
+    check_case(BACKEND, make_case([1] * len(lens), lens, **shape))  # decode
+    check_case(BACKEND, make_case(lens, lens, **shape))  # prefill
+    check_case(BACKEND, make_case([3] * len(lens), [n + 3 for n in lens], **shape))  # prefill over a cached prefix
+
+
+def test_page_size_that_is_no_power_of_two():
+    check_case(BACKEND, make_case([1, 7, 1], [40, 20, 3], **{**SMALL, "page_size": 12}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
+    (2, 2, 16, 16), (4, 1, 64, 64), (8, 2, 80, 80), (6, 2, 96, 96), (8, 1, 128, 128), (2, 2, 256, 256), (4, 4, 24, 16),
+    (4, 2, 192, 128), (5, 1, 16, 24), (16, 1, 64, 64), (71, 1, 16, 16),
+])
+def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16, dtype=dtype,
+                 device=DEVICE)
+    check_case(BACKEND, make_case([1, 1, 1], [33, 1, 90], **shape))
+    check_case(BACKEND, make_case([1, 9, 20], [70, 9, 40], layout="HND", **shape))
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="Triton's interpreter multiplies bfloat16 wrongly")
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_bfloat16(dim):
+    shape = dict(num_heads=8, num_kv_heads=2, head_dim=dim, page_size=16, dtype=torch.bfloat16, device=DEVICE)
+    check_case(BACKEND, make_case([1, 1, 1], [33, 1, 900], **shape))
+    check_case(BACKEND, make_case([1, 90, 20], [700, 90, 400], **shape))
+
+
+FEATURES = {
+    "window": dict(window=6), "window1": dict(window=1), "softcap": dict(softcap=2.0), "sinks": dict(sinks=True),
+    "chunk": dict(chunk=8), "scale": dict(scale=0.7), "window+chunk": dict(window=6, chunk=16),
+    "all": dict(window=11, softcap=3.0, sinks=True, chunk=32, scale=0.4),
+}
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_features(features):
+    lens = sorted({*boundary(4, features.get("window", 6)), 8, 9, 40, 75})
+    check_case(BACKEND, make_case([1] * len(lens), lens, **SMALL, **features))
+    check_case(BACKEND, make_case(lens, lens, **SMALL, **features))
+    check_case(BACKEND, make_case([5, 1, 0, 70], [80, 77, 3, 90], **SMALL, **features))
+    check_case(BACKEND, make_case([5, 1, 1], [80, 77, 3], **{**SMALL, "dtype": torch.float16}, **features))
+
+
+def test_window_and_chunk_visit_no_key_outside():
+    """Keys and values that no query may see are NaN: reading one, even with weight 0, would show."""
+    for features, query, seq, unseen in (
+        (dict(window=9), 1, 100, 88), (dict(window=9), 12, 100, 76), (dict(chunk=32), 1, 100, 96),
+        (dict(chunk=32), 3, 100, 96),
+    ):
+        case = make_case([query, 1], [seq, 1], **SMALL, **features)
+        pages = case.metadata.block_table_tensor[0, : unseen // 4].long()
+        for cache in (case.cache.k[0], case.cache.v[0]):
+            cache[pages] = float("nan")
+        check_output(run_case(BACKEND, case), case)
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [
+    ([1, 17, 1, 0, 5], [50, 40, 1, 0, 5]),  # decode, chunked prefill, first token, nothing, prefill
+    ([0, 0, 9], [0, 12, 30]), ([0, 1, 0, 1, 0], [0, 30, 4, 7, 0]), ([3, 0, 0, 1], [30, 0, 2, 60]), ([4], [4]), ([1], [40]),
+    ([64], [100]), ([0, 2], [5, 2]),
+])
+@pytest.mark.parametrize("padding", [(0, 0), (3, 0), (0, 4), (5, 3), (2, 9)])
+def test_ragged_batches_and_padding(query_lens, seq_lens, padding):
+    case = make_case(query_lens, seq_lens, **SMALL, pad_tokens=padding[0], pad_reqs=padding[1], sinks=True)
+    check_case(BACKEND, case)
+
+
+def test_empty_batches():
+    for query_lens in ([0, 0], []):
+        for padding in ((0, 0), (3, 0), (3, 5)):
+            case = make_case(query_lens, [4] * len(query_lens), **SMALL, pad_tokens=padding[0], pad_reqs=padding[1])
+            check_case(BACKEND, case)
+
+
+def test_nan_in_slots_of_nobody():
+    for query_lens in ([1, 1], [1, 6], [9]):
+        case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL, poison=float("nan"), pad_tokens=2, pad_reqs=1)
+        check_case(BACKEND, case)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
+def test_without_new_keys(query_lens):
+    """k and v None: the keys of the step are read from the cache, and nothing is written."""
+    check_case(BACKEND, make_case(query_lens, [n + 18 for n in query_lens], **SMALL, write=False, window=7))
+    check_case(BACKEND, make_case(query_lens, [n for n in query_lens], **SMALL, write=False, pad_tokens=1, pad_reqs=1))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
+def test_strided_inputs(query_lens):
+    case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL, head_dim_v=32, strided=True)
+    assert not case.q.is_contiguous()
+    check_case(BACKEND, case)
+    case.q = case.q.permute(2, 0, 1).contiguous().permute(1, 2, 0)  # the last dim is not contiguous either
+    check_output(run_case(BACKEND, case), case)
+
+
+# Keys divided among programs.
+
+SPLITS = [dict(atomic=a, dot=d) for a in (True, False) for d in (True, False)]
+
+
+@pytest.mark.parametrize("params", SPLITS, ids=str)
+@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=70, sinks=True), dict(write=False)],
+                         ids=str)
+def test_split_decode(params, features):
+    shape = dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=16, page_size=4, device=DEVICE)
+    with decode.overridden(block_n=16, chunk_min=16, max_splits=7, **params):
+        check_case(BACKEND, make_case([1, 1, 1, 1, 1], [1, 16, 17, 33, 150], **shape, **features, pad_tokens=1, pad_reqs=1))
+        check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, **features, pad_tokens=2, pad_reqs=1))
+
+
+@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=40, sinks=True), dict(chunk=32)], ids=str)
+def test_split_extend(features):
+    with extend.overridden(block_m=16, block_n=16, chunk_min=16, max_splits=5):
+        check_case(BACKEND, make_case([9], [120], **SMALL, **features))
+        check_case(BACKEND, make_case([9, 1, 0, 20], [120, 60, 7, 20], **SMALL, **features, pad_tokens=3, pad_reqs=1))
+
+
+def test_one_forward_shares_its_counters():
+    """Every launch leaves the counters at zero, so the next layer can use them."""
+    case = make_case([1, 1], [150, 20], **SMALL)
+    m = case.metadata
+    prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
+    with decode.overridden(block_n=16, chunk_min=16):
+        for _ in range(3):
+            check_output(BACKEND.op(*case.arguments(prepared), **case.options), case)
+            assert not prepared[0].any()
+
+
+class Launches:
+    """Stands in for a kernel, and notes its grids."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("query_lens", [[[1, 1, 1], [1, 0, 1]], [[4, 1, 1], [2, 2, 2], [6, 0, 0]]], ids=str)
+def test_grids_depend_on_shapes_only(query_lens, monkeypatch):
+    launches = Launches()
+    for module, name in ((decode, "decode_kernel"), (extend, "extend_kernel"), (write, "write_kernel")):
+        monkeypatch.setattr(module, name, launches)
+    seen = []
+    for lens in query_lens:
+        for context in (1, 300):
+            launches.grids = []
+            case = make_case(lens, [n + context for n in lens], **SMALL, num_pages=400, table_width=100,
+                             pad_tokens=6 - sum(lens), pad_reqs=4 if sum(query_lens[0]) == 3 else 0, expect=False)
+            run_case(BACKEND, case)
+            seen.append(launches.grids)
+    assert seen[0] and all(grids == seen[0] for grids in seen)
+
+
+def test_offsets_beyond_32_bits():
+    """The pages lie more than 2**31 elements into the cache. Memory that nothing touches is never committed."""
+    for query_lens in ([1, 1], [1, 6], [9]):
+        case = make_case(query_lens, [n + 30 for n in query_lens], **{**SMALL, "dtype": torch.float16})
+        used, page, heads, dim = case.cache.k[0].shape
+        ahead = 2**31 // (page * heads * dim)
+        for caches in (case.cache.k, case.cache.v):
+            huge = torch.empty(ahead + used, page, heads, dim, dtype=torch.float16, device=DEVICE)
+            huge[ahead:] = caches[0]
+            caches[0] = huge
+        case.metadata.block_table_tensor.add_(ahead)
+        case.metadata.slot_mapping.add_(ahead * page)
+        check_output(run_case(BACKEND, case), case)
+        slots = case.metadata.slot_mapping
+        assert torch.equal(case.cache.k[0][slots // page, slots % page], case.new_k)
+        assert torch.equal(case.cache.v[0][slots // page, slots % page], case.new_v)
+
+
+# Registration, availability, errors.
+
+
+@pytest.mark.parametrize("case", [
+    dict(query_lens=[1, 1]), dict(query_lens=[1, 6], sinks=True, window=5), dict(query_lens=[5], write=False),
+    dict(query_lens=[1, 1], write=False, softcap=3.0, pad_tokens=1, pad_reqs=2),
+], ids=str)
+def test_opcheck(case):
+    query_lens = case.pop("query_lens")
+    made = make_case(query_lens, [n + 18 for n in query_lens], **SMALL, **case)
+    m = made.metadata
+    # Padding tokens are NaN in the case, and NaN differs from itself: opcheck would take that for a mutation.
+    for tensor in (made.q, made.new_k, made.new_v):
+        tensor.nan_to_num_()
+    prepare = (m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
+    torch.library.opcheck(BACKEND.prepare, prepare)
+    for prepared in ((), BACKEND.prepare(*prepare)):
+        torch.library.opcheck(BACKEND.op, made.arguments(prepared), made.options)
+
+
+def test_cache_with_a_strided_last_dim_is_refused():
+    case = make_case([1], [5], **SMALL)
+    case.cache.k[0] = case.cache.k[0].transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(ValueError, match="last dim is contiguous"):
+        run_case(BACKEND, case)
+
+
+def test_available_says_why_not(monkeypatch):
+    assert available(DEVICE) is None
+    assert "not on meta" in available(torch.device("meta"))
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(common, "INTERPRETED", False)
+        assert "after the kernels were loaded" in available(DEVICE)
+        assert "no CUDA device" in available(torch.device("cuda"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "TRITON_INTERPRET=1" in available(torch.device("cpu"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install triton" in available(DEVICE)
+
+
+def test_import_without_triton_and_without_cuda_context():
+    code = ("import sys; sys.modules['triton'] = None\n"
+            "import torch; from attn_ops.backends.triton import BACKEND\n"
+            "assert 'pip install triton' in BACKEND.available(torch.device('cuda'))\n"
+            "assert not torch.cuda.is_initialized()")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))))

@@ -1,0 +1,108 @@
+"""The compiled sampler on CUDA: the tokens of the plain one on a CPU, nothing read back, and fit for CUDA graphs."""
+
+import math
+
+import pytest
+import torch
+
+from graph_runner.sampler import Sampler, SamplingTensors, random_bits, sample
+from graph_runner.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0)
+MIXED = [
+    GREEDY, SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(top_k=4), SamplingParams(top_p=0.6),
+    SamplingParams(min_p=0.2), SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.05),
+]
+SAMPLER = Sampler()  # one for the whole file: every piece is compiled once
+
+
+def random_logits(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+
+
+def both(params: list[SamplingParams], position: int = 0) -> tuple[SamplingTensors, SamplingTensors]:
+    """The same tensors on the CPU and on the GPU."""
+    cpu, gpu = (
+        SamplingTensors.build(params, list(range(len(params))), [position] * len(params), device)
+        for device in ("cpu", "cuda")
+    )
+    return cpu, gpu
+
+
+@pytest.fixture
+def no_sync():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [1000, 32000])
+@pytest.mark.parametrize("params", [[GREEDY], [SamplingParams()], MIXED[6:], MIXED, MIXED * 5, [GREEDY] * 9], ids=len)
+def test_same_tokens_as_on_a_cpu(params: list[SamplingParams], vocabulary: int, dtype: torch.dtype) -> None:
+    logits = random_logits(len(params), vocabulary, dtype=dtype)
+    for position in range(3):
+        cpu, gpu = both(params, position)
+        expected = sample(logits, cpu).tolist()
+        assert SAMPLER(logits.cuda(), gpu).tolist() == expected
+        assert sample(logits.cuda(), gpu).tolist() == expected
+
+
+def test_same_bits_as_on_a_cpu() -> None:
+    seed, position = torch.tensor([[0], [-1], [2**62]]), torch.tensor([[0], [5], [2**33]])
+    arguments = (seed, position, torch.arange(5000))
+    expected = random_bits(*arguments)
+    on_gpu = [argument.cuda() for argument in arguments]
+    assert torch.equal(random_bits(*on_gpu).cpu(), expected)
+    assert torch.equal(torch.compile(random_bits)(*on_gpu).cpu(), expected)
+
+
+@pytest.mark.parametrize("chosen", [[0, 0], [2000, 100], [127_999, 128_000, 128_001]])
+def test_first_of_equals(chosen: list[int]) -> None:
+    """Within a chunk, and across the chunks that a row is cut into."""
+    logits = random_logits(4, 130_000)
+    logits[:, chosen] = 50.0
+    _, params = both([GREEDY] * 4)
+    assert SAMPLER(logits.cuda(), params).tolist() == [min(chosen)] * 4
+    _, params = both([GREEDY, GREEDY, GREEDY, SamplingParams()])
+    assert SAMPLER(logits.cuda(), params).tolist()[:3] == [min(chosen)] * 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_only_the_invalid_rows_are_reported(value: float) -> None:
+    good = random_logits(len(MIXED), 1000)
+    cpu, gpu = both(MIXED)
+    for bad in range(len(MIXED)):
+        logits = good.clone()
+        logits[bad, slice(None) if value == -math.inf else 700] = value
+        tokens = SAMPLER(logits.cuda(), gpu).tolist()
+        assert tokens == sample(logits, cpu).tolist()
+        assert tokens[bad] == (700 if value == math.inf and bad == 0 else -1)
+
+
+def test_nothing_waits_for_the_device(no_sync: None) -> None:
+    params = [MIXED, [GREEDY] * 7, [SamplingParams()] * 7]
+    logits = torch.zeros(7, 1000, device="cuda", dtype=torch.bfloat16)
+    for banned in (None, [[1, 2]] * 7):
+        for rows in params:
+            tensors = SamplingTensors.build(rows, list(range(7)), [0] * 7, "cuda", banned=banned)
+            SAMPLER(logits, tensors)
+            sample(logits, tensors)
+
+
+def test_captured_in_a_cuda_graph() -> None:
+    logits = random_logits(len(MIXED), 1000).cuda()
+    cpu, static = both(MIXED)
+    SAMPLER(logits, static)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = SAMPLER(logits, static)
+    for position in (0, 1, 2):
+        static.position.fill_(position)
+        logits.copy_(random_logits(len(MIXED), 1000) * (position + 1) / 2)
+        graph.replay()
+        assert tokens.tolist() == sample(logits.cpu(), both(MIXED, position)[0]).tolist()

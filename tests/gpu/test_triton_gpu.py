@@ -1,0 +1,180 @@
+"""The Triton backend on a GPU: sizes that the interpreter is too slow for, CUDA graphs, big caches, races."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attn_ops.backends.triton import BACKEND, _load
+from tests.attn_ops.cases import check_case, check_output, make_case, run_case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+LLAMA = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, device="cuda")
+ATOMIC = pytest.mark.parametrize("atomic", [True, False], ids=["one_launch", "two_launches"])
+
+
+def decode():
+    return _load()[1]
+
+
+def extend():
+    return _load()[2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@ATOMIC
+def test_decode(dtype, layout, atomic):
+    lens = [1, 15, 16, 17, 32, 63, 64, 65, 127, 500, 1023, 1024, 1025, 2049, 4000, 6007]
+    with decode().overridden(atomic=atomic):
+        check_case(BACKEND, make_case([1] * 16, lens, **LLAMA, dtype=dtype, layout=layout))
+        check_case(BACKEND, make_case([1], [9001], **LLAMA, dtype=dtype, layout=layout))
+        check_case(BACKEND, make_case([1] * 150, [1 + 7 * i for i in range(150)], **LLAMA, dtype=dtype, pad_tokens=6,
+                                      pad_reqs=6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_prefill_and_mixed(dtype, layout):
+    check_case(BACKEND, make_case([1500], [1500], **LLAMA, dtype=dtype, layout=layout))
+    check_case(BACKEND, make_case([64], [5000], **LLAMA, dtype=dtype, layout=layout))  # keys divided among programs
+    check_case(BACKEND, make_case([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129], **LLAMA,
+                                  dtype=dtype, layout=layout, pad_tokens=14, pad_reqs=3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
+    (32, 32, 128, 128), (8, 1, 256, 256), (64, 8, 64, 64), (32, 4, 80, 80), (12, 12, 64, 64), (8, 4, 256, 256),
+    (16, 16, 192, 128), (71, 1, 64, 64), (20, 4, 96, 96), (64, 1, 256, 256), (4, 4, 16, 16),
+])
+def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16, dtype=dtype,
+                 device="cuda")
+    check_case(BACKEND, make_case([1] * 5, [1, 64, 700, 1025, 3000], **shape))
+    check_case(BACKEND, make_case([1, 200, 33, 1], [900, 200, 1000, 5], **shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("features", [
+    dict(window=128), dict(window=1000, softcap=30.0), dict(sinks=True, window=128), dict(chunk=512),
+    dict(window=700, softcap=20.0, sinks=True, chunk=1024), dict(write=False), dict(strided=True),
+], ids=str)
+def test_features(features, dtype):
+    check_case(BACKEND, make_case([1] * 6, [1, 127, 128, 129, 1500, 4000], **LLAMA, dtype=dtype, **features))
+    check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **LLAMA, dtype=dtype, **features,
+                                  pad_tokens=4, pad_reqs=2))
+    check_case(BACKEND, make_case([48], [3000], **LLAMA, dtype=dtype, **features))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64, 256])
+def test_page_sizes(page_size):
+    shape = {**LLAMA, "page_size": page_size, "dtype": torch.bfloat16}
+    check_case(BACKEND, make_case([1] * 4, [1, 255, 257, 3000], **shape, layout="HND"))
+    check_case(BACKEND, make_case([1, 300], [700, 900], **shape))
+
+
+def test_cache_of_more_than_2_31_elements():
+    shape = {**LLAMA, "num_pages": 150_000, "poison": 0.0, "dtype": torch.bfloat16}  # 4.9 GB of keys, as much of values
+    for query_lens, seq_lens in (([1, 1, 1], [3000, 5000, 4000]), ([1, 500, 64], [3000, 5000, 4000])):
+        case = make_case(query_lens, seq_lens, **shape)
+        k_cache = case.cache.k[0]
+        assert int(case.metadata.block_table_tensor.max()) * k_cache.stride(0) > 2**31
+        check_case(BACKEND, case)
+
+
+# CUDA graphs: one capture, any lengths later.
+
+BUCKETS = {
+    # name: lengths at capture, then at each replay: (query_lens, seq_lens); padded to the tokens and rows given
+    "decode": (8, 8, ([1] * 8, [1] * 8), ([1] * 8, [8192, 1, 17, 500, 4096, 16, 3000, 1025]), ([1] * 3, [20, 8000, 1]),
+               ([1] * 8, [8192, 1, 17, 500, 4096, 16, 3000, 1025])),
+    "single": (1, 1, ([1], [1]), ([1], [8192]), ([1], [5])),
+    "mixed": (96, 8, ([1] * 8, [1] * 8), ([1, 60, 1, 30], [8192, 4000, 3, 30]), ([96], [7000]), ([1] * 8, [900] * 8),
+              ([1, 60, 1, 30], [8192, 4000, 3, 30])),
+    "prefill": (1024, 2, ([1], [1]), ([1000], [1000]), ([500, 500], [8000, 600]), ([1, 3], [8000, 3])),
+}
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("features", [{}, dict(window=300, sinks=True)], ids=str)
+@ATOMIC
+def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
+    tokens, reqs, *batches = BUCKETS[bucket]
+
+    def batch(query_lens, seq_lens, seed):
+        return make_case(query_lens, seq_lens, **LLAMA, dtype=torch.bfloat16, **features, seed=seed, num_pages=3000,
+                         table_width=512, pad_tokens=tokens - sum(query_lens), pad_reqs=reqs - len(query_lens),
+                         poison=float("nan"))
+
+    static = batch(*batches[0], seed=0)
+    m = static.metadata
+    buffers = [static.q, static.k, static.v, static.cache.k[0], static.cache.v[0], m.slot_mapping, m.block_table_tensor,
+               m.query_start_loc, m.seq_lens, static.sinks]
+    with decode().overridden(atomic=atomic):
+        run_case(BACKEND, static)  # compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run_case(BACKEND, static)
+    previous = None
+    for seed, (query_lens, seq_lens) in enumerate(batches[1:], 1):
+        case = batch(query_lens, seq_lens, seed)
+        for buffer, new in zip(buffers, case.arguments()[:10], strict=True):
+            if buffer is not None:
+                buffer.copy_(new)
+        graph.replay()
+        check_output(out, case)
+        assert previous is None or not torch.equal(out, previous), "the replay changed nothing"
+        previous = out.clone()
+        slots = case.metadata.slot_mapping
+        live = slots >= 0
+        got = static.cache.k[0][slots[live] // 16, slots[live] % 16]
+        assert torch.equal(got, case.new_k[live])
+
+
+@ATOMIC
+def test_merging_is_deterministic(atomic):
+    """A race between programs that merge would show as a result that differs; the order of merging is fixed."""
+    for query_lens, seq_lens in (([1] * 4, [8000, 7000, 6000, 65]), ([64], [6000])):
+        case = make_case(query_lens, seq_lens, **LLAMA, dtype=torch.bfloat16)
+        m = case.metadata
+        with decode().overridden(atomic=atomic, chunk_min=64), extend().overridden(chunk_min=64):
+            prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
+            first = BACKEND.op(*case.arguments(prepared), **case.options)
+            check_output(first, case)
+            differing = torch.zeros((), dtype=torch.int64, device="cuda")
+            for _ in range(500):
+                differing += (BACKEND.op(*case.arguments(prepared), **case.options) != first).any()
+            assert int(differing) == 0
+            assert not prepared[0].any()
+
+
+def test_two_streams_at_once():
+    cases = [make_case([1] * 4, [5000 + i, 3000, 64, 900], **LLAMA, dtype=torch.bfloat16, seed=i) for i in range(2)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    outs = [[], []]
+    for _ in range(30):
+        for case, stream, results in zip(cases, streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run_case(BACKEND, case))
+    torch.cuda.synchronize()
+    for case, results in zip(cases, outs, strict=True):
+        check_output(results[0], case)
+        assert all(torch.equal(out, results[0]) for out in results)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 70], [90]])
+def test_nothing_waits_for_the_device(query_lens):
+    case = make_case(query_lens, [n + 300 for n in query_lens], **LLAMA, dtype=torch.bfloat16)
+    run_case(BACKEND, case)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_case(BACKEND, case)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
