@@ -1,15 +1,14 @@
 """Time the paged attention op alone, by backend and shape, on a CUDA GPU.
 
     python benchmarks/attention_kernels.py --backend triton,flashinfer --json results.json
-    python benchmarks/attention_kernels.py --sweep --only decode --batch 1,32 --ctx 1024   # the triton backend's parameters
+    python benchmarks/attention_kernels.py --sweep --only decode --batch 1,32 --ctx 1024   # triton's parameters
     python benchmarks/attention_kernels.py --set block_n=128,stages=5 --only decode
 
 Each number is the median over replays of a CUDA graph that holds 20 calls, divided by 20. The calls go through several
-caches in turn, together at least 8 times the L2 cache, so that keys come from memory, as they do in a model. Host work before a
-step (``plan``, ``prepare``) is not in it. ``host`` is the time of one eager call on the host. Decode is measured against the bytes
-of keys, values, queries and outputs, and the bandwidth of a copy on the same GPU; prefill against the operations of the
-two matrix products over visible keys only.
-"""
+caches in turn, together at least 8 times the L2 cache, so that keys come from memory, as they do in a model. Host
+work before a step (``plan``, ``prepare``) is not in it. ``host`` is the time of one eager call on the host. Decode is
+measured against the bytes of keys, values, queries and outputs, and the bandwidth of a copy on the same GPU; prefill
+against the operations of the two matrix products over visible keys only. """
 
 from __future__ import annotations
 
@@ -34,8 +33,11 @@ from tests.attn_ops.cases import Case, make_case
 CALLS = 20
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 DECODE_CONTEXTS = (1024, 2048, 8192)
-#: name -> (sequences, query tokens, context after the step)
-PREFILLS = {"1x4096": (1, 4096, 4096), "8x1024+4096": (8, 1024, 5120), "1x960": (1, 960, 960), "1x64+8128": (1, 64, 8192)}
+#: name -> (query tokens, tokens after the step) of each sequence
+PREFILLS = {
+    "1x4096": ([4096], [4096]), "8x1024+4096": ([1024] * 8, [5120] * 8), "1x960": ([960], [960]),
+    "1x64+8128": ([64], [8192]), "63x1,448": ([1] * 63 + [448], [2048] * 64),
+}
 #: Values tried, one parameter after another, each time keeping the best.
 SWEEPS = {
     "decode": [("block_n", (32, 64, 128)), ("stages", (2, 3, 5, 7)), ("warps", (2, 4, 8)), ("dot", (True, False)),
@@ -75,8 +77,8 @@ def build(args: argparse.Namespace, query_lens: list[int], seq_lens: list[int]) 
     """A case and caches to go through in turn."""
     case = make_case(
         query_lens, seq_lens, num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.dim, page_size=args.page,
-        layout=args.layout, dtype=getattr(torch, args.dtype), device="cuda", window=args.window, poison=0.0, expect=False,
-        table_width=-(-max(max(seq_lens), args.max_len) // args.page))
+        layout=args.layout, dtype=getattr(torch, args.dtype), device="cuda", window=args.window, poison=0.0,
+        expect=False, table_width=-(-max(max(seq_lens), args.max_len) // args.page))
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     count = max(2, min(CALLS, -(-8 * l2 // case.cache.num_bytes)))
     caches = [(case.cache.k[0], case.cache.v[0])]
@@ -153,7 +155,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--batch", help=f"decode batch sizes (default {DECODE_BATCHES})")
     parser.add_argument("--ctx", help=f"decode contexts (default {DECODE_CONTEXTS})")
-    parser.add_argument("--prefill", default=",".join(PREFILLS), help="prefill shapes")
+    parser.add_argument("--prefill", help=f"prefill shapes, with blanks between (default {' '.join(PREFILLS)})")
     parser.add_argument("--set", default="", help="parameters of the triton backend: name=value,...")
     parser.add_argument("--sweep", action="store_true", help="search the triton backend's parameters for each shape")
     parser.add_argument("--heads", type=int, default=32)
@@ -172,8 +174,8 @@ def main() -> None:
 
     bandwidth = copy_bandwidth()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    conditions = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__, commit=commit,
-                      copy_gb_per_s=bandwidth / 1e9, command=" ".join(sys.argv), calls=CALLS)
+    conditions = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+                      commit=commit, copy_gb_per_s=bandwidth / 1e9, command=" ".join(sys.argv), calls=CALLS)
     print(json.dumps(conditions), flush=True)
     shapes: list[tuple[str, str, list[int], list[int]]] = []
     if args.only != "prefill":
@@ -181,8 +183,7 @@ def main() -> None:
                    ((args.batch, DECODE_BATCHES), (args.ctx, DECODE_CONTEXTS))]
         shapes += [("decode", f"B={b} ctx={c}", [1] * b, [c] * b) for c in numbers[1] for b in numbers[0]]
     if args.only != "decode":
-        shapes += [("prefill", name, [PREFILLS[name][1]] * PREFILLS[name][0], [PREFILLS[name][2]] * PREFILLS[name][0])
-                   for name in args.prefill.split(",")]
+        shapes += [("prefill", name, *PREFILLS[name]) for name in (args.prefill or " ".join(PREFILLS)).split()]
     rows = []
     for kind, name, query_lens, seq_lens in shapes:
         case, caches = build(args, query_lens, seq_lens)
@@ -192,7 +193,7 @@ def main() -> None:
             try:
                 with overridden(kind, params if backend == "triton" else {}):
                     us, host = measure(get_backend(backend), case, caches)
-            except Exception as error:  # of one variant (too much shared memory, say); the others go on, and it is on record
+            except Exception as error:  # a variant that needs too much shared memory, say: on record, and go on
                 print(f"{kind:8s}{name:16s}{backend:12s}failed with {params}: {type(error).__name__}: {error}"[:300])
                 rows.append(dict(kind=kind, shape=name, backend=backend, params=params, error=str(error)))
                 return float("inf")

@@ -78,7 +78,7 @@ class Engine:
         if num_pages is not None:
             length = min(length, (num_pages - 1) * page_size)
         max_num_batched_tokens = min(max_num_batched_tokens, max(length * max_num_seqs, 1))
-        forward = getattr(getattr(self.model.forward, "__func__", None), "__quire_plain__", None)
+        forward = getattr(self.model.forward, "__quire_plain__", None)  # of a forward that quire.paged wrapped
         self.runner = ModelRunner(self.model, RunnerConfig(
             attention=attention, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, kv_cache_dtype=kv_dtype(kv_cache_dtype),

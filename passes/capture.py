@@ -17,7 +17,7 @@ import torch
 
 import attn_ops.kv_cache
 from attn_ops.attention import AttentionSite
-from attn_ops.backend import Selection, UnsupportedAttention
+from attn_ops.backend import Selection, UnsupportedAttention, select_backend
 from attn_ops.step import Step, running
 from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions, Traced
 from passes.hf_interface import interface_active, uses_interface
@@ -114,6 +114,11 @@ class PagedModel:
     def selection(self) -> Selection:
         """The backend chosen and why others were passed over; only with options.page_size set."""
         return self.graph.paged(None).selection
+
+    def select(self, page_size: int) -> Selection:
+        """The backend that would be chosen for pages of ``page_size`` tokens. Raises UnsupportedAttention if there is none."""
+        device = next(self.model.parameters()).device
+        return select_backend(self.backend.options.attention, self.sites, device=device, page_size=page_size)
 
     def __call__(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor,
                  logits_indices: torch.Tensor) -> torch.Tensor:

@@ -47,13 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 @triton.jit
-def _append(  # type: ignore[no-untyped-def]
-    k, v, k_cache, v_cache, slot_mapping, k_token, k_head, v_token, v_head, kc_page, kc_token, kc_head, vc_page,
-    vc_token, vc_head, HEADS: tl.constexpr, HEADS_P2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-):
+def _append(k, v, k_cache, v_cache, slots, k_token, k_head, v_token, v_head, kc_page,  # type: ignore[no-untyped-def]
+            kc_token, kc_head, vc_page, vc_token, vc_head, HEADS: tl.constexpr, HEADS_P2: tl.constexpr,
+            DIM: tl.constexpr, PAGE: tl.constexpr):
     """Store one token's keys and values, (Hkv, D) each, at its slot; nothing for slot -1. Offsets are 64-bit."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slots + token)
     if slot >= 0:
         page = slot // PAGE
         offset = slot % PAGE
@@ -67,9 +66,8 @@ def _append(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gather_pages(  # type: ignore[no-untyped-def]
-    block_table, table, indices, row_stride, table_stride, BLOCK: tl.constexpr
-):
+def _gather_pages(block_table, table, indices, row_stride, table_stride,  # type: ignore[no-untyped-def]
+                  BLOCK: tl.constexpr):
     """Lay the rows' page numbers end to end. ``table`` is PageTable.device."""
     row = tl.program_id(0)
     begin = tl.load(table + row)

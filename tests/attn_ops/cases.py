@@ -1,9 +1,8 @@
 """Paged-attention test cases for every backend: make one, run a backend on it, compare with an oracle.
 
-``make_case`` lays the keys of a ragged batch out in a paged cache (shuffled pages, noise in every slot that no sequence owns),
-computes the expected output, and returns a Case. ``run_case`` runs a backend's paged op on it, ``check_case`` also compares the
-output, the slots written (exactly) and all other slots (bit by bit).
-"""
+``make_case`` lays the keys of a ragged batch out in a paged cache (shuffled pages, noise in every slot that no
+sequence owns), computes the expected output, and returns a Case. ``run_case`` runs a backend's paged op on it,
+``check_case`` also compares the output, the slots written (exactly) and all other slots (bit by bit). """
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ from attn_ops.step import Step, StepLimits, running
 
 
 def fast_oracle(q, keys, values, *, scale, window=None, softcap=None, chunk=None, sinks=None, rows=256):
-    """``oracle_attention`` without Python loops over queries and heads: float64, ``rows`` queries at a time, any device."""
+    """``oracle_attention`` without Python loops over queries and heads: float64, ``rows`` queries at a time, any
+    device."""
     n, heads, dim = q.shape
     length, kv_heads = keys.shape[:2]
     grouped = q.double().view(n, kv_heads, heads // kv_heads, dim)
@@ -51,9 +51,9 @@ def fast_oracle(q, keys, values, *, scale, window=None, softcap=None, chunk=None
 
 @dataclass
 class Case:
-    """One batch. ``expected`` (T, H, Dv) is float64, zero for padding tokens; ``bound`` the error allowed for each number.
+    """One batch. ``expected`` (T, H, Dv) is float64, zero for padding tokens; ``bound``: error allowed for each number.
 
-    ``k`` and ``v`` are None where the layer writes nothing; ``new_k`` and ``new_v`` are the step's keys and values anyway.
+    ``k`` and ``v`` are None where the layer writes nothing; ``new_k`` and ``new_v`` are the step's keys and values.
     """
 
     q: torch.Tensor
@@ -128,7 +128,8 @@ def make_case(
         fused = randn(tokens, sum(sizes))
         fused[real:] = math.nan
         parts = fused.split(sizes, dim=1)
-        q, new_k, new_v = (p.unflatten(1, (-1, d)) for p, d in zip(parts, (head_dim, head_dim, head_dim_v), strict=True))
+        dims = (head_dim, head_dim, head_dim_v)
+        q, new_k, new_v = (part.unflatten(1, (-1, d)) for part, d in zip(parts, dims, strict=True))
     else:
         q, new_k = randn(tokens, num_heads, head_dim), randn(tokens, num_kv_heads, head_dim)
         new_v = randn(tokens, num_kv_heads, head_dim_v)
@@ -152,13 +153,13 @@ def make_case(
             expected[own] = fast_oracle(q[own], keys, values, sinks=sink_logits, **options)
             magnitude[own] = fast_oracle(q[own], keys, values.abs(), sinks=sink_logits, **options)
         begin += query
-    # Kernels round the softmax weights and the output to the dtype: half an eps each, of weights @ |v| and of the output.
-    # Twice that, and 1e-5 for what is computed in float32.
+    # Kernels round the softmax weights and the output to the dtype: half an eps each, of weights @ |v| and of the
+    # output. Twice that, and 1e-5 for what is computed in float32.
     bound = (magnitude + expected.abs()) * torch.finfo(dtype).eps + 1e-5
-    site = AttentionSite(layer=0, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v,
-                         dtype=dtype, sinks=sinks, **options)
-    return Case(q, new_k if write else None, new_v if write else None, new_k, new_v, cache, metadata, sink_logits, options,
-                expected, bound, site)
+    site = AttentionSite(layer=0, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                         head_dim_v=head_dim_v, dtype=dtype, sinks=sinks, **options)
+    return Case(q, new_k if write else None, new_v if write else None, new_k, new_v, cache, metadata, sink_logits,
+                options, expected, bound, site)
 
 
 def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:

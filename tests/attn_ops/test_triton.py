@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.attn_ops.oracle import oracle_attention  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
-    pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: run this file on its own, or set it outside",
+    pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: set it outside, or run this file alone",
                 allow_module_level=True)
 common, decode, extend, write = _load()
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
@@ -108,8 +109,8 @@ def test_window_and_chunk_visit_no_key_outside():
 
 @pytest.mark.parametrize(("query_lens", "seq_lens"), [
     ([1, 17, 1, 0, 5], [50, 40, 1, 0, 5]),  # decode, chunked prefill, first token, nothing, prefill
-    ([0, 0, 9], [0, 12, 30]), ([0, 1, 0, 1, 0], [0, 30, 4, 7, 0]), ([3, 0, 0, 1], [30, 0, 2, 60]), ([4], [4]), ([1], [40]),
-    ([64], [100]), ([0, 2], [5, 2]),
+    ([0, 0, 9], [0, 12, 30]), ([0, 1, 0, 1, 0], [0, 30, 4, 7, 0]), ([3, 0, 0, 1], [30, 0, 2, 60]),
+    ([4], [4]), ([1], [40]), ([64], [100]), ([0, 2], [5, 2]),
 ])
 @pytest.mark.parametrize("padding", [(0, 0), (3, 0), (0, 4), (5, 3), (2, 9)])
 def test_ragged_batches_and_padding(query_lens, seq_lens, padding):
@@ -126,8 +127,8 @@ def test_empty_batches():
 
 def test_nan_in_slots_of_nobody():
     for query_lens in ([1, 1], [1, 6], [9]):
-        case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL, poison=float("nan"), pad_tokens=2, pad_reqs=1)
-        check_case(BACKEND, case)
+        check_case(BACKEND, make_case(query_lens, [n + 18 for n in query_lens], **SMALL, poison=float("nan"),
+                                      pad_tokens=2, pad_reqs=1))
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
@@ -152,16 +153,18 @@ SPLITS = [dict(atomic=a, dot=d) for a in (True, False) for d in (True, False)]
 
 
 @pytest.mark.parametrize("params", SPLITS, ids=str)
-@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=70, sinks=True), dict(write=False)],
-                         ids=str)
+@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=70, sinks=True),
+                                      dict(write=False)], ids=str)
 def test_split_decode(params, features):
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=16, page_size=4, device=DEVICE)
     with decode.overridden(block_n=16, chunk_min=16, max_splits=7, **params):
-        check_case(BACKEND, make_case([1, 1, 1, 1, 1], [1, 16, 17, 33, 150], **shape, **features, pad_tokens=1, pad_reqs=1))
-        check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, **features, pad_tokens=2, pad_reqs=1))
+        shape |= features
+        check_case(BACKEND, make_case([1] * 5, [1, 16, 17, 33, 150], **shape, pad_tokens=1, pad_reqs=1))
+        check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, pad_tokens=2, pad_reqs=1))
 
 
-@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=40, sinks=True), dict(chunk=32)], ids=str)
+@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=40, sinks=True), dict(chunk=32)],
+                         ids=str)
 def test_split_extend(features):
     with extend.overridden(block_m=16, block_n=16, chunk_min=16, max_splits=5):
         check_case(BACKEND, make_case([9], [120], **SMALL, **features))
@@ -269,4 +272,4 @@ def test_import_without_triton_and_without_cuda_context():
             "import torch; from attn_ops.backends.triton import BACKEND\n"
             "assert 'pip install triton' in BACKEND.available(torch.device('cuda'))\n"
             "assert not torch.cuda.is_initialized()")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,12 +1,12 @@
 """Backend ``triton``: paged attention in Triton kernels, with every feature of the semantic op.
 
-Three kernels: ``decode`` (split-KV, one query token a program), ``extend`` (tiles of several query tokens) and ``write`` (the KV
-cache). Which of them run, and on what grid, follows from tensor shapes alone; lengths are read on the device. So every launch
-can be captured in a CUDA graph, at any length, and replayed at any other.
+Three kernels: ``decode`` (split-KV, one query token a program), ``extend`` (tiles of several query tokens) and
+``write`` (the KV cache). Which of them run, and on what grid, follows from tensor shapes alone; lengths are read on
+the device. So every launch can be captured in a CUDA graph, at any length, and replayed at any other.
 
 =======  ==========================================================================================================
 T <= B   ``decode`` by token, which writes the cache too: one launch
-T > B    ``write``, then ``extend``, and for the sequences with one query token ``decode`` by row: three launches, two if B is 1
+T > B    ``write``, then ``extend``, then ``decode`` by row for the sequences with one query token, unless B is 1
 =======  ==========================================================================================================
 """
 
@@ -54,8 +54,8 @@ def available(device: torch.device) -> str | None:
 def paged_attention(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None, softcap: float | None,
-    chunk: int | None,
+    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None,
+    softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
 
@@ -68,8 +68,8 @@ def paged_attention(
     device = q.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on the current device
-            return paged_attention(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-                                   prepared, scale=scale, window=window, softcap=softcap, chunk=chunk)
+            return paged_attention(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens,
+                                   sinks, prepared, scale=scale, window=window, softcap=softcap, chunk=chunk)
     _, decode, extend, write = _kernels or _load()
     num_tokens, num_reqs = q.shape[0], seq_lens.shape[0]
     out = q.new_empty((num_tokens, q.shape[1], v_cache.shape[3]))
@@ -86,8 +86,8 @@ def paged_attention(
             v = v.contiguous()
     options = (scale, window, softcap, chunk)
     if num_tokens <= num_reqs:
-        decode.decode(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out,
-                      *options, by_row=False)
+        decode.decode(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
+                      out, *options, by_row=False)
         return out
     if k is not None and v is not None:
         write.write(k, v, k_cache, v_cache, slot_mapping)
@@ -95,13 +95,13 @@ def paged_attention(
     extend.extend(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options,
                   skip_single=singles)
     if singles:
-        decode.decode(q, None, None, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
-                      out, *options, by_row=True)
+        decode.decode(q, None, None, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
+                      prepared, out, *options, by_row=True)
     return out
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
+def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+             seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
     """Counters for the forward, zeroed. See NOTE [Last one merges]."""
     return [_load()[0].new_counters(slot_mapping.device)]
 

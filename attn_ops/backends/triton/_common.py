@@ -1,20 +1,24 @@
-"""What the attention kernels share: which keys a query sees, one step of the running softmax, and merging partial results.
+"""What the attention kernels share: which keys a query sees, one step of the running softmax, and merging partial
+results.
 
 Softmax is computed in base 2 (``exp2`` is one instruction): scores carry a factor log2(e), and so does every ``lse``.
 
-NOTE [Partial results]: where a query's keys are divided among ``splits`` programs, each program that has keys (they are numbered
-0 to active - 1, without gaps) leaves a normalised output and the log2 of its softmax denominator, ``lse``, in a float32
-workspace: first all outputs, (slots, splits, rows, Dv), then all lse, (slots, splits, rows). A slot is what one program
-would have computed alone. The number of active splits follows from the lengths, on the device; the grid never does.
+NOTE [Partial results]: where a query's keys are divided among ``splits`` programs, each program that has keys (they
+are numbered 0 to active - 1, without gaps) leaves a normalised output and the log2 of its softmax denominator,
+``lse``, in a float32 workspace: first all outputs, then all lse. A slot is what one program would have computed
+alone. The number of active splits follows from the lengths, on the device; the grid never does. Merging goes in the
+order of the splits, whichever program does it, so results do not depend on timing.
 
-NOTE [Last one merges]: with ATOMIC, every active program of a slot adds 1 to the slot's counter after its partial result is
-written, and the one that finds active - 1 there merges, then sets the counter back to 0. This is right because
+NOTE [Last one merges]: with ATOMIC, every active program of a slot adds 1 to the slot's counter after its partial
+result is written, and the one that finds active - 1 there merges, then sets the counter back to 0. This is right
+because
 * the barrier before the addition orders the writes of all threads of a program before the addition of its one thread,
-* the addition is acquire-release at GPU scope, and releases are cumulative: who reads the last count sees all those writes,
+* the addition is acquire-release at GPU scope, and releases are cumulative: who reads the last count sees all those
+  writes,
 * the partial results are read past the L1 cache (``.cg``), which need not be coherent,
 * exactly one program of a slot sees active - 1, and all of them agree on ``active``.
-The counters are zero before a launch and after it. They belong to one forward (``prepare`` makes them), so forwards on two
-streams cannot meet in them, and launches of one forward follow each other in stream order.
+The counters are zero before a launch and after it. They belong to one forward (``prepare`` makes them), so forwards
+on two streams cannot meet in them, and launches of one forward follow each other in stream order.
 """
 
 from __future__ import annotations
@@ -63,7 +67,8 @@ def find_row(query_start_loc, num_reqs, token):
 @triton.jit
 def key_rows(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, STRIDE_PAGE: tl.constexpr,
              STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, MASKED: tl.constexpr):
-    """Pointers to the keys (or values) of one head at positions ``offsets``. Offsets are 64-bit: caches exceed 2**31."""
+    """Pointers to the keys (or values) of one head at positions ``offsets``. Offsets are 64-bit: caches exceed
+    2**31."""
     if MASKED:
         page = tl.load(block_table_row + offsets // PAGE, mask=live, other=0)
     else:

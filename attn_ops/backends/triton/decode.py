@@ -1,15 +1,16 @@
 """Split-KV decoding: every query token on its own, its keys divided among several programs.
 
-A program serves one token and one key head, with all the query heads that read it (or a block of them), and one of ``splits``
-ranges of the token's cached keys. The grid is items x splits x key heads, from shapes alone. Two modes:
+A program serves one token and one key head, with all the query heads that read it (or a block of them), and one of
+``splits`` ranges of the token's cached keys. The grid is items x splits x key heads, from shapes alone. Two modes:
 
-* by token (T <= B): items are tokens. It is fast when every sequence has one token and right for any ragged batch. The step's
-  own keys are read from k and v, and program 0 of each token writes them to the cache, so that attention never waits for the
-  write, nor races with it: no position >= seq_len - query_len is read from the cache.
-* by row (T > B): items are sequences; those without exactly one query token are left to ``extend``. The keys are in the cache
-  already (``write``), k and v are None.
+* by token (T <= B): items are tokens. It is fast when every sequence has one token and right for any ragged batch.
+  The step's own keys are read from k and v, and program 0 of each token writes them to the cache, so that attention
+  never waits for the write, nor races with it: no position >= seq_len - query_len is read from the cache.
+* by row (T > B): items are sequences; those without exactly one query token are left to ``extend``. The keys are in
+  the cache already (``write``), k and v are None.
 
-Limits: 64-bit offsets into caches, q, k, v and out; the workspace (see NOTE [Partial results]) is indexed with 64 bits too.
+Limits: 64-bit offsets into caches, q, k, v and out; the workspace (see NOTE [Partial results]) is indexed with 64
+bits too.
 """
 
 from __future__ import annotations
@@ -231,8 +232,9 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min"])
 def reduce_kernel(
     partial, query_start_loc, seq_lens, out, num_reqs, splits, chunk_min, HAS_NEW: tl.constexpr,
-    H: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
-    HEADS: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_STEP: tl.constexpr,
+    H: tl.constexpr, HKV: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr, HEADS: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr,
+    MERGE_STEP: tl.constexpr,
 ):
     """Merge the partial results of one head of one slot: the second launch where programs do not merge themselves."""
     head = tl.program_id(0) % HEADS
@@ -264,16 +266,17 @@ def reduce_kernel(
     merged = merge_partials(partial, lse, slot, splits, active, head, 1, 1, HEADS, DV, DV_P2, MERGE_STEP)
     columns = tl.arange(0, DV_P2)
     out_head = head_block // BLOCKS * (H // HKV) + head_block % BLOCKS * HEADS + head
-    tl.store(out + token.to(tl.int64) * (H * DV) + out_head * DV + columns[None, :], merged, mask=(columns < DV)[None, :])
+    out_row = out + token.to(tl.int64) * (H * DV) + out_head * DV
+    tl.store(out_row + columns[None, :], merged, mask=(columns < DV)[None, :])
 
 
 class DecodeConfig(NamedTuple):
     """Tuning parameters. They change speed, never results beyond rounding.
 
     block_n: keys a step.  warps, stages: of the kernel and its loop.  chunk_min: least keys that a split is made for (a
-    multiple of block_n).  max_splits: bound on splits.  atomic: the last program merges, else a second launch does.  dot:
-    tensor cores (the group is padded to 16 rows), else sums of products.
-    """
+    multiple of block_n).  max_splits: bound on splits.  atomic: the last program merges, else a second launch does.
+    dot: tensor cores (the group is padded to 16 rows), else sums of products.
+"""
 
     block_n: int
     warps: int
@@ -302,7 +305,8 @@ def overridden(**params: Any) -> Iterator[None]:
 
 
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device) -> DecodeConfig:
-    """The parameters for padded head dims, bytes an element, query heads a program, slots (see NOTE [Partial results])."""
+    """The parameters for padded head dims, bytes an element, query heads a program, slots (see NOTE [Partial
+    results])."""
     widest = max(dim, dim_v)
     # Sums of products keep heads x block_n x dim numbers in registers; in float32 they cost what the dot costs.
     dot = heads > 2 if itemsize == 2 else heads > 8
@@ -342,8 +346,8 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size,
-          v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None, by_row: bool,
-          device: torch.device) -> _Plan | None:
+          v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None,
+          by_row: bool, device: torch.device) -> _Plan | None:
     num_tokens, heads, dim = q_shape
     page, kv_heads, dim_v = k_shape[1], k_shape[2], v_shape[3]
     itemsize = dtype.itemsize
@@ -361,8 +365,8 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_stride
         counters=splits > 1 and tuned.atomic, tuned=tuned,
         constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], window or 0, chunk or 0, blocks,
                    per_block, power_of_2(per_block, 16 if tuned.dot else 1), dim_p2, dim_v_p2, by_row, splits > 1,
-                   tuned.atomic, tuned.dot, "ieee" if itemsize == 4 else "tf32", tuned.block_n, tuned.stages, merge_rows,
-                   max(1, min(16, 8192 // (merge_rows * dim_v_p2)))),
+                   tuned.atomic, tuned.dot, "ieee" if itemsize == 4 else "tf32", tuned.block_n, tuned.stages,
+                   merge_rows, max(1, min(16, 8192 // (merge_rows * dim_v_p2)))),
         reduce_grid=(slots * per_block,),
         reduce_constants=(heads, kv_heads, dim_v, window or 0, chunk or 0, blocks, per_block, dim_v_p2, by_row,
                           tuned.block_n, max(1, min(32, 4096 // dim_v_p2))),
@@ -375,8 +379,8 @@ def decode(
     sinks: torch.Tensor | None, prepared: list[torch.Tensor], out: torch.Tensor, scale: float, window: int | None,
     softcap: float | None, chunk: int | None, by_row: bool,
 ) -> None:
-    """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their row.
-    With k and v it also writes the caches. The other arguments are the paged op's."""
+    """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in
+    their row. With k and v it also writes the caches. The other arguments are the paged op's."""
     num_reqs, device = seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
                  block_table.shape[1], window, chunk, by_row, device)

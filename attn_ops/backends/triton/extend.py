@@ -1,14 +1,16 @@
 """Attention of several query tokens a sequence: prefill, chunked prefill, and the same over a long cached prefix.
 
-A program serves up to BLOCK_M query rows of one sequence and one key head: BLOCK_Q consecutive tokens x the query heads that
-read the key head, so that grouped heads fill a matrix tile. Tokens are cut at sequence boundaries: sequence r gets the blocks
-from query_start_loc[r] // BLOCK_Q + r on, which never overlap; T // BLOCK_Q + B + 1 blocks hold any batch of T tokens in B
-sequences, the padding tokens after the last sequence counted as one more. Programs without tokens leave at once.
+A program serves up to BLOCK_M query rows of one sequence and one key head: BLOCK_Q consecutive tokens x the query
+heads that read the key head, so that grouped heads fill a matrix tile. Tokens are cut at sequence boundaries:
+sequence r gets the blocks from query_start_loc[r] // BLOCK_Q + r on, which never overlap; T // BLOCK_Q + B + 1 blocks
+hold any batch of T tokens in B sequences, the padding tokens after the last sequence counted as one more. Programs
+without tokens leave at once.
 
-The step's keys are in the cache already (``write`` runs first), so keys come from one place only, and a sequence may read pages
-that another one fills in this very step. Keys are walked in three stretches: those that some rows may not see yet or no more at
-the lower end (window, chunk), those that all rows see (no masks), and the causal end. Where the batch has few query tokens
-the keys are divided among programs too; see NOTE [Partial results] and NOTE [Last one merges].
+The step's keys are in the cache already (``write`` runs first), so keys come from one place only, and a sequence may
+read pages that another one fills in this very step. Keys are walked in three stretches: those that some rows may not
+see yet or no more at the lower end (window, chunk), those that all rows see (no masks), and the causal end. Where the
+batch has few query tokens the keys are divided among programs too; see NOTE [Partial results] and NOTE [Last one
+merges].
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def attend(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, D_P2: tl.constexpr, DV_P2: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """The running softmax over keys begin..stop. Without MASKED every row sees all of them, and BLOCK_N divides them."""
+    """The running softmax over keys begin..stop. Without MASKED every row sees all of them, and BLOCK_N divides
+    them."""
     for block in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         offsets = block + tl.arange(0, BLOCK_N)
         live = offsets < stop
@@ -97,7 +100,7 @@ def extend_kernel(
         block = block // splits
     low = num_reqs * 0
     high = num_reqs
-    while low < high:  # the last sequence whose blocks start at or before this one; num_reqs stands for the padding tokens
+    while low < high:  # the last sequence whose blocks start at or before this one; num_reqs: the padding tokens
         middle = (low + high + 1) // 2
         if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
             low = middle
@@ -123,7 +126,8 @@ def extend_kernel(
     out_live = live[:, None] & (columns_v < DV)[None, :]
     if row == num_reqs:
         if split == 0:
-            tl.store(out + out_row[:, None] * DV + columns_v[None, :], tl.zeros([BLOCK_M, DV_P2], tl.float32), mask=out_live)
+            zeros = tl.zeros([BLOCK_M, DV_P2], tl.float32)
+            tl.store(out + out_row[:, None] * DV + columns_v[None, :], zeros, mask=out_live)
         return
     if SKIP_SINGLE:
         if end - start == 1:
@@ -163,9 +167,9 @@ def extend_kernel(
     table_row = block_table + row.to(tl.int64) * stride_table
     if (WINDOW > 0) or (CHUNK > 0):
         highest, total, acc = attend(
-            highest, total, acc, query, pos, k_cache, v_cache, table_row, kv_head, begin, all_see, scale, softcap, D, DV,
-            PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N, STAGES,
-            True)
+            highest, total, acc, query, pos, k_cache, v_cache, table_row, kv_head, begin, all_see, scale, softcap, D,
+            DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N,
+            STAGES, True)
     highest, total, acc = attend(
         highest, total, acc, query, pos, k_cache, v_cache, table_row, kv_head, all_see, causal, scale, softcap, D, DV,
         PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N, STAGES,
@@ -274,7 +278,8 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_stride
     slots = (full_blocks + num_reqs + 1) * kv_heads * blocks
     splits = 1
     if full_blocks * kv_heads * blocks < 2 * num_sms(device) and slots <= NUM_COUNTERS:
-        splits = max(1, min(tuned.max_splits, -(-table_width * page // tuned.chunk_min), 8192 // slots, 2048 // num_tokens))
+        most = -(-table_width * page // tuned.chunk_min)
+        splits = max(1, min(tuned.max_splits, most, 8192 // slots, 2048 // num_tokens))
     return _Plan(
         grid=(slots * splits,), splits=splits, workspace=num_tokens * heads * splits * (dim_v + 1) if splits > 1 else 0,
         tuned=tuned,
@@ -289,8 +294,8 @@ def extend(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor],
     out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
 ) -> None:
-    """Launch the kernel. Writes ``out`` (T, H, Dv) for all tokens, zeros for padding tokens; with ``skip_single`` not for
-    tokens that are alone in their sequence. The other arguments are the paged op's."""
+    """Launch the kernel. Writes ``out`` (T, H, Dv) for all tokens, zeros for padding tokens; with ``skip_single`` not
+    for tokens that are alone in their sequence. The other arguments are the paged op's."""
     num_reqs, device = seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
                  block_table.shape[1], window, chunk, skip_single, device)

@@ -1,0 +1,213 @@
+"""``quire.paged``: one line on a Hugging Face model, or a decorator on a forward.
+
+On a model: ``model.generate`` runs on an engine of quire, and everything else of the model stays as it is. What the engine
+cannot honour (beam search, penalties, assistants, embeddings as input, ...) goes to the model's own ``generate``, with one
+warning that says why: the result is then Hugging Face's, slower but never different from what was asked.
+
+On a forward: inside ``quire.step`` it is traced, lowered to paged attention and compiled; outside it is the plain forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_ops.step import current_step
+from graph_runner.engine import Engine
+from graph_runner.sampling_params import SamplingParams
+from passes.dynamo_backend import QuireBackend, QuireOptions
+from passes.hf_interface import interface_active, uses_interface
+
+logger = logging.getLogger(__name__)
+#: Arguments of ``generate`` beside the generation config that the engine honours.
+_HONOURED = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "streamer", "use_cache"})
+
+
+def paged(model: Any = None, **options: Any) -> Any:
+    """Make a model's ``generate`` paged, batched and graph-captured; or decorate a forward.
+
+    Args:
+        model: a transformers causal LM, which is returned; or a forward function (decorator use). With options only, a
+            decorator is returned.
+        options: of ``quire.Engine`` for a model; ``attention``, ``compiler`` and ``fusions`` for a forward.
+
+    Returns:
+        The same model object. ``model.generate`` now runs on an engine that is made at its first call and kept;
+        ``quire.unpaged(model)``, i.e. ``model.generate.close()``, gives everything back.
+    """
+    if model is None:
+        return functools.partial(paged, **options)
+    if isinstance(model, torch.nn.Module):
+        if not hasattr(model, "generate"):
+            raise TypeError(f"{type(model).__name__} has no generate(); decorate its forward with quire.paged, or use "
+                            "quire.Engine(model)")
+        if isinstance(model.generate, PagedGenerate):
+            model.generate.close()
+        object.__setattr__(model, "generate", PagedGenerate(model, options))
+        object.__setattr__(model, "forward", _PagedForward(model, options.get("attention", "auto")))
+        return model
+    if callable(model):
+        return _decorate(model, options)
+    raise TypeError(f"quire.paged takes a model or a forward function, got {type(model).__name__}")
+
+
+class _PagedForward:
+    """A transformers model's forward after ``quire.paged(model)``: inside a paged step its attention is paged."""
+
+    def __init__(self, model: torch.nn.Module, attention: str) -> None:
+        self._model = weakref.ref(model)
+        self._plain = type(model).forward
+        self._attention = attention
+        functools.update_wrapper(self, self._plain)
+        self.__quire_plain__ = self._plain
+        self.__signature__ = inspect.signature(functools.partial(self._plain, model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        step = None if torch.compiler.is_compiling() else current_step()
+        if step is None or not uses_interface(model):  # type: ignore[arg-type]
+            return self._plain(model, *args, **kwargs)
+        if step.attention == "auto":
+            step.attention = self._attention
+        with interface_active(model):  # type: ignore[arg-type]
+            return self._plain(model, *args, **kwargs)
+
+
+class PagedGenerate:
+    """``model.generate`` after ``quire.paged``. Callable like transformers' own."""
+
+    def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
+        self._model, self._options = weakref.ref(model), options
+        self._plain: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        self._engine: Engine | None = None
+        self._warned: set[str] = set()
+        functools.update_wrapper(self, self._plain)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it, made when first asked for."""
+        if self._engine is None:
+            model = self._model()
+            assert model is not None
+            self._engine = Engine(model, **self._options)
+        return self._engine
+
+    def close(self) -> None:
+        """Free the engine and put the model's own ``generate`` and forward back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        model = self._model()
+        if model is not None:
+            for name in ("generate", "forward"):
+                model.__dict__.pop(name, None)
+
+    def __call__(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        why, job = self._understand(inputs, kwargs)
+        if job is None:
+            if why not in self._warned:
+                self._warned.add(why)
+                warnings.warn(f"quire: generate() runs on transformers' own code, not paged, because {why}", stacklevel=2)
+            return self._plain(inputs, **kwargs)
+        return self._run(*job)
+
+    def _understand(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Any]:
+        """The call as (input_ids, attention_mask, params, pad, streamer); or None and the reason it cannot be served."""
+        model: Any = self._model()
+        given = {k: v for k, v in kwargs.items() if v is not None}
+        ids = inputs if inputs is not None else given.get("input_ids", given.get("inputs"))
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            return "it was not given input_ids of shape (batch, length)", None
+        config = given.get("generation_config") or model.generation_config
+        overrides = {k: v for k, v in given.items() if hasattr(config, k)}
+        other = sorted(set(given) - set(overrides) - _HONOURED)
+        if other:
+            return f"quire does not have the arguments {other}", None
+        if model.training:
+            return "the model is in training mode", None
+        if given.get("use_cache") is False:
+            return "use_cache=False was asked for", None
+        config = copy.deepcopy(config)
+        config.update(**overrides)
+        try:
+            params, unsupported = SamplingParams.from_generation_config(config)
+        except ValueError as error:
+            return str(error), None
+        if unsupported:
+            return f"quire does not have {', '.join(unsupported)}", None
+        mask = given.get("attention_mask")
+        if mask is not None and mask.shape != ids.shape:
+            return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}", None
+        streamer = given.get("streamer")
+        if streamer is not None and (len(ids) > 1 or params.n > 1):
+            return "a streamer with several sequences", None
+        eos = config.eos_token_id
+        eos = [] if eos is None else [eos] if isinstance(eos, int) else [int(e) for e in eos]
+        pad = config.pad_token_id
+        if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
+            mask = (ids != pad).long()  # transformers infers the mask so
+        max_length = None
+        if params.max_tokens is None:
+            max_length = config.max_length or 20  # transformers' own default
+        return "", (ids, mask, params, eos, pad if pad is not None else (eos[0] if eos else 0), max_length, streamer)
+
+    def _run(self, ids: torch.Tensor, mask: torch.Tensor | None, params: SamplingParams, eos: list[int], pad: int,
+             max_length: int | None, streamer: Any) -> torch.Tensor:
+        rows = ids.tolist()
+        keep = mask.bool().tolist() if mask is not None else [[True] * ids.shape[1]] * len(rows)
+        prompts = [[t for t, k in zip(row, ks, strict=True) if k] for row, ks in zip(rows, keep, strict=True)]
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=max(1, int(max_length or 20) - ids.shape[1]))
+        if params.seed is None:  # follow torch.manual_seed, as transformers does
+            params = replace(params, seed=int(torch.randint(0, 2**62, ()).item()))
+        params = replace(params, ignore_eos=True, detokenize=False,
+                         stop_token_ids=tuple(sorted({*(params.stop_token_ids or ()), *eos})))
+        each = [replace(params, seed=((params.seed or 0) + i * 1_000_003) % 2**62) for i in range(len(prompts))]
+        if streamer is not None:
+            streamer.put(ids.cpu())
+        outputs = []
+        for event in self.engine.stream(prompts, each):
+            if streamer is not None and event.token_ids:
+                streamer.put(torch.tensor(event.token_ids))
+            if event.finished:
+                outputs.append(event.output)
+        if streamer is not None:
+            streamer.end()
+        outputs.sort(key=lambda o: o.index)
+        for output in outputs:
+            if output.error is not None:
+                raise ValueError(f"row {output.index // params.n}: {output.error}")
+        longest = max(len(o.token_ids) for o in outputs)
+        new = torch.full((len(outputs), longest), pad, dtype=ids.dtype)
+        for i, output in enumerate(outputs):
+            new[i, : len(output.token_ids)] = torch.tensor(output.token_ids, dtype=ids.dtype)
+        return torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
+
+
+def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """The decorator: one compiled version of the forward, used inside paged steps."""
+    opts = QuireOptions.of({"compiler": "inductor" if torch.cuda.is_available() else "eager", **options})
+    compiled: dict[str, Any] = {}
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or current_step() is None:
+            return forward(self, *args, **kwargs)
+        if "call" not in compiled:
+            compiled["call"] = torch.compile(forward, backend=QuireBackend(opts), fullgraph=True)
+        return compiled["call"](self, *args, **kwargs)
+
+    wrapper.__quire_plain__ = forward  # type: ignore[attr-defined]
+    return wrapper
+
+
+__all__ = ["PagedGenerate", "paged"]

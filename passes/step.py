@@ -1,0 +1,53 @@
+"""``quire.step``: one paged step by hand, around any call of a model that was compiled with, or routed through, quire."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from attn_ops.backend import get_backend
+from attn_ops.kv_cache import PagedKVCache
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step, current_step, running
+
+
+@contextlib.contextmanager
+def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: str = "auto") -> Iterator[Step]:
+    """Run the model calls inside as one paged step: attention reads and writes ``cache``.
+
+    The model must reach quire: compiled with ``torch.compile(model, backend="quire")``, its forward decorated with
+    ``quire.paged``, or a transformers model after ``quire.paged(model)``. Give it the ragged row ``input_ids[None]`` (1, T) and
+    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask.
+
+    Args:
+        cache: from ``PagedKVCache.for_model``.
+        metadata: of this step's batch.
+        attention: backend name, or "auto". Options given to ``torch.compile`` count only if this is "auto".
+
+    Raises:
+        RuntimeError: on leaving, if not every layer of the cache attended through quire (the model ran, but not paged: its
+            results would be wrong, silently). Also a step inside a step.
+        ValueError: metadata and cache that do not fit each other, an unknown backend.
+    """
+    if current_step() is not None:
+        raise RuntimeError("quire.step inside quire.step: one paged step at a time")
+    if metadata.page_size != cache.page_size:
+        raise ValueError(f"the metadata was built for pages of {metadata.page_size} tokens, the cache has pages of "
+                         f"{cache.page_size}")
+    if metadata.slot_mapping.device.type != cache.device.type:
+        raise ValueError(f"the metadata is on {metadata.slot_mapping.device}, the cache on {cache.device}")
+    current = Step(cache, metadata, attention if attention == "auto" else get_backend(attention))
+    # Traces made inside a step are dynamic from the start: a static one could not tell a window from plain causal.
+    with torch._dynamo.config.patch(assume_static_by_default=False), running(current):
+        yield current
+    missing = [layer for layer in cache.layer_ids if layer not in current.served]
+    if missing:
+        raise RuntimeError(
+            f"a paged step ended in which layers {missing[:8]}{'...' if len(missing) > 8 else ''} of the KV cache were not "
+            "attended through quire, so the model's results in it are not those of a paged model. Compile the model with "
+            "torch.compile(model, backend='quire'), decorate its forward with quire.paged, or call quire.paged(model) first.")
+
+
+__all__ = ["step"]
