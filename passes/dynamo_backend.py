@@ -23,7 +23,7 @@ from attn_ops.backend import AttentionBackend, Selection, UnsupportedAttention, 
 from attn_ops.kv_cache import Layout
 from attn_ops.step import Step, current_step
 from passes.eager import check_step, ensure_planned
-from passes.fusion import FUSIONS, FusedWeights, apply_fusions
+from passes.fusion import FusedWeights, apply_fusions, fusion_names
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
 from passes.raising import raise_sdpa
@@ -58,9 +58,9 @@ class QuireOptions:
         if self.compiler not in ("inductor", "eager"):
             raise ValueError(f"compiler must be 'inductor' or 'eager', got {self.compiler!r}")
         names = () if self.fusions in ("all", "none") else self.fusions
-        unknown = [n for n in names if n not in FUSIONS]
+        unknown = [n for n in names if n not in fusion_names()]
         if unknown:
-            raise ValueError(f"unknown fusions {unknown}; there are {sorted(FUSIONS)}, 'all' and 'none'")
+            raise ValueError(f"unknown fusions {unknown}; there are {fusion_names()}, 'all' and 'none'")
 
     @classmethod
     def of(cls, options: dict[str, Any] | None) -> QuireOptions:

@@ -1,4 +1,8 @@
-"""Fusion passes after raising and before lowering: each is one file, one function Graph -> number of matches."""
+"""The fusion passes, their order, and the weights they make.
+
+Each pass is one file and one function ``(Fusion) -> number of matches``; it rewrites the raised graph before lowering. A pass may
+need a new tensor (a fused weight): it adds it with ``Fusion.add_weight``, and the graph gets one more input.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,104 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
+
+from passes.graph_tools import placeholders, value
 
 logger = logging.getLogger(__name__)
-
-#: name -> pass
-FUSIONS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclass
 class FusedWeights:
-    """Weights made by fusions, shared by the graphs of one backend object."""
+    """Tensors that hold several parameters end to end; the parameters are views of them, so nothing is stored twice.
 
-    extra: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    In-place updates of a parameter (optimizers, ``load_state_dict``) reach the fused tensor. ``restore`` gives each parameter
+    memory of its own again.
+    """
+
+    fused: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
+    of_graph: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def fuse(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor holding ``parameters`` end to end along dim 0; they become views of it."""
+        key = tuple(id(p) for p in parameters)
+        if key not in self.fused:
+            with torch.no_grad():
+                fused = torch.cat([p.detach() for p in parameters])
+                at = 0
+                for p in parameters:
+                    p.data = fused[at : at + p.shape[0]]
+                    at += p.shape[0]
+            self.fused[key], self.parameters[key] = fused, list(parameters)
+        return self.fused[key]
 
     def tensors_of(self, graph: Any) -> list[torch.Tensor]:
-        return self.extra.get(id(graph), [])
+        return self.of_graph.get(id(graph), [])
+
+    def detached(self) -> int:
+        """Parameters whose ``.data`` was replaced since, so that the fused tensor no longer follows them."""
+        return sum(p.untyped_storage().data_ptr() != self.fused[key].untyped_storage().data_ptr()
+                   for key, group in self.parameters.items() for p in group)
 
     def restore(self) -> None:
-        """Give the model its own parameters back."""
-        self.extra.clear()
+        """Give every parameter memory of its own."""
+        with torch.no_grad():
+            for key, group in self.parameters.items():
+                for p in group:
+                    if p.untyped_storage().data_ptr() == self.fused[key].untyped_storage().data_ptr():
+                        p.data = p.detach().clone()
+                self.fused[key] = torch.empty(0)
+        self.fused.clear()
+        self.parameters.clear()
+        self.of_graph.clear()
 
 
-def apply_fusions(owner: Any, gm: fx.GraphModule, inputs: list[Any], names: str | Sequence[str],
-                  weights: FusedWeights) -> list[Any]:
-    return []
+class Fusion:
+    """What a fusion pass works on: the graph, the real tensors behind its placeholders, and a way to add inputs."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], weights: FusedWeights) -> None:
+        self.gm, self.graph, self.weights = gm, gm.graph, weights
+        self.real = dict(zip(placeholders(gm.graph), inputs, strict=True))
+        self.added: list[torch.Tensor] = []
+
+    def add_weight(self, tensor: torch.Tensor, like: fx.Node) -> fx.Node:
+        """A new placeholder, after all others, that will be given ``tensor``."""
+        last = placeholders(self.graph)[-1]
+        name = f"quire_fused_{len(self.added)}"
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        with value(like).fake_mode:
+            node.meta["example_value"] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype,
+                                                             device=tensor.device)
+        node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
+        self.added.append(tensor)
+        return node
+
+
+def _passes() -> dict[str, Callable[[Fusion], int]]:
+    from passes.fuse_projections import fuse_projections
+
+    return {"projections": fuse_projections}
+
+
+def fusion_names() -> list[str]:
+    return list(_passes())
+
+
+def apply_fusions(owner: Any, gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str],
+                  weights: FusedWeights) -> list[torch.Tensor]:
+    """Run the passes called ``names`` ("all", "none" or a list) in their order; the tensors of the inputs they added."""
+    if names == "none":
+        return []
+    fusion = Fusion(gm, inputs, weights)
+    for name, run in _passes().items():
+        if names == "all" or name in names:
+            matches = run(fusion)
+            gm.graph.lint()
+            logger.info("%s: %d matches", name, matches)
+    weights.of_graph[id(owner)] = fusion.added
+    return fusion.added
+
+
+__all__ = ["FusedWeights", "Fusion", "apply_fusions", "fusion_names"]

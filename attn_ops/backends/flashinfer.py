@@ -75,7 +75,7 @@ def _gather_pages(block_table, table, indices, row_stride, table_stride,  # type
     first = tl.load(table + 2 * table_stride + row)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < end - begin
-    page = tl.load(block_table + row.to(tl.int64) * row_stride + first + i, mask=live)
+    page = tl.load(block_table + row.to(tl.int64) * row_stride + i, mask=live)
     tl.store(indices + begin + i, page, mask=live)
 
 
@@ -344,7 +344,8 @@ def paged_attention(
                 *v_cache.stride()[:3], HEADS=k.shape[1], HEADS_P2=triton.next_power_of_2(k.shape[1]), DIM=dim,
                 PAGE=k_cache.shape[1])
         pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-        q = q if q.stride(2) == 1 else q.contiguous()
+        if q.stride(2) != 1 or q.requires_grad:  # FlashInfer takes neither
+            q = q.detach().contiguous()
         out, done = q.new_empty(num_tokens, heads, dim), 0
         for wrapper, begin, done in segments:
             wrapper.run(q[begin:done], pages, out=out[begin:done])
@@ -359,9 +360,9 @@ def available(device: torch.device) -> str | None:
         return f"runs on cuda, not {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed: pip install 'quire[flashinfer]'"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None) or os.path.exists("/usr/local/cuda/bin/nvcc")
-    if not nvcc and importlib.util.find_spec("flashinfer_jit_cache") is None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # where FlashInfer looks, in its order
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
+    if nvcc is None and importlib.util.find_spec("flashinfer_jit_cache") is None:
         return ("flashinfer compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set "
                 "CUDA_HOME, or pip install flashinfer-jit-cache")
     return None

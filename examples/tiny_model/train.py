@@ -153,6 +153,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     tokenizer.save_pretrained(folder)
     weights = {name: value.to(torch.bfloat16) for name, value in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner can read
 
 
 def write_readme(folder: Path, parameters: int, vocab: int, loss: float, steps: int, options: str) -> None:

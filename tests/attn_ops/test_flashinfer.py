@@ -183,7 +183,6 @@ def test_importable_without_flashinfer_and_without_touching_the_gpu() -> None:
 def test_available(monkeypatch, installed, nvcc, reason) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(flashinfer.shutil, "which", lambda *args, **kwargs: "nvcc" if nvcc else None)
-    monkeypatch.setattr(flashinfer.os.path, "exists", lambda path: False)
     found = BACKEND.available(CUDA)
     assert found == reason or found.startswith(reason)
     assert BACKEND.available(torch.device("cpu")) == "runs on cuda, not cpu"
@@ -402,7 +401,8 @@ def test_graph_errors(on_cpu, monkeypatch) -> None:
     state = state_for(case)
 
     def plan(metadata, key, capturing=False) -> None:
-        BACKEND.plan(metadata, Step(case.cache, metadata, states={"flashinfer": state}, graph_key=key, capturing=capturing))
+        states = {"flashinfer": state}
+        BACKEND.plan(metadata, Step(case.cache, metadata, states=states, graph_key=key, capturing=capturing))
 
     with pytest.raises(RuntimeError, match="graph 'a' was not captured with a plan of flashinfer; these were: none"):
         plan(case.metadata, "a")

@@ -21,7 +21,7 @@ MOE = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 DEEPSEEK = dict(MLA, **MOE, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1)
 DEEPSEEK_ONE_GROUP = dict(DEEPSEEK, n_group=1)
 GLM_MOE = dict(SIZES, **MOE, head_dim=16, n_routed_experts=4, n_group=1, topk_group=1)
-PATTERN = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 SSM = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
 
 
@@ -103,8 +103,8 @@ SERVED: dict[str, Served] = {
     "falcon_new": served("FalconConfig", num_kv_heads=2, new_decoder_architecture=True, alibi=False, route="raised"),
     # Sliding windows, alone or beside full attention; softcap; sinks; chunks.
     "mistral": served("MistralConfig", sliding_window=8, features=WINDOW),
-    "ministral": served("MinistralConfig", sliding_window=8, features=WINDOW, slow=True),
-    "ministral3": served("Ministral3Config", sliding_window=8, features=WINDOW, slow=True),
+    "ministral": served("MinistralConfig", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
+    "ministral3": served("Ministral3Config", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "phi3": served("Phi3Config", sliding_window=8, features=WINDOW),
     "starcoder2": served("Starcoder2Config", sliding_window=8, features=WINDOW),
     "qwen2_window": served("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1, features=WINDOW),
@@ -113,12 +113,12 @@ SERVED: dict[str, Served] = {
     "vaultgemma": served("VaultGemmaConfig", head_dim=16, sliding_window=8, attn_logit_softcapping=5.0,
                          features={**WINDOW, "softcap": 5.0}, slow=True),
     "gemma3": served("Gemma3TextConfig", num_hidden_layers=6, head_dim=16, sliding_window=8, features=WINDOW),
-    "gemma3n": served("Gemma3nTextConfig", num_hidden_layers=4, head_dim=16, sliding_window=8, layer_types=PATTERN,
-                      num_kv_shared_layers=0, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+    "gemma3n": served("Gemma3nTextConfig", num_hidden_layers=4, head_dim=16, sliding_window=8, layer_types=ALTERNATING,
+                      num_kv_shared_layers=2, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
                       activation_sparsity_pattern=None, laurel_rank=8, altup_num_inputs=2, features={**WINDOW, "scale": 1.0}),
     "gemma4": served("Gemma4TextConfig", num_hidden_layers=4, head_dim=16, global_head_dim=32, sliding_window=8,
-                     layer_types=PATTERN, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
-                     num_global_key_value_heads=1, features={**WINDOW, "scale": 1.0}),
+                     layer_types=ALTERNATING, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+                     num_global_key_value_heads=1, num_kv_shared_layers=2, features={**WINDOW, "scale": 1.0}),
     "olmo3": served("Olmo3Config", num_hidden_layers=4, sliding_window=8, features=WINDOW),
     "cohere2": served("Cohere2Config", num_hidden_layers=4, sliding_window=8, logit_scale=1.0, features=WINDOW),
     "exaone4": served("Exaone4Config", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4, features=WINDOW),
@@ -130,7 +130,7 @@ SERVED: dict[str, Served] = {
                           features={**WINDOW, "sinks": True}),
     "granitemoe_swa": served("GraniteMoeSWAConfig", sliding_window=8, attention_multiplier=0.25, num_local_experts=4,
                              num_experts_per_tok=2, features={**WINDOW, "sinks": True}),
-    "flint": served("FlintConfig", features={"sinks": True}, slow=True),
+    "flint": served("FlintConfig", head_dim=16, features={"sinks": True}, slow=True),
     "mimo_v2_flash": served("MiMoV2FlashConfig", **MOE, head_dim=16, v_head_dim=8, n_routed_experts=4, n_group=1,
                             topk_group=1, sliding_window=8, features={**WINDOW, "sinks": True, "head_dim_v": 8}),
     "llama4": served("Llama4TextConfig", num_hidden_layers=4, head_dim=16, attention_chunk_size=8, num_local_experts=2,
@@ -179,7 +179,7 @@ REFUSED: dict[str, Refused] = {
     "bamba": Refused("BambaConfig", dict(SIZES, attn_layer_indices=[1], **SSM), STATE),
     "jamba": Refused("JambaConfig", dict(SIZES, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1,
                                          num_experts=2, mamba_d_state=16), STATE),
-    "falcon_h1": Refused("FalconH1Config", dict(SIZES, **SSM), STATE),
+    "falcon_h1": Refused("FalconH1Config", dict(SIZES, mamba_d_ssm=128, **SSM), STATE),
     "granitemoehybrid": Refused("GraniteMoeHybridConfig", dict(SIZES, layer_types=["mamba", "attention"]), STATE),
     "lfm2": Refused("Lfm2Config", dict(SIZES, full_attn_idxs=[1]), STATE),
     "minimax": Refused("MiniMaxConfig", dict(SIZES, num_local_experts=2), STATE),
@@ -221,8 +221,8 @@ def has_config(name: str) -> bool:
     return hasattr(transformers, name)
 
 
-def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0) -> torch.nn.Module:
-    """The model with random weights, in eval mode.
+def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention: str | None = None) -> torch.nn.Module:
+    """The model with random weights, in eval mode. ``attention``: transformers' implementation, None for its default.
 
     Matrices are N(0, std). At hidden size 64, std 0.2 multiplies a vector's length by 1.6 a layer, so that attention is far
     from uniform (a wrong mask changes the logits by much more than the tests' tolerance) and logits are of order 1 to 10.
@@ -231,7 +231,7 @@ def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0) -> torch.
     config = getattr(transformers, entry.config)(**entry.options)
     torch.manual_seed(seed)
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    model = kind.from_config(config).eval()
+    model = kind.from_config(config, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():
         if "sink" in name:
             parameter.data.normal_(0, 1)

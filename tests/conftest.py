@@ -1,0 +1,9 @@
+"""Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when kernels are defined, that is before the first import of a module that has some.
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,119 @@
+"""What the zoo tests share: a batch of sequences served in ragged steps, and the reference logits of each sequence alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_ops.attention import AttentionSite
+from attn_ops.kv_cache import PagedKVCache, pages_for
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step
+from passes.capture import PagedModel
+
+LENGTHS = (11, 6, 21)
+# Tokens that each step schedules of each sequence: chunked prefill beside decode, a lone token, sequences that wait.
+STEPS = ((4, 3, 1), (1, 2, 6), (6, 0, 1), (0, 1, 12), (0, 0, 1))
+assert tuple(map(sum, zip(*STEPS, strict=True))) == LENGTHS
+
+#: Largest difference to the reference, relative to the largest logit. Both sides compute in float32 (eps 1.2e-7) and differ
+#: in the order of sums over up to 96 terms in each of 2 to 6 layers; that gives 1e-6 to 2e-6 here. A wrong mask gives 1e-2.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids of each sequence, and its logits (length, V) from a forward of its own."""
+
+    ids: tuple[torch.Tensor, ...]
+    logits: tuple[torch.Tensor, ...]
+
+    @property
+    def scale(self) -> float:
+        """The largest logit, to which errors are relative."""
+        return max(t.abs().max().item() for t in self.logits)
+
+
+def reference(model: torch.nn.Module, seed: int = 0) -> Batch:
+    """Random sequences, each run through ``model`` alone, with no cache and no padding."""
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    ids = tuple(torch.randint(3, 64, (n,), generator=generator).to(device) for n in LENGTHS)
+    with torch.no_grad():
+        logits = tuple(model(input_ids=i[None], use_cache=False).logits[0] for i in ids)
+    return Batch(ids, logits)
+
+
+def noisy_cache(sites: list[AttentionSite], page_size: int, *, device: torch.device, layout: Any = "NHD") -> PagedKVCache:
+    """A cache for the batch that holds noise far larger than any key, so that reading a slot not yet written shows."""
+    pages = 1 + sum(pages_for(n, page_size) for n in LENGTHS) + 3
+    cache = PagedKVCache.for_sites(sites, num_pages=pages, page_size=page_size, device=device, layout=layout)
+    generator = torch.Generator(device).manual_seed(1)
+    for tensor in [*cache.k, *cache.v]:
+        tensor.normal_(0, 30, generator=generator)
+    return cache
+
+
+def serve(model: PagedModel, batch: Batch, *, page_size: int, layout: Any = "NHD", attention: str = "auto",
+          pad: tuple[int, int] = (0, 0), mutation: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    """Serve the batch in STEPS; the logits (length, V) of each sequence.
+
+    Args:
+        pad: tokens and rows that each step is padded by.
+        mutation: what to change in every lowered attention op; see ``mutated``.
+    """
+    device = batch.ids[0].device
+    cache = noisy_cache(model.sites, page_size, device=device, layout=layout)
+    order = (torch.randperm(cache.num_pages - 1, generator=torch.Generator().manual_seed(2)) + 1).tolist()
+    table = [[order.pop() for _ in range(pages_for(n, page_size))] for n in LENGTHS]
+    done = [0] * len(LENGTHS)
+    logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    for counts in STEPS:
+        rows = [r for r, count in enumerate(counts) if count]
+        queries = [counts[r] for r in rows]
+        ids = torch.cat([batch.ids[r][done[r] : done[r] + counts[r]] for r in rows])
+        for r in rows:
+            done[r] += counts[r]
+        meta = CommonAttentionMetadata.build(queries, [done[r] for r in rows], [table[r] for r in rows],
+                                             page_size=page_size, device=device)
+        meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
+        step = Step(cache, meta, attention=attention)
+        row_of_ids = torch.cat([ids, ids.new_zeros(pad[0])])
+        with mutated(model, step, mutation or {}):
+            out = model(step, row_of_ids, meta.positions, torch.arange(len(ids), device=device))
+        for r, part in zip(rows, out.split(queries), strict=True):
+            logits[r].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+@contextlib.contextmanager
+def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[None]:
+    """While inside, every lowered attention op of ``model`` has the options in ``change`` instead of its own."""
+    paged = model.graph.paged(step)
+    graph = paged.lowered.gm
+    before = {n: (n.args, n.kwargs) for n in graph.graph.nodes if n.target is paged.backend.op}
+    assert before, "the lowered graph has no paged op"
+    run = paged.run
+    if change:
+        for node, (args, kwargs) in before.items():
+            args = tuple(None if i == 9 and "sinks" in change else a for i, a in enumerate(args))  # the sinks
+            node.args, node.kwargs = args, {**kwargs, **{k: v for k, v in change.items() if k != "sinks"}}
+        graph.recompile()
+        paged.run = graph.forward
+    try:
+        yield
+    finally:
+        if change:
+            for node, (args, kwargs) in before.items():
+                node.args, node.kwargs = args, kwargs
+            graph.recompile()
+            paged.run = run
+
+
+def error(got: list[torch.Tensor], batch: Batch) -> float:
+    """The largest difference from the reference, relative to the largest logit."""
+    return max((g - w).abs().max().item() for g, w in zip(got, batch.logits, strict=True)) / batch.scale

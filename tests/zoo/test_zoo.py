@@ -1,0 +1,88 @@
+"""Every architecture of ``configs.py``, served paged and compared with transformers; or refused, with the right reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from attn_ops.backend import UnsupportedAttention, get_backend
+from passes.capture import PagedModel, QuireOptions
+from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
+from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
+
+TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
+
+
+@dataclass
+class Specimen:
+    """One architecture, traced once for all its tests."""
+
+    entry: Served
+    paged: PagedModel
+    batch: Batch
+
+
+def specimen(name: str) -> Iterator[Specimen]:
+    entry = SERVED[name]
+    if not has_config(entry.config):
+        pytest.skip(f"the installed transformers has no {entry.config}")
+    batch = reference(build(entry, attention="eager"))
+    paged = PagedModel(build(entry), QuireOptions(compiler="eager"))
+    yield Specimen(entry, paged, batch)
+    paged.close()
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=[pytest.mark.slow] * e.slow) for n, e in SERVED.items()])
+def zoo(request: pytest.FixtureRequest) -> Iterator[Specimen]:
+    yield from specimen(request.param)
+
+
+def test_sites(zoo: Specimen) -> None:
+    """Each feature that the config asks for reaches an attention site, by the route expected."""
+    assert {s.route for s in zoo.paged.sites} == {zoo.entry.route}
+    for field, value in zoo.entry.features.items():
+        assert value in [getattr(s, field) for s in zoo.paged.sites], f"no site has {field}={value}"
+    assert len(zoo.paged.backend.graphs) == 1
+
+
+@pytest.mark.parametrize("page_size, layout, pad", [(1, "NHD", (0, 0)), (4, "NHD", (3, 2)), (16, "HND", (0, 0))])
+def test_logits(zoo: Specimen, page_size: int, layout: str, pad: tuple[int, int]) -> None:
+    """Ragged steps that mix chunked prefill and decode give the logits of each sequence alone."""
+    assert 0.3 < zoo.batch.scale < 100, "logits must be of order 1 to 10 for a relative tolerance to mean something"
+    got = serve(zoo.paged, zoo.batch, page_size=page_size, layout=layout, attention="torch_native", pad=pad)
+    assert error(got, zoo.batch) <= TOLERANCE
+
+
+def test_mutations_are_seen(zoo: Specimen) -> None:
+    """The test above has teeth: attention, and each of its features, moves the logits by over 100 tolerances."""
+    defaults = {"window": None, "softcap": None, "chunk": None, "sinks": None, "scale": zoo.paged.sites[0].head_dim**-0.5}
+    if zoo.entry.features.get("scale") == defaults["scale"]:
+        defaults["scale"] *= 2  # of two layers, the first one has the default
+    mutations = {"only the query's own key": {"window": 1}}
+    mutations |= {f"no {f}": {f: defaults[f]} for f in zoo.entry.features if f in defaults}
+    for name, mutation in mutations.items():
+        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", mutation=mutation)
+        assert error(got, zoo.batch) > 1e-3, f"{name}: not seen"
+    assert error(serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native"), zoo.batch) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_interpreted(name: str) -> None:
+    why = get_backend("triton").available(torch.device("cpu"))
+    if why:
+        pytest.skip(why)
+    for s in specimen(name):
+        assert error(serve(s.paged, s.batch, page_size=4, attention="triton", pad=(3, 2)), s.batch) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    entry = REFUSED[name]
+    if not has_config(entry.config):
+        pytest.skip(f"the installed transformers has no {entry.config}")
+    model = build(entry)
+    with pytest.raises(UnsupportedAttention, match=entry.match):
+        PagedModel(model, QuireOptions(compiler="eager", page_size=4)).close()
