@@ -140,9 +140,11 @@ class StepBuffers:
         for row in rows:  # only the pages that are new since the row last ran would do; a slice assignment is as quick
             pages = row.request.pages
             self.block_table[row.request.slot, : len(pages)] = pages
-        used = int(-(-(start + count).max() // page))
+        in_use = -(-(start + count) // page)
+        used = int(in_use.max())
         table = a["block_table"]
-        table[:n, :used] = self.block_table[slots, :used]
+        # Behind a row's own pages the slot may still hold those of a request before it.
+        table[:n, :used] = np.where(np.arange(used) < in_use[:, None], self.block_table[slots, :used], 0)
         table[:n, used:], table[n:] = 0, 0
         if batch.is_decode:
             positions, row_of = start, slice(None)

@@ -21,12 +21,13 @@ from graph_runner.block_allocator import BlockAllocator
 from graph_runner.detokenizer import Detokenizer
 from graph_runner.loading import capture_progress, default_compiler, eos_token_ids, kv_dtype, load, model_length, vocab_size
 from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
-from graph_runner.request import FinishReason, Request, RequestOutput, StreamEvent
+from graph_runner.request import (
+    FinishReason, Prompt, Request, RequestOutput, StreamEvent, as_prompts, token_ids_of,
+)
 from graph_runner.sampling_params import SamplingParams
 from graph_runner.scheduler import NeedsDrain, Scheduler
 
 logger = logging.getLogger(__name__)
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -97,6 +98,8 @@ class Engine:
         self._in_flight: deque[Launched] = deque()
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, Detokenizer] = {}
+        self._inboxes: dict[int, deque[StreamEvent]] = {}  # events of requests that a stream waits for
+        self._unclaimed: list[StreamEvent] = []  # events of the others, for the next ``step``
         self._next_id = 0
         self._closed = False
 
@@ -111,7 +114,7 @@ class Engine:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
         params = params or SamplingParams()
-        ids = self._token_ids(prompt)
+        ids = token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
         limit = self.max_model_len if params.max_tokens is None else min(self.max_model_len, len(ids) + params.max_tokens)
@@ -125,44 +128,36 @@ class Engine:
             self._next_id += 1
             self._requests[request.request_id] = request
             if self.tokenizer is not None and params.detokenize:
-                self._texts[request.request_id] = Detokenizer(self.tokenizer, ids, params.skip_special_tokens)
+                self._texts[request.request_id] = Detokenizer(
+                    self.tokenizer, ids, params.skip_special_tokens, params.stop or (), params.include_stop_str_in_output)
             self.scheduler.add(request)
             made.append(request.request_id)
         return made
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError("the prompt is text, but the engine has no tokenizer; pass one, or give token ids")
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            ids = [int(i) for i in prompt]
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        bad = [i for i in ids if not 0 <= i < self._vocab_size]
-        if bad:
-            raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {self._vocab_size} tokens")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, and with one more to generate a request may have {self.max_model_len} here "
-                "(the smaller of max_model_len, the model's own length and what the KV cache holds); shorten the prompt, or "
-                "raise num_pages or max_model_len")
-        return ids
 
     def abort(self, request_id: int) -> None:
         """End a request now; its output so far stays, with finish_reason "abort". Unknown and finished ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None and not request.finished:
-            self._finish(request, FinishReason.ABORT)
+            self._deliver([self._finish(request, FinishReason.ABORT)])
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.scheduler.has_work or self._in_flight)
+        return bool(self.scheduler.has_work or self._in_flight or self._unclaimed)
 
     # -- a turn -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StreamEvent]:
-        """One turn: launch the next batch, take in results. The events are of requests that got tokens or ended."""
+        """One turn: launch the next batch, take in results. The events are of requests that got tokens or ended since the
+        last ``step``, those that ``stream`` and ``generate`` wait for excepted."""
+        self._turn()
+        events, self._unclaimed = self._unclaimed, []
+        return events
+
+    def _deliver(self, events: list[StreamEvent]) -> None:
+        for event in events:
+            self._inboxes.get(event.index, self._unclaimed).append(event)
+
+    def _turn(self) -> None:
         events: list[StreamEvent] = []
         try:
             batch = self.scheduler.schedule()
@@ -177,7 +172,7 @@ class Engine:
                     events.append(self._finish(row.request, FinishReason.ERROR, error=(
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
                         "gpu_memory_utilization.")))
-        return events + self._collect(self._depth if batch is not None else 0)
+        self._deliver(events + self._collect(self._depth if batch is not None else 0))
 
     def _collect(self, leave: int) -> list[StreamEvent]:
         """Take in the results of all launched steps but the last ``leave``."""
@@ -205,14 +200,10 @@ class Engine:
         piece = ""
         text = self._texts.get(request.request_id)
         if text is not None and not (ends and params.skip_special_tokens):
-            piece = text.add([token], last=full)
-            stop = next((s for s in params.stop or () if s in text.text[max(0, len(text.text) - len(piece) - len(s)):]), None)
-            if stop is not None and count >= params.min_tokens:
-                cut = text.text.index(stop, max(0, len(text.text) - len(piece) - len(stop)))
-                text.text = text.text[: cut + len(stop) * params.include_stop_str_in_output]
-                output.text, output.stop_reason = text.text, stop
+            piece = text.add([token], may_stop=count >= params.min_tokens)
+            output.text, output.stop_reason = text.text, text.stopped_by
+            if text.stopped_by is not None:
                 return self._finish(request, FinishReason.STOP, [token], piece)
-            output.text = text.text
         if ends:
             output.stop_reason = None if token in self._eos else token
             return self._finish(request, FinishReason.STOP, [token], piece)
@@ -225,7 +216,9 @@ class Engine:
         self.scheduler.finish(request)
         request.output.finish_reason, request.output.error = reason.value, error
         self._requests.pop(request.request_id, None)
-        self._texts.pop(request.request_id, None)
+        if (waiting := self._texts.pop(request.request_id, None)) is not None:
+            text += waiting.flush()
+            request.output.text = waiting.text
         return StreamEvent(request.request_id, tokens or [], text, True, request.output)
 
     # -- whole runs -------------------------------------------------------------------------------------------------
@@ -234,34 +227,37 @@ class Engine:
                ) -> Iterator[StreamEvent]:
         """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's place (with n > 1 the n
         results of a prompt follow each other). A prompt that cannot be served yields one event whose output has ``error``."""
-        batch = _as_list(prompts)
+        batch = as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts but {len(each)} SamplingParams; give one for all or one for each")
         place: dict[int, int] = {}
+        inbox: deque[StreamEvent] = deque()
         at = 0
         try:
             for prompt, p in zip(batch, each, strict=True):
                 try:
                     for request_id in self.add_request(prompt, p):
                         self._requests[request_id].output.index = place[request_id] = at
+                        self._inboxes[request_id] = inbox
                         at += 1
                 except (ValueError, TypeError) as error:
-                    failed = RequestOutput(at, prompt if isinstance(prompt, str) else None,
-                                           [] if isinstance(prompt, str) else list(prompt), finish_reason="error",
-                                           error=str(error))
+                    failed = RequestOutput(at, prompt if isinstance(prompt, str) else None, finish_reason="error",
+                                           error=str(error),
+                                           prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [])
                     yield StreamEvent(at, [], "", True, failed)
                     at += 1
-            left = set(place)
+            left = len(place)
             while left:
-                for event in self.step():
-                    if event.index in place:
-                        if event.finished:
-                            left.discard(event.index)
-                        yield StreamEvent(place[event.index], event.token_ids, event.text, event.finished, event.output)
+                while not inbox:
+                    self._turn()
+                event = inbox.popleft()
+                left -= event.finished
+                yield StreamEvent(place[event.index], event.token_ids, event.text, event.finished, event.output)
         finally:
-            for request_id in place:  # the caller stopped listening
+            for request_id in place:  # those unfinished: the caller stopped listening
                 self.abort(request_id)
+                del self._inboxes[request_id]
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
                  ) -> list[RequestOutput]:
@@ -273,8 +269,8 @@ class Engine:
         """Abort what runs, free cache and graphs, and give the model back as it was. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            for request in list(self._requests.values()):
-                self._finish(request, FinishReason.ABORT)
+            for request_id in list(self._requests):
+                self.abort(request_id)
             self._collect(0)
             self.runner.close()
 
@@ -283,13 +279,6 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many? A string is one; a list of ints is one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 __all__ = ["Engine"]

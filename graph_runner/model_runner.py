@@ -125,8 +125,8 @@ class ModelRunner:
             found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes=sizes)]
         if support is CudagraphSupport.ALWAYS and token_sizes:
             rows = min(MIXED_ROWS, max(config.max_num_seqs, 1))
-            for n in token_buckets(max(token_sizes), sizes=token_sizes):
-                found.append(BatchShape(n, min(rows, n - 1)))
+            for n in token_buckets(config.max_num_batched_tokens, sizes=token_sizes):
+                found.append(BatchShape(n, min(rows, max(n - 1, 1))))
         return found
 
     def _pages_that_fit(self, most: BatchShape) -> int:

@@ -9,10 +9,10 @@ On a forward: inside ``quire.step`` it is traced, lowered to paged attention and
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from passes.hf_interface import interface_active, uses_interface
 
 logger = logging.getLogger(__name__)
 #: Arguments of ``generate`` beside the generation config that the engine honours.
-_HONOURED = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "streamer", "use_cache"})
+_HONOURED = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "streamer"})
 
 
 def paged(model: Any = None, **options: Any) -> Any:
@@ -42,7 +42,7 @@ def paged(model: Any = None, **options: Any) -> Any:
 
     Returns:
         The same model object. ``model.generate`` now runs on an engine that is made at its first call and kept;
-        ``quire.unpaged(model)``, i.e. ``model.generate.close()``, gives everything back.
+        ``model.generate.close()`` gives everything back.
     """
     if model is None:
         return functools.partial(paged, **options)
@@ -70,6 +70,10 @@ class _PagedForward:
         functools.update_wrapper(self, self._plain)
         self.__quire_plain__ = self._plain
         self.__signature__ = inspect.signature(functools.partial(self._plain, model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PagedForward:
+        model: Any = memo.get(id(self._model()), self._model())
+        return _PagedForward(model, self._attention)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
@@ -111,6 +115,14 @@ class PagedGenerate:
             for name in ("generate", "forward"):
                 model.__dict__.pop(name, None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedGenerate:
+        """For a copy of the model: its own ``generate``, and an engine of its own when it needs one."""
+        copy = object.__new__(PagedGenerate)
+        model: Any = memo.get(id(self._model()), self._model())
+        copy.__dict__.update(self.__dict__, _model=weakref.ref(model), _engine=None, _warned=set(self._warned))
+        copy._plain = types.MethodType(self._plain.__func__, model)  # type: ignore[attr-defined]
+        return copy
+
     def __call__(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         why, job = self._understand(inputs, kwargs)
         if job is None:
@@ -121,27 +133,33 @@ class PagedGenerate:
         return self._run(*job)
 
     def _understand(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Any]:
-        """The call as (input_ids, attention_mask, params, pad, streamer); or None and the reason it cannot be served."""
+        """The call as the arguments of ``_run``; or None and the reason it cannot be served."""
         model: Any = self._model()
         given = {k: v for k, v in kwargs.items() if v is not None}
         ids = inputs if inputs is not None else given.get("input_ids", given.get("inputs"))
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
             return "it was not given input_ids of shape (batch, length)", None
-        config = given.get("generation_config") or model.generation_config
-        overrides = {k: v for k, v in given.items() if hasattr(config, k)}
-        other = sorted(set(given) - set(overrides) - _HONOURED)
-        if other:
-            return f"quire does not have the arguments {other}", None
         if model.training:
             return "the model is in training mode", None
-        if given.get("use_cache") is False:
-            return "use_cache=False was asked for", None
-        config = copy.deepcopy(config)
-        config.update(**overrides)
+        # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).
+        options = {k: v for k, v in kwargs.items() if k not in _HONOURED}
+        own, base = model.generation_config, given.get("generation_config")
         try:
-            params, unsupported = SamplingParams.from_generation_config(config)
+            config, rest = model._prepare_generation_config(base, **options)
+            if all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
+                config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
+            params, unsupported = SamplingParams.from_generation_config(config, prompt_length=ids.shape[1])
         except ValueError as error:
             return str(error), None
+        other = sorted(k for k, v in rest.items() if v is not None)
+        if other:
+            return f"quire does not have the arguments {other}", None
+        if config.use_cache is False:
+            return "use_cache=False was asked for", None
+        if config.return_dict_in_generate:
+            return "return_dict_in_generate was asked for, and quire returns token ids", None
+        if params.stop:
+            return "quire does not have stop_strings in generate", None
         if unsupported:
             return f"quire does not have {', '.join(unsupported)}", None
         mask = given.get("attention_mask")
@@ -150,27 +168,25 @@ class PagedGenerate:
         streamer = given.get("streamer")
         if streamer is not None and (len(ids) > 1 or params.n > 1):
             return "a streamer with several sequences", None
-        eos = config.eos_token_id
+        eos, pad = config.eos_token_id, config.pad_token_id
         eos = [] if eos is None else [eos] if isinstance(eos, int) else [int(e) for e in eos]
-        pad = config.pad_token_id
         if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
-            mask = (ids != pad).long()  # transformers infers the mask so
-        max_length = None
-        if params.max_tokens is None:
-            max_length = config.max_length or 20  # transformers' own default
-        return "", (ids, mask, params, eos, pad if pad is not None else (eos[0] if eos else 0), max_length, streamer)
-
-    def _run(self, ids: torch.Tensor, mask: torch.Tensor | None, params: SamplingParams, eos: list[int], pad: int,
-             max_length: int | None, streamer: Any) -> torch.Tensor:
+            mask = ids != pad  # transformers infers the mask so
         rows = ids.tolist()
-        keep = mask.bool().tolist() if mask is not None else [[True] * ids.shape[1]] * len(rows)
+        keep = [[True] * ids.shape[1]] * len(rows) if mask is None else mask.bool().tolist()
         prompts = [[t for t, k in zip(row, ks, strict=True) if k] for row, ks in zip(rows, keep, strict=True)]
-        if params.max_tokens is None:
-            params = replace(params, max_tokens=max(1, int(max_length or 20) - ids.shape[1]))
-        if params.seed is None:  # follow torch.manual_seed, as transformers does
+        assert params.max_tokens is not None
+        longest = max(map(len, prompts), default=0) + params.max_tokens
+        if longest > self.engine.max_model_len:
+            return (f"it may make a sequence of {longest} tokens, and the engine holds {self.engine.max_model_len} (see "
+                    "max_model_len and num_pages of quire.Engine)"), None
+        params = replace(params, ignore_eos=True, detokenize=False)  # the end tokens are among the stop_token_ids
+        return "", (ids, prompts, params, pad if pad is not None else (eos[0] if eos else 0), streamer)
+
+    def _run(self, ids: torch.Tensor, prompts: list[list[int]], params: SamplingParams, pad: int,
+             streamer: Any) -> torch.Tensor:
+        if params.seed is None and not params.greedy:  # follow torch.manual_seed, as transformers does
             params = replace(params, seed=int(torch.randint(0, 2**62, ()).item()))
-        params = replace(params, ignore_eos=True, detokenize=False,
-                         stop_token_ids=tuple(sorted({*(params.stop_token_ids or ()), *eos})))
         each = [replace(params, seed=((params.seed or 0) + i * 1_000_003) % 2**62) for i in range(len(prompts))]
         if streamer is not None:
             streamer.put(ids.cpu())

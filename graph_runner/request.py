@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from graph_runner.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
 
 
 class FinishReason(str, Enum):
@@ -123,4 +127,38 @@ class ScheduledBatch:
         return self.num_decode_rows == len(self.rows)
 
 
-__all__ = ["FinishReason", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent"]
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A string is one; a list of ints is one. Arrays and tensors count as lists."""
+    tolist = getattr(prompts, "tolist", None)
+    many: Any = prompts if tolist is None else tolist()
+    if isinstance(many, str) or not isinstance(many, Sequence) or (len(many) and isinstance(many[0], int)):
+        return [many]
+    return list(many)
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[int]:
+    """The token ids of a prompt. Raises ValueError or TypeError, with the reason, for one that cannot be served."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise TypeError("the prompt is text, but the engine has no tokenizer; pass one, or give token ids")
+        ids = list(tokenizer(prompt)["input_ids"])
+    else:
+        try:
+            ids = [operator.index(i) for i in prompt]
+        except TypeError:
+            raise TypeError(f"a prompt is text or a list of token ids, got {str(prompt)[:60]!r}") from None
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    bad = [i for i in ids if not 0 <= i < vocab_size]
+    if bad:
+        raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {vocab_size} tokens")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, and with one more to generate a request may have {max_model_len} here "
+            "(the smaller of max_model_len, the model's own length and what the KV cache holds); shorten the prompt, or "
+            "raise num_pages or max_model_len")
+    return ids
+
+
+__all__ = ["FinishReason", "Prompt", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent",
+           "as_prompts", "token_ids_of"]

@@ -16,9 +16,11 @@ product) or where two scores agree to the last bits (``log`` may differ between 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +31,14 @@ from graph_runner.sampling_params import SamplingParams
 
 INVALID_TOKEN = -1
 
-# vLLM's bound, below which a temperature counts as 0. Dividing by much less than this would overflow.
-_GREEDY_BELOW = 1e-5
-
 # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014; this output function is
 # variant 13 of Stafford's mixers, as in java.util.SplittableRandom). Written as signed numbers: torch multiplies and
 # adds int64 modulo 2**64.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+# float32 bits as int32, the lower 31 flipped where negative, order as the numbers do. See `_winner`.
+_NAN_RANK, _INF_RANK, _MINUS_INF_RANK = 0x7FFF_FFFF, 0x7F80_0000, -0x7F80_0001
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class SamplingTensors:
                 f"params, seeds, positions{' and banned' if banned is not None else ''} describe {size}, {len(seeds)}, "
                 f"{len(positions)}{f' and {len(banned)}' if banned is not None else ''} rows; they must be as many"
             )
-        draws = [p.temperature >= _GREEDY_BELOW for p in params]  # the filters of a greedy row change nothing
+        draws = [not _is_greedy(p.temperature) for p in params]  # the filters of a greedy row change nothing
         temperature = np.array([p.temperature if d else 0.0 for p, d in zip(params, draws, strict=True)], np.float32)
         top_k = np.array([p.top_k if d else 0 for p, d in zip(params, draws, strict=True)], np.int64)
         top_p = np.array([p.top_p if d else 1.0 for p, d in zip(params, draws, strict=True)], np.float32)
@@ -149,36 +151,35 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 
 class Sampler:
-    """`sample`, compiled on CUDA and plain on a CPU.
+    """`sample`, with its pieces compiled on CUDA and plain on a CPU.
 
-    The pieces are compiled with dynamic shapes when first needed: greedy, drawing, and one for each filter. A batch
-    needs up to four of them; none waits for the device. Every piece is compiled twice at most for a dtype of logits
-    (torch.compile treats a batch of one as a shape of its own), which keeps it under Dynamo's recompile limit.
+    The pieces (drawing, with and without filters, and one for each filter) are compiled when first needed, with dynamic
+    shapes; a batch needs up to four of them, and a greedy one none. A piece is compiled twice for a dtype of logits, as
+    torch.compile treats a batch of one as a shape of its own, and all instances share what is compiled.
     """
 
     def __init__(self, *, compile: bool = True) -> None:
         """
         Args:
-            compile: False for plain PyTorch on CUDA too.
+            compile: False for plain PyTorch on CUDA too, which is slow with filters.
         """
         self._compile = compile
-        self._compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
 
     def __call__(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """See `sample`."""
-        compiles = self._compile and logits.is_cuda
-        return _sample(logits, params, self._get if compiles else lambda function: function)
+        return _sample(logits, params, _compiled if self._compile and logits.is_cuda else lambda piece: piece)
 
-    def _get(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        if function not in self._compiled:
-            self._compiled[function] = torch.compile(function, dynamic=True, fullgraph=True)
-        return self._compiled[function]
+
+_Piece = Callable[..., Tensor]
+
+
+@functools.cache
+def _compiled(piece: _Piece) -> _Piece:
+    return torch.compile(piece, dynamic=True)
 
 
 @torch.no_grad()
-def _sample(
-    logits: Tensor, params: SamplingTensors, get: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-) -> Tensor:
+def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piece]) -> Tensor:
     """`sample`, with each piece run as ``get(piece)``."""
     rows = params.temperature.shape[0]
     if logits.dim() != 2 or logits.shape[0] != rows or not logits.is_floating_point():
@@ -189,54 +190,43 @@ def _sample(
     if params.banned is not None:
         logits = _without(logits, params.banned)
     if params.all_greedy:
-        return get(_greedy)(logits)
+        best, token = logits.max(-1)  # the first of equals; a NaN is the maximum, and not greater than -inf
+        return torch.where(best > -math.inf, token, INVALID_TOKEN)
     if logits.dtype == torch.float64:
         logits = logits.float()
-    temperature = _own(params.temperature)
-    threshold = torch.full_like(temperature, -math.inf)
+    row_params = (params.temperature, params.seed, params.position)
+    if not params.any_filter:
+        return get(_draw)(logits, *row_params)
+    threshold = torch.full((rows,), -math.inf, device=logits.device)
     if params.any_top_k:
-        threshold = get(_top_k_threshold)(logits, _own(params.top_k))
+        threshold = get(_top_k_threshold)(logits, params.top_k)
     if params.any_top_p:
-        threshold = get(_top_p_threshold)(logits, temperature, _own(params.top_p), threshold)
+        threshold = get(_top_p_threshold)(logits, params.temperature, params.top_p, threshold)
     if params.any_min_p:
-        threshold = get(_min_p_threshold)(logits, temperature, _own(params.min_p), threshold)
-    return get(_draw)(logits, temperature, _own(params.seed), _own(params.position), threshold)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor at the start of a storage of its own.
-
-    Dynamo makes a symbol of every offset into a storage. Where the offset of a column of a shared buffer happens to
-    equal the batch size, it takes the two for one number, and compiles again for the next batch, where they differ.
-    """
-    return tensor.clone() if tensor.storage_offset() else tensor
+        threshold = get(_min_p_threshold)(logits, params.temperature, params.min_p, threshold)
+    return get(_draw_filtered)(logits, *row_params, threshold)
 
 
 # ---- the pieces that are compiled
 
 
-def _greedy(logits: Tensor) -> Tensor:
-    """(B,) int64: the first of the largest logits of each row."""
-    token, best = _argmax(_chunks(logits))
-    return torch.where(best > -math.inf, token, INVALID_TOKEN)  # NaN is not greater
+def _draw(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """(B,) int64: a token of each row; of a greedy row the likeliest."""
+    x, index = _chunks(logits)
+    return _winner(_score(x, index, temperature, seed, position), index, temperature)
 
 
-def _draw(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, threshold: Tensor) -> Tensor:
-    """(B,) int64: a token of each row with a logit of at least `threshold` (B,); of a greedy row the likeliest."""
-    x = _chunks(logits).float()
-    greedy = temperature < _GREEDY_BELOW
-    index = torch.arange(x.shape[1] * x.shape[2], device=x.device).view(x.shape[1:])
-    noise = gumbel_noise(seed[:, None, None], position[:, None, None], index)
-    score = x * _inverse(temperature) + torch.where(greedy[:, None, None], 0.0, noise)
-    threshold = torch.where(greedy, -math.inf, threshold)
-    # Written so that a NaN stays: nothing is less than it, and it is the maximum.
-    token, best = _argmax(torch.where(x < threshold[:, None, None], -math.inf, score))
-    return torch.where((best > -math.inf) & (greedy | (best < math.inf)), token, INVALID_TOKEN)
+def _draw_filtered(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, threshold: Tensor) -> Tensor:
+    """`_draw` among the tokens with a logit of at least `threshold` (B,), which greedy rows ignore."""
+    x, index = _chunks(logits)
+    score = _score(x, index, temperature, seed, position)
+    threshold = torch.where(_is_greedy(temperature), -math.inf, threshold)[:, None, None]
+    return _winner(torch.where(x < threshold, -math.inf, score), index, temperature)  # a NaN is not less, and stays
 
 
 def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
     """(B,) float32: the k-th largest logit of each row; -inf where `top_k` is 0 or more than there are."""
-    x = _chunks(logits).float()
+    x, _ = _chunks(logits)
 
     def count(pivot: Tensor) -> Tensor:
         return (x >= pivot[:, None, None]).sum(-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
@@ -251,7 +241,7 @@ def _top_p_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor, thresho
     The largest pivot such that the tokens at or above it have at least `top_p` of the probability: without the least
     likely of them they would have less.
     """
-    x = _chunks(logits).float()
+    x, _ = _chunks(logits)
     weight = torch.exp((x - x.amax((1, 2), keepdim=True)) * _inverse(temperature))
 
     def mass(pivot: Tensor) -> Tensor:
@@ -266,7 +256,7 @@ def _min_p_threshold(logits: Tensor, temperature: Tensor, min_p: Tensor, thresho
 
     The likeliest is never filtered and the ratio does not depend on what was, so min_p need not wait for the others.
     """
-    peak = _chunks(logits).float().amax((1, 2))
+    peak = _chunks(logits)[0].amax((1, 2))
     return torch.maximum(threshold, torch.where(min_p > 0, peak + temperature * torch.log(min_p), -math.inf))
 
 
@@ -290,16 +280,21 @@ def _gumbel(bits: Tensor) -> Tensor:
 def random_bits(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
     """64 random bits, as int64, for every (seed, position, index); arguments int64, broadcast together.
 
-    SplitMix64 read at random access, three deep: the first number from `seed` seeds a sequence of which the number at
-    `position` seeds the sequence whose number at `index` is the result. Mixing the seed first keeps seeds that users
-    choose, 0, 1, 2, from starting related sequences.
+    SplitMix64 at random access, three deep: the output at place `seed` is where the outputs of the positions start, and
+    each of those is where the outputs of its indices start. Starts are random among 2**64 places, so sequences of a few
+    hundred thousand practically never overlap, and the seeds that users choose, 0, 1, 2, start unrelated ones.
     """
-    return _split_mix(_split_mix(_split_mix(seed, torch.zeros_like(seed)), position), index)
+    return _split_mix(_split_mix(_split_mix(seed) + position) + index)
 
 
-def _split_mix(state: Tensor, i: Tensor) -> Tensor:
-    """Output number `i` (from 0) of the SplitMix64 generator with this state."""
-    z = state + (i + 1) * _GAMMA
+def _split_mix(n: Tensor) -> Tensor:
+    """Output number `n`, from 0, of the SplitMix64 generator whose first state is 0.
+
+    (A generator with state s is the same sequence from place s / gamma on, as gamma is odd. Adding before multiplying
+    also keeps torch.compile from computing on what it knows to be an index in 32 bits: it would do so with
+    ``arange(...) * gamma``.)
+    """
+    z = (n + 1) * _GAMMA
     z = (z ^ _shift(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift(z, 27)) * _MULTIPLIERS[1]
     return z ^ _shift(z, 31)
@@ -311,6 +306,9 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 # ---- searching a threshold
+
+_BITS_A_PASS = 2
+
 
 
 def _largest_pivot(measure: Callable[[Tensor], Tensor], target: Tensor, floor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -328,9 +326,7 @@ def _largest_pivot(measure: Callable[[Tensor], Tensor], target: Tensor, floor: T
         dtype: of the logits: float32 or a 16-bit one.
     """
     bits = dtype.itemsize * 8
-    # Four bits a pass on CUDA: fifteen pivots share one read of the logits, and the passes are bound by reading. On a
-    # CPU in plain PyTorch nothing is shared, and one bit a pass measures the fewest pivots.
-    step = 4 if _on_gpu(floor) else 1
+    step = _BITS_A_PASS if _on_gpu(floor) else 1
     lowest = _rank(floor, dtype)
     found = torch.zeros_like(lowest)
     for shift in range(bits - step, -1, -step):
@@ -362,33 +358,53 @@ def _integer(dtype: torch.dtype) -> torch.dtype:
 # ---- rows
 
 
-def _chunks(logits: Tensor) -> Tensor:
-    """(B, chunks, tokens a chunk) of (B, V), padded with -inf.
+def _chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, V) cut into (B, chunks, tokens a chunk), float32, padded with -inf; and the token ids, without B.
 
-    A GPU reduces the chunks of a row side by side: one row of 150 000 logits is too much for one of its processors, and
-    torch.compile does not split the search for a maximum on its own.
+    A GPU reduces the chunks of a row side by side: one row of 150 000 logits is too much for one of its processors.
     """
     count = 64 if _on_gpu(logits) else 1
     missing = -logits.shape[1] % count
     if missing:
         logits = F.pad(logits, (0, missing), value=-math.inf)
-    return logits.view(logits.shape[0], count, -1)
+    x = logits.view(logits.shape[0], count, -1).float()
+    return x, torch.arange(logits.shape[1], device=logits.device).view(x.shape[1:])
 
 
 def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _argmax(score: Tensor) -> tuple[Tensor, Tensor]:
-    """((B,) int64, (B,)): index of the first maximum of each row of (B, chunks, tokens a chunk), and the maximum."""
-    values, index = score.max(-1)
-    best, chunk = values.max(-1)
-    return chunk * score.shape[2] + index.gather(1, chunk[:, None])[:, 0], best
+def _is_greedy(temperature: Any) -> Any:
+    """Does a temperature, or each of a tensor of them, count as 0?"""
+    # vLLM's bound; dividing by much less would overflow. A literal, as torch.compile makes a float that has a name an input.
+    return temperature < 1e-5
 
 
 def _inverse(temperature: Tensor) -> Tensor:
     """(B, 1, 1): 1 / temperature, and 1 for greedy rows."""
-    return torch.where(temperature < _GREEDY_BELOW, 1.0, 1.0 / temperature)[:, None, None]
+    return torch.where(_is_greedy(temperature), 1.0, 1.0 / temperature)[:, None, None]
+
+
+def _score(x: Tensor, index: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """The shape of `x`, float32: logits / temperature with Gumbel noise, and the logits of greedy rows."""
+    noise = gumbel_noise(seed[:, None, None], position[:, None, None], index)
+    return x * _inverse(temperature) + torch.where(_is_greedy(temperature)[:, None, None], 0.0, noise)
+
+
+def _winner(score: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
+    """(B,) int64: the token with the highest score in each row, the first of equals, or INVALID_TOKEN.
+
+    One reduction finds score and token: the maximum of 64-bit keys with the score's rank above and the token below,
+    complemented so that of equal scores the lower token is the larger key. A NaN outranks all.
+    """
+    pattern = score.view(torch.int32)
+    rank = torch.where(score.isnan(), _NAN_RANK, pattern ^ ((pattern >> 31) & 0x7FFF_FFFF))
+    # Xor, not minus: torch.compile would do the subtraction from an index in 32 bits.
+    best = ((rank.long() << 32) | (index ^ 0xFFFF_FFFF)).amax(-1).amax(-1)
+    rank, token = best >> 32, (best & 0xFFFF_FFFF) ^ 0xFFFF_FFFF
+    below = torch.where(_is_greedy(temperature), _NAN_RANK, _INF_RANK)
+    return torch.where((rank > _MINUS_INF_RANK) & (rank < below), token, INVALID_TOKEN)
 
 
 def _without(logits: Tensor, banned: Tensor) -> Tensor:

@@ -129,10 +129,13 @@ class QuireGraph:
         tokens = self._tokens(args)
         if tokens is not None:
             check_step(step, tokens)
+        fused = self.owner.weights.tensors_of(self)
+        if fused and not self.owner.weights.hold(self, args):
+            paged, fused = self.paged(step, fusions=False), []
         ensure_planned(step, paged.backend, list(paged.lowered.sites))
         step.served.update(paged.lowered.inputs.layers)
         with torch.no_grad():
-            return paged.run(*args, *self.owner.weights.tensors_of(self), *paged.lowered.inputs.of(step))
+            return paged.run(*args, *fused, *paged.lowered.inputs.of(step))
 
     # -- analysis ---------------------------------------------------------------------------------------------------
 
@@ -195,8 +198,9 @@ class QuireGraph:
 
     # -- compilation ------------------------------------------------------------------------------------------------
 
-    def paged(self, step: Step | None) -> _Paged:
-        """The compiled paged way for ``step`` (or for the owner's options, before there is one)."""
+    def paged(self, step: Step | None, fusions: bool = True) -> _Paged:
+        """The compiled paged way for ``step`` (or for the owner's options, before there is one). ``fusions`` False: without
+        them, for parameters that are not those which were fused."""
         opts = self.owner.options
         attention: Any = opts.attention
         if step is not None:
@@ -208,20 +212,20 @@ class QuireGraph:
             page_size, kv_dtype, layout = opts.page_size, opts.kv_cache_dtype, opts.layout
         name = attention.name if isinstance(attention, AttentionBackend) else attention
         sites = self.sites()
-        key = (name, page_size, kv_dtype or sites[0].dtype, layout)
+        key = (name, page_size, kv_dtype or sites[0].dtype, layout, fusions)
         if key not in self._paged:
             device = next(value(n.args[0]).device for n in site_nodes(self._raised_graph()[0].graph))
             selection = select_backend(name, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
             target = LoweringTarget(selection.backend, page_size, kv_dtype, layout)
-            self._paged[key] = self._compile_paged(target, selection)
+            self._paged[key] = self._compile_paged(target, selection, fusions)
         return self._paged[key]
 
-    def _compile_paged(self, target: LoweringTarget, selection: Selection) -> _Paged:
+    def _compile_paged(self, target: LoweringTarget, selection: Selection, fusions: bool) -> _Paged:
         gm = copy_graph(self._raised_graph()[0])
-        real = list(self.example_inputs)
-        extra = apply_fusions(self, gm, real, self.owner.options.fusions, self.owner.weights)
+        if fusions:
+            apply_fusions(self, gm, self.example_inputs, self.owner.options.fusions, self.owner.weights)
         lowered = lower(gm, target)
-        inputs = [*real, *extra, *lowered.example_inputs]
+        inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
         with torch.no_grad(), _traced_in(self.context):
             run = _compile(lowered.gm, inputs, self.owner.options.compiler)
         return _Paged(lowered, target.backend, selection, run)

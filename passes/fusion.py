@@ -31,6 +31,7 @@ class FusedWeights:
     fused: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
     of_graph: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    inputs_of_graph: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of a graph: (index, address)
 
     def fuse(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor holding ``parameters`` end to end along dim 0; they become views of it."""
@@ -48,6 +49,11 @@ class FusedWeights:
     def tensors_of(self, graph: Any) -> list[torch.Tensor]:
         return self.of_graph.get(id(graph), [])
 
+    def hold(self, graph: Any, inputs: Sequence[Any]) -> bool:
+        """Are the parameters among the ``inputs`` of this call the fused ones? They are not if the graph now runs for another
+        module of the same class, or if a parameter was replaced (``p.data = ...``, ``load_state_dict(assign=True)``)."""
+        return all(inputs[i].data_ptr() == address for i, address in self.inputs_of_graph.get(id(graph), ()))
+
     def detached(self) -> int:
         """Parameters whose ``.data`` was replaced since, so that the fused tensor no longer follows them."""
         return sum(p.untyped_storage().data_ptr() != self.fused[key].untyped_storage().data_ptr()
@@ -64,6 +70,7 @@ class FusedWeights:
         self.fused.clear()
         self.parameters.clear()
         self.of_graph.clear()
+        self.inputs_of_graph.clear()
 
 
 class Fusion:
@@ -110,6 +117,8 @@ def apply_fusions(owner: Any, gm: fx.GraphModule, inputs: Sequence[Any], names: 
             gm.graph.lint()
             logger.info("%s: %d matches", name, matches)
     weights.of_graph[id(owner)] = fusion.added
+    fused = {id(p) for group in weights.parameters.values() for p in group}
+    weights.inputs_of_graph[id(owner)] = [(i, x.data_ptr()) for i, x in enumerate(inputs) if id(x) in fused]
     return fusion.added
 
 

@@ -75,7 +75,7 @@ def _gather_pages(block_table, table, indices, row_stride, table_stride,  # type
     first = tl.load(table + 2 * table_stride + row)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < end - begin
-    page = tl.load(block_table + row.to(tl.int64) * row_stride + i, mask=live)
+    page = tl.load(block_table + row.to(tl.int64) * row_stride + first + i, mask=live)
     tl.store(indices + begin + i, page, mask=live)
 
 
@@ -275,7 +275,7 @@ class FlashInferState:
 
     def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
         """Plan the rows from ``first`` on. Hopper GPUs have kernels of their own, fa3; should they not build: fa2."""
-        wrapper = self.wrappers.get((group, "prefill"))
+        wrapper = self.wrappers.get(("prefill", group))
         if wrapper is None:
             kernels = kernels if self.gpu.major == 9 else "fa2"
             logger.info("flashinfer: %s prefill kernel for %s (compiled at its first use on a machine)", kernels, group)
@@ -286,11 +286,11 @@ class FlashInferState:
                 table.host[1, first : self.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=True,
                 max_token_per_sequence=self.metadata.max_query_len, **group.options)
         except Exception as error:
-            if kernels == "fa2" or (group, "prefill") in self.wrappers:
+            if kernels == "fa2" or ("prefill", group) in self.wrappers:
                 raise
             logger.warning("flashinfer: fa2 prefill for %s, as fa3 failed: %s: %s", group, type(error).__name__, error)
             return self._plan_prefill(group, table, first, "fa2")
-        self.wrappers[group, "prefill"] = wrapper
+        self.wrappers["prefill", group] = wrapper
         return wrapper
 
     # Once a layer.

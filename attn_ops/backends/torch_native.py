@@ -99,7 +99,7 @@ def paged_attention(
     total = torch.zeros_like(highest)
     out = torch.zeros(tiles, kv_heads, heads // kv_heads, size, v_cache.shape[3], device=q.device)
     if sinks is not None:
-        highest = highest + 0 if sinks is None else sinks.float().view(1, kv_heads, -1, 1, 1).expand_as(highest)
+        highest = sinks.float().view(1, kv_heads, -1, 1, 1).expand_as(highest)
         total = torch.ones_like(highest)
     pages_per_chunk = max(1, KEYS // page_size)
     first_page, last_page = 0, block_table.shape[1]
@@ -110,7 +110,7 @@ def paged_attention(
             lowest = int(torch.where(live, position, torch.iinfo(torch.int64).max).min())
             first_page = max(0, min(last_page, (lowest - window + 1) // page_size))
     for begin in range(first_page, last_page, pages_per_chunk):
-        pages = block_table[:, begin : begin + pages_per_chunk].long()[row]
+        pages = block_table[:, begin : min(begin + pages_per_chunk, last_page)].long()[row]
         width = pages.shape[1] * page_size
         keys = k_cache[pages].reshape(tiles, width, kv_heads, dim).permute(0, 2, 3, 1).float()
         scores = (queries @ keys).view(tiles, kv_heads, heads // kv_heads, size, width)
@@ -118,13 +118,15 @@ def paged_attention(
             scores = softcap * torch.tanh(scores / softcap)
         key_pos = torch.arange(begin * page_size, begin * page_size + width, device=q.device)
         keep = visible(position[:, :, None], key_pos, window=window, chunk=chunk, causal=True)
-        keep = keep & (key_pos < limit[:, None])[:, None]
+        beyond = key_pos >= limit[:, None]
+        keep = keep & ~beyond[:, None]
         scores = scores.masked_fill(~keep[:, None, None], float("-inf"))
         new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
         safe = new_highest.masked_fill(new_highest == float("-inf"), 0.0)  # rows that have seen no key yet
         weights = torch.exp(scores - safe)
         shrink = torch.exp(highest - safe)
         values = v_cache[pages].reshape(tiles, width, kv_heads, -1).transpose(1, 2).float()
+        values = values.masked_fill(beyond[:, None, :, None], 0.0)  # what others left there may be NaN, and 0 * NaN is NaN
         part = weights.view(tiles, kv_heads, -1, width) @ values
         out = out * shrink + part.view(out.shape)
         total = total * shrink + weights.sum(-1, keepdim=True)

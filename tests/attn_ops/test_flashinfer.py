@@ -327,6 +327,19 @@ def test_layers_share_plans_and_groups_are_met_late(on_cpu) -> None:
     assert [w.plans for w in state.wrappers.values()] == [2, 2, 2, 2], "a group met late is planned with the others"
 
 
+def test_groups_of_one_window_share_its_page_table(on_cpu, monkeypatch) -> None:
+    fills = []
+    fill = flashinfer.PageTable.fill
+    monkeypatch.setattr(flashinfer.PageTable, "fill", lambda self, *args: (fills.append(args[-1]), fill(self, *args)))
+    case = make_case([1, 6], [40, 30], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, window=8)
+    state = state_for(case, dataclasses.replace(case.site, softcap=3.0), dataclasses.replace(case.site, window=None))
+    step = Step(case.cache, case.metadata, states={"flashinfer": state})
+    for _ in range(2):
+        BACKEND.plan(case.metadata, step)
+        assert len(state.planned) == 3 and fills == [8, None]
+        fills.clear()
+
+
 def test_fa2_serves_where_fa3_fails_and_says_so_once(on_cpu, monkeypatch, caplog) -> None:
     monkeypatch.setattr(Prefill, "broken", ("fa3",))
     case = make_case([5], [5], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)

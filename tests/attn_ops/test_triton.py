@@ -92,6 +92,7 @@ def test_features(features):
     check_case(BACKEND, make_case(lens, lens, **SMALL, **features))
     check_case(BACKEND, make_case([5, 1, 0, 70], [80, 77, 3, 90], **SMALL, **features))
     check_case(BACKEND, make_case([5, 1, 1], [80, 77, 3], **{**SMALL, "dtype": torch.float16}, **features))
+    check_case(BACKEND, make_case([9, *[0] * 9], [80, *[0] * 9], **SMALL, **features))  # T <= B, and no decode batch
 
 
 def test_window_and_chunk_visit_no_key_outside():
@@ -129,6 +130,19 @@ def test_nan_in_slots_of_nobody():
     for query_lens in ([1, 1], [1, 6], [9]):
         check_case(BACKEND, make_case(query_lens, [n + 18 for n in query_lens], **SMALL, poison=float("nan"),
                                       pad_tokens=2, pad_reqs=1))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
+def test_slot_minus_1_is_not_written(query_lens):
+    """Of a token that is no padding, too. What it attends to then is not defined."""
+    case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL)
+    case.metadata.slot_mapping[0] = -1
+    page, slots = SMALL["page_size"], case.metadata.slot_mapping[1:]
+    before = [case.cache.k[0].clone(), case.cache.v[0].clone()]
+    run_case(BACKEND, case)
+    for old, cache, new in zip(before, (case.cache.k[0], case.cache.v[0]), (case.new_k, case.new_v), strict=True):
+        old[slots // page, slots % page] = new[1:]
+        assert torch.equal(cache, old)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])

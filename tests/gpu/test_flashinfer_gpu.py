@@ -1,7 +1,7 @@
 """Backend ``flashinfer`` on a GPU, against the oracle.
 
-FlashInfer compiles kernels for each (dtype, head dim, windowed or not, capped or not), two minutes for each where it has
-not done so before. So the tests share two, PLAIN and LOCAL, and those marked slow have some of the others.
+FlashInfer compiles kernels for each (dtype, head dim, windowed or not, capped or not), two minutes for each where it
+has not done so before. So the tests share two, PLAIN and LOCAL, and those marked slow have some of the others.
 """
 
 from __future__ import annotations

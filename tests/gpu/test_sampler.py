@@ -40,7 +40,7 @@ def no_sync():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("vocabulary", [1000, 32000])
+@pytest.mark.parametrize("vocabulary", [1024, 32000])
 @pytest.mark.parametrize("params", [[GREEDY], [SamplingParams()], MIXED[6:], MIXED, MIXED * 5, [GREEDY] * 9], ids=len)
 def test_same_tokens_as_on_a_cpu(params: list[SamplingParams], vocabulary: int, dtype: torch.dtype) -> None:
     logits = random_logits(len(params), vocabulary, dtype=dtype)

@@ -1,7 +1,7 @@
 """Tiny configs of decoder-only architectures in transformers: those that quire serves, and those that it must refuse.
 
-All have hidden size 64 and a vocabulary of 64; sliding windows, chunks and compressed contexts are 8, so that the sequences
-of the tests (6 to 21 tokens) are longer than those. A config class that the installed transformers does not have is skipped.
+All have hidden size 64, a vocabulary of 64, and windows and chunks of 8 tokens: shorter than the sequences of the
+tests (6 to 21 tokens). A config class that the installed transformers does not have is skipped.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Refused:
     match: str
 
 
-def served(config: str, base: dict[str, Any] = SIZES, *, features: dict[str, Any] | None = None, route: str = "interface",
-           slow: bool = False, **options: Any) -> Served:
+def served(config: str, base: dict[str, Any] = SIZES, *, features: dict[str, Any] | None = None,
+           route: str = "interface", slow: bool = False, **options: Any) -> Served:
     return Served(config, {**base, **options}, features or {}, route, slow)
 
 
@@ -107,7 +107,8 @@ SERVED: dict[str, Served] = {
     "ministral3": served("Ministral3Config", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "phi3": served("Phi3Config", sliding_window=8, features=WINDOW),
     "starcoder2": served("Starcoder2Config", sliding_window=8, features=WINDOW),
-    "qwen2_window": served("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1, features=WINDOW),
+    "qwen2_window": served("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1,
+                           features=WINDOW),
     "gemma2": served("Gemma2Config", head_dim=16, sliding_window=8, attn_logit_softcapping=5.0,
                      features={**WINDOW, "softcap": 5.0}),
     "vaultgemma": served("VaultGemmaConfig", head_dim=16, sliding_window=8, attn_logit_softcapping=5.0,
@@ -115,13 +116,15 @@ SERVED: dict[str, Served] = {
     "gemma3": served("Gemma3TextConfig", num_hidden_layers=6, head_dim=16, sliding_window=8, features=WINDOW),
     "gemma3n": served("Gemma3nTextConfig", num_hidden_layers=4, head_dim=16, sliding_window=8, layer_types=ALTERNATING,
                       num_kv_shared_layers=2, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
-                      activation_sparsity_pattern=None, laurel_rank=8, altup_num_inputs=2, features={**WINDOW, "scale": 1.0}),
+                      activation_sparsity_pattern=None, laurel_rank=8, altup_num_inputs=2,
+                      features={**WINDOW, "scale": 1.0}),
     "gemma4": served("Gemma4TextConfig", num_hidden_layers=4, head_dim=16, global_head_dim=32, sliding_window=8,
                      layer_types=ALTERNATING, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
                      num_global_key_value_heads=1, num_kv_shared_layers=2, features={**WINDOW, "scale": 1.0}),
     "olmo3": served("Olmo3Config", num_hidden_layers=4, sliding_window=8, features=WINDOW),
     "cohere2": served("Cohere2Config", num_hidden_layers=4, sliding_window=8, logit_scale=1.0, features=WINDOW),
-    "exaone4": served("Exaone4Config", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4, features=WINDOW),
+    "exaone4": served("Exaone4Config", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4,
+                      features=WINDOW),
     "cwm": served("CwmConfig", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "modernbert_decoder": served("ModernBertDecoderConfig", local_attention=16, features=WINDOW),
     "gpt_oss": served("GptOssConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
@@ -167,11 +170,10 @@ SERVED: dict[str, Served] = {
     "minicpm3": served("MiniCPM3Config", MLA, features={"head_dim": 24, "head_dim_v": 16}),
     "glm4_moe_lite": served("Glm4MoeLiteConfig", DEEPSEEK_ONE_GROUP, features={"head_dim_v": 16}, slow=True),
     "youtu": served("YoutuConfig", MLA, features={"head_dim_v": 16}, slow=True),
-    "longcat_flash": served("LongcatFlashConfig", MLA, num_layers=1, ffn_hidden_size=96, n_routed_experts=4,
-                            zero_expert_num=2, moe_topk=2, expert_ffn_hidden_size=32, slow=True),
 }
 
 STATE = "layers of type .*they keep state that is not keys and values"
+UNSEEN = "0 attention sites were found"
 REFUSED: dict[str, Refused] = {
     # Recurrent state would leak from one sequence of a packed batch into the next.
     "mamba": Refused("MambaConfig", SIZES, STATE),
@@ -185,18 +187,17 @@ REFUSED: dict[str, Refused] = {
     "minimax": Refused("MiniMaxConfig", dict(SIZES, num_local_experts=2), STATE),
     "qwen3_next": Refused("Qwen3NextConfig", dict(SIZES, num_hidden_layers=4, num_experts=4), STATE),
     "recurrent_gemma": Refused("RecurrentGemmaConfig", SIZES, STATE),
-    "zamba2": Refused("Zamba2Config", dict(SIZES, layers_block_type=["mamba", "hybrid"], n_mamba_heads=8, mamba_d_state=16),
-                      STATE),
+    "zamba2": Refused("Zamba2Config", dict(SIZES, layers_block_type=["mamba", "hybrid"], n_mamba_heads=8,
+                                           mamba_d_state=16), STATE),
     "deepseek_v4": Refused("DeepseekV4Config", SIZES, STATE),
     # Attention that is written out by hand.
-    "bloom": Refused("BloomConfig", dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4), "0 attention sites were found"),
-    "gptj": Refused("GPTJConfig", dict(GPT2, rotary_dim=8), "0 attention sites were found"),
+    "bloom": Refused("BloomConfig", dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4), UNSEEN),
+    "gptj": Refused("GPTJConfig", dict(GPT2, rotary_dim=8), UNSEEN),
     "gpt_neo": Refused("GPTNeoConfig", dict(vocab_size=64, hidden_size=64, num_layers=2, num_heads=4,
-                                            attention_types=[[["global", "local"], 1]]), "0 attention sites were found"),
-    "codegen": Refused("CodeGenConfig", dict(GPT2, rotary_dim=8), "0 attention sites were found"),
-    "mpt": Refused("MptConfig", dict(vocab_size=64, d_model=64, n_heads=4, n_layers=2), "0 attention sites were found"),
-    "xglm": Refused("XGLMConfig", dict(vocab_size=64, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4),
-                    "0 attention sites were found"),
+                                            attention_types=[[["global", "local"], 1]]), UNSEEN),
+    "codegen": Refused("CodeGenConfig", dict(GPT2, rotary_dim=8), UNSEEN),
+    "mpt": Refused("MptConfig", dict(vocab_size=64, d_model=64, n_heads=4, n_layers=2), UNSEEN),
+    "xglm": Refused("XGLMConfig", dict(vocab_size=64, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4), UNSEEN),
     # Scores with a bias, sparse attention, two calls a layer, no causal mask.
     "falcon_alibi": Refused("FalconConfig", dict(SIZES, alibi=True), "differs between heads or sequences"),
     "doge": Refused("DogeConfig", SIZES, "was given an attention_mask"),
@@ -206,13 +207,16 @@ REFUSED: dict[str, Refused] = {
     "bert": Refused("BertConfig", SIZES, "no non-causal attention"),
     "t5": Refused("T5Config", dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
                   "encoder-decoder"),
-    # Positions that the model counts itself, from 0.
+    # Positions that the model counts itself, from 0; a Python loop over the experts in use.
     "bart_decoder": Refused("BartConfig", dict(
-        vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, is_decoder=True, is_encoder_decoder=False,
-        forced_eos_token_id=None), "positions of its own"),
-    "llama_dynamic_rope": Refused("LlamaConfig", dict(SIZES, rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0,
-                                                                                  factor=2.0)), "rope_type 'dynamic'"),
+        vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, is_decoder=True,
+        is_encoder_decoder=False, forced_eos_token_id=None), "positions of its own"),
+    "longcat_flash": Refused("LongcatFlashConfig", dict(
+        MLA, head_dim=8, num_layers=1, ffn_hidden_size=96, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
+        expert_ffn_hidden_size=32), "could not be traced into one graph"),
+    "llama_dynamic_rope": Refused("LlamaConfig", dict(
+        SIZES, rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)), "rope_type 'dynamic'"),
 }
 
 
@@ -224,8 +228,8 @@ def has_config(name: str) -> bool:
 def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention: str | None = None) -> torch.nn.Module:
     """The model with random weights, in eval mode. ``attention``: transformers' implementation, None for its default.
 
-    Matrices are N(0, std). At hidden size 64, std 0.2 multiplies a vector's length by 1.6 a layer, so that attention is far
-    from uniform (a wrong mask changes the logits by much more than the tests' tolerance) and logits are of order 1 to 10.
+    Matrices are N(0, std). At hidden size 64, std 0.2 multiplies a vector's length by 1.6 a layer, so that attention is
+    far from uniform (a wrong mask changes the logits by far more than the tests' tolerance) and logits are 1 to 10.
     Biases and sink logits start at zero in many models, where they would hide an error: they are N(0, 0.5) and N(0, 1).
     """
     config = getattr(transformers, entry.config)(**entry.options)

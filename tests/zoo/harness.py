@@ -1,4 +1,4 @@
-"""What the zoo tests share: a batch of sequences served in ragged steps, and the reference logits of each sequence alone."""
+"""What the zoo tests share: sequences served together in ragged steps, and the logits of each sequence run alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LENGTHS = (11, 6, 21)
 STEPS = ((4, 3, 1), (1, 2, 6), (6, 0, 1), (0, 1, 12), (0, 0, 1))
 assert tuple(map(sum, zip(*STEPS, strict=True))) == LENGTHS
 
-#: Largest difference to the reference, relative to the largest logit. Both sides compute in float32 (eps 1.2e-7) and differ
-#: in the order of sums over up to 96 terms in each of 2 to 6 layers; that gives 1e-6 to 2e-6 here. A wrong mask gives 1e-2.
+#: Largest difference to the reference, relative to the largest logit. Both sides compute in float32 (eps 1.2e-7) and
+#: differ in the order of sums over up to 96 terms in each of 2 to 6 layers: 1e-6 to 2e-6 here. A wrong mask gives 1e-2.
 TOLERANCE = 1e-5
 
 
@@ -48,7 +48,8 @@ def reference(model: torch.nn.Module, seed: int = 0) -> Batch:
     return Batch(ids, logits)
 
 
-def noisy_cache(sites: list[AttentionSite], page_size: int, *, device: torch.device, layout: Any = "NHD") -> PagedKVCache:
+def noisy_cache(sites: list[AttentionSite], page_size: int, *, device: torch.device,
+                layout: Any = "NHD") -> PagedKVCache:
     """A cache for the batch that holds noise far larger than any key, so that reading a slot not yet written shows."""
     pages = 1 + sum(pages_for(n, page_size) for n in LENGTHS) + 3
     cache = PagedKVCache.for_sites(sites, num_pages=pages, page_size=page_size, device=device, layout=layout)

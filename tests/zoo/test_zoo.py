@@ -1,4 +1,4 @@
-"""Every architecture of ``configs.py``, served paged and compared with transformers; or refused, with the right reason."""
+"""Every architecture of ``configs.py``: compared with transformers, or refused for the right reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_logits(zoo: Specimen, page_size: int, layout: str, pad: tuple[int, int]
 
 def test_mutations_are_seen(zoo: Specimen) -> None:
     """The test above has teeth: attention, and each of its features, moves the logits by over 100 tolerances."""
-    defaults = {"window": None, "softcap": None, "chunk": None, "sinks": None, "scale": zoo.paged.sites[0].head_dim**-0.5}
+    defaults = {"window": None, "softcap": None, "chunk": None, "sinks": None}
+    defaults["scale"] = zoo.paged.sites[0].head_dim ** -0.5
     if zoo.entry.features.get("scale") == defaults["scale"]:
         defaults["scale"] *= 2  # of two layers, the first one has the default
     mutations = {"only the query's own key": {"window": 1}}

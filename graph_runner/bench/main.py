@@ -1,0 +1,136 @@
+"""``quire bench``: its arguments, and the run over workloads, systems and attention backends."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+EPILOG = """\
+examples:
+  quire bench decode --model llama-8b --attention triton,flashinfer --out decode.json
+  quire bench decode --model llama-8b --batch 1,32 --vs vllm --plots plots
+  quire bench all --model tiny --device cpu --scale 64 --context 128 --batch 1,2      # a dry run
+  quire bench decode --model llama-8b --against decode.json --tolerance 5%            # exits 1 if a row got slower
+"""
+
+
+def _list(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _ints(text: str) -> list[int]:
+    try:
+        found = [int(item) for item in _list(text)]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers such as 1,8,32")
+    return found
+
+
+def percent(text: str) -> float:
+    """"5%" or "0.05" as 0.05."""
+    try:
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; write 5% or 0.05")
+    return value
+
+
+def engine_option(text: str) -> tuple[str, Any]:
+    """An argument of --engine: "key=value", the value a Python literal or a bare word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value  # a bare word is a string
+
+
+def check_engine_options(options: dict[str, Any]) -> None:
+    """Raises ValueError for a name that is not an option of quire.Engine."""
+    import inspect
+
+    from graph_runner.engine import Engine
+
+    known = [p.name for p in inspect.signature(Engine).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"quire.Engine has no option {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``quire bench``; nothing heavy is imported for ``--help``."""
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
+    parser.add_argument("workload", nargs="?", default="decode",
+                        choices=("decode", "mixed256", "prefill", "start", "all"),
+                        help="what to measure (default: decode)")
+    parser.add_argument("--model", default="llama-8b", metavar="NAME|PATH", help=(
+        "a public model's shape, with random weights: llama-8b, qwen3-0.6b, qwen3-8b, gemma2-9b, gpt-oss-20b, "
+        "qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model (default: llama-8b)"))
+    parser.add_argument("--layers", type=int, metavar="N",
+                        help="only N layers, for a dry run (default: $LAYERS, else all)")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and KV cache (default: bfloat16)")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
+    parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST",
+                        help="attention backends of quire to measure, with commas between (default: auto)")
+    parser.add_argument("--batch", type=_ints, default=[1, 8, 32, 128], metavar="LIST",
+                        help="batch sizes of decode (default: 1,8,32,128)")
+    parser.add_argument("--context", type=int, default=1024, metavar="N",
+                        help="tokens a sequence in decode (default: 1024)")
+    parser.add_argument("--systems", type=_list, default=["quire"], metavar="LIST", help=(
+        "quire, hf-eager, hf-static, hf-cb (transformers' generate and continuous batching), vllm, vllm-transformers; "
+        "with commas between (default: quire)"))
+    parser.add_argument("--vs", type=_list, default=[], metavar="LIST", help="shorthand for more systems: --vs vllm")
+    parser.add_argument("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
+                        help="an option of quire.Engine, e.g. page_size=32; may be repeated")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N",
+                        help="runs of which the median counts (default: 3)")
+    parser.add_argument("--scale", type=int, default=1, metavar="N",
+                        help="divide request counts and lengths of mixed256 and prefill, for a dry run (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json",
+                        help="write rows and environment there, after every row")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the decode rows there, as PNG and SVG")
+    parser.add_argument("--against", type=Path, metavar="FILE.json",
+                        help="compare with an earlier result; exit code 1 if a row got slower")
+    parser.add_argument("--tolerance", type=percent, default=0.05, metavar="P",
+                        help="how much slower is allowed (default: 5%%)")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Measure, print and write. The exit code: 1 if ``--against`` found a row slower, else 0."""
+    from graph_runner.bench.session import Session
+
+    if args.against is not None and not args.against.is_file():
+        raise FileNotFoundError(f"no result to compare with at {args.against}")
+    before = json.loads(args.against.read_text()) if args.against is not None else None
+    check_engine_options(dict(args.engine))
+    session = Session(args, "quire bench " + shlex.join(argv))
+    try:
+        session.measure()
+    except KeyboardInterrupt:
+        print("interrupted; the rows so far are kept", file=sys.stderr)
+        session.finish()
+        return 130
+    session.finish()
+    if args.plots is not None:
+        from graph_runner.bench.plots import draw
+
+        for path in draw(session.rows, args.plots):
+            print(f"wrote {path}")
+    if before is not None:
+        from graph_runner.bench.guard import compare
+
+        return compare(before, session.environment, session.rows, args.tolerance, session.console)
+    return 0
+
+
+__all__ = ["add_arguments", "check_engine_options", "engine_option", "percent", "run"]

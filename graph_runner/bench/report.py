@@ -1,0 +1,145 @@
+"""The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
+
+A row has ``workload``, ``variant`` (cold or warm start), ``system``, ``attention``, ``model``, ``dtype``, ``batch``,
+``context``; the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
+``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time),
+``floor_ms`` (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect);
+``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error`` instead of numbers where it failed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "batch", "context", "ms_per_step",
+           "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms", "share_of_floor", "peak_memory_gib",
+           "capture_s", "engine_options", "command", "error")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def complete(row: Row, bandwidth: float | None) -> Row:
+    """``row`` with every column, the derived ones computed from bytes, time and the copy's ``bandwidth`` in bytes/s."""
+    row = {**{name: None for name in COLUMNS}, **row}
+    size, step = row["bytes_per_step"], row["ms_per_step"]
+    if size and step:
+        row["tb_per_s"] = size / step / 1e9
+        if bandwidth:
+            row["floor_ms"] = size / bandwidth * 1e3
+            row["share_of_floor"] = row["floor_ms"] / step
+    return row
+
+
+def _run(*command: str, cwd: Path | None = None) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=cwd)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]:
+    """Where and with what the numbers were measured. The commit comes from git, or from the environment variable
+    QUIRE_COMMIT, for a copy of the sources without their history."""
+    versions: dict[str, str | None] = {}
+    for name, dist in (("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"),
+                       ("flashinfer", "flashinfer-python"), ("vllm", "vllm")):
+        try:
+            versions[name] = importlib.metadata.version(dist)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    gpu = device.type == "cuda"
+    smi = _run("nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,clocks.max.memory",
+               "--format=csv,noheader", f"--id={torch.cuda.current_device()}") if gpu else None
+    fields = [f.strip() for f in smi.splitlines()[0].split(",")] if smi else [None] * 4
+    status = _run("git", "status", "--porcelain", cwd=ROOT)
+    commit = os.environ.get("QUIRE_COMMIT") or _run("git", "rev-parse", "HEAD", cwd=ROOT)
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "driver": fields[0], "power_limit": fields[1], "max_clocks": fields[2:],
+        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
+        "commit": commit, "dirty": bool(status) if status is not None else None,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host_cores": os.cpu_count(), "copy_tb_per_s": bandwidth / 1e12 if bandwidth else None,
+    }
+
+
+def write(path: Path, env: dict[str, Any], rows: Sequence[Row]) -> None:
+    """The whole result so far; in one move, so that an interrupted run leaves a file that can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({"environment": env, "rows": list(rows)}, indent=1) + "\n")
+    part.replace(path)
+
+
+def _number(value: Any, digits: int = 2) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def describe(row: Row) -> str:
+    """What a row is of, in words."""
+    size = " ".join(f"{name} {row[key]}" for name, key in (("batch", "batch"), ("context", "context"))
+                    if row.get(key) is not None)
+    attention = f" ({row['attention']})" if row.get("attention") else ""
+    words = (row["workload"], row.get("variant"), row["model"], f"{row['system']}{attention}", size)
+    return " ".join(word for word in words if word)
+
+
+def first_line(text: str) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    head = lines[0] if lines else ""
+    return f"{head} {lines[1]}" if head.endswith(":") and len(lines) > 1 else head
+
+
+def result_line(row: Row) -> str:
+    """The numbers of a row in one line."""
+    if row.get("error"):
+        return f"not measured: {first_line(row['error'])}"
+    parts = []
+    if row["ms_per_step"] is not None:
+        parts.append(f"{row['ms_per_step']:.3f} ms a step")
+    if row["share_of_floor"] is not None:
+        parts.append(f"{row['share_of_floor']:.0%} of the floor ({row['floor_ms']:.3f} ms)")
+    if row["seconds"] is not None:
+        parts.append(f"{row['seconds']:.3f} s")
+    if row.get("parts_s"):
+        parts.append("of it " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["parts_s"].items()))
+    if row["tokens_per_s"] is not None:
+        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def table(rows: Sequence[Row], title: str) -> Any:
+    """A rich table of the rows."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("workload", "system", "attention"):
+        made.add_column(name)
+    for name in ("batch", "context", "ms/step", "tokens/s", "seconds", "TB/s", "floor ms", "of floor", "GiB"):
+        made.add_column(name, justify="right")
+    for row in rows:
+        workload = " ".join(filter(None, (row["workload"], row["variant"])))
+        head = [workload, row["system"], row["attention"] or "", str(row["batch"] or ""), str(row["context"] or "")]
+        if row["error"]:
+            made.add_row(*head, "[yellow]not measured[/yellow]")
+            continue
+        share = row["share_of_floor"]
+        made.add_row(*head, _number(row["ms_per_step"], 3), _number(row["tokens_per_s"], 0), _number(row["seconds"], 3),
+                     _number(row["tb_per_s"]), _number(row["floor_ms"], 3), "" if share is None else f"{share:.0%}",
+                     _number(row["peak_memory_gib"], 1))
+    return made
+
+
+__all__ = ["COLUMNS", "Row", "complete", "describe", "environment", "result_line", "table", "write"]

@@ -1,0 +1,195 @@
+"""What quire is compared with: transformers' own generation, and vLLM, each with its defaults for speed.
+
+    hf-eager           ``model.generate``, no compilation, dynamic cache
+    hf-static          ``model.generate`` with the static cache; its decode steps are compiled (on a GPU)
+    hf-cb              transformers' continuous batching, with CUDA graphs on a GPU
+    vllm               vLLM with its own implementation of the model
+    vllm-transformers  vLLM running transformers' implementation (its Transformers backend)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from graph_runner.bench.shapes import config_of
+from graph_runner.bench.systems import Limits, Models, NotMeasured, System
+
+
+class HfEager(System):
+    """transformers' ``generate``: one batch of prompts of one length, all with as many new tokens."""
+
+    name = "hf-eager"
+
+    def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
+        self.model: Any = models.get()
+        self.attention = str(getattr(self.model.config, "_attn_implementation", ""))
+        self.options = {}
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
+        if len({len(p) for p in prompts}) > 1 or len(set(new_tokens)) > 1:
+            raise NotMeasured("transformers' generate runs one batch of one length; see hf-cb for mixed lengths")
+        ids = torch.tensor(prompts, device=self.model.device)
+        with torch.no_grad(), no_end_token(self.model):
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens[0],
+                                      pad_token_id=0, **_sampling(temperature), **self.options)
+            tokens = out[:, ids.shape[1]:].cpu()
+        return tokens.numel()
+
+    def close(self) -> None:
+        self.model = None
+
+
+class HfStatic(HfEager):
+    name = "hf-static"
+    compiles_each_size = True
+
+    def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
+        super().__init__(models, attention, limits, options)
+        self.options = {"cache_implementation": "static"}
+
+    def close(self) -> None:
+        for name in ("_cache", "_compiled_call"):  # both are kept on the model
+            if name in self.model.__dict__:
+                delattr(self.model, name)
+        torch.compiler.reset()
+        super().close()
+
+
+def _sampling(temperature: float) -> dict[str, Any]:
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
+@contextlib.contextmanager
+def no_end_token(model: Any) -> Iterator[None]:
+    """Without an end-of-sequence token in the model's generation config, so that ``generate`` runs to its length."""
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = None
+    try:
+        yield
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+class HfContinuousBatching(System):
+    """``model.init_continuous_batching``. The manager lives as long as this: its start-up is not measured."""
+
+    name = "hf-cb"
+
+    def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
+        self.model: Any = models.get()
+        if not hasattr(self.model, "init_continuous_batching"):
+            raise NotMeasured("this model has no continuous batching in the installed transformers")
+        self.attention = str(getattr(self.model.config, "_attn_implementation", ""))
+        self.options = {"use_cuda_graph": True} if models.spec.device.type == "cuda" else {}
+        if models.spec.device.type != "cuda":
+            pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
+            self.options.update(num_blocks=pages, max_batch_tokens=1024)
+        self._managers: dict[float, Any] = {}
+
+    def _manager(self, temperature: float) -> Any:
+        if temperature not in self._managers:
+            from transformers import GenerationConfig
+            from transformers.generation import ContinuousBatchingConfig
+
+            self._stop()  # each takes most of the memory
+            config = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=16, **_sampling(temperature))
+            manager = self.model.init_continuous_batching(
+                generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**self.options))
+            manager.start()
+            self._managers[temperature] = manager
+        return self._managers[temperature]
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
+        manager = self._manager(temperature)
+        for prompt, n in zip(prompts, new_tokens, strict=True):
+            manager.add_request(list(prompt), max_new_tokens=n, eos_token_id=-1)
+        count = done = 0
+        while done < len(prompts):
+            result = manager.get_result(timeout=1)
+            if result is None:
+                if not manager.is_running():
+                    raise RuntimeError("transformers' continuous batching thread ended; its log says why")
+            elif result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(f"transformers' continuous batching: {result.error}")
+                done += 1
+                count += len(result.generated_tokens)
+        return count
+
+    def _stop(self) -> None:
+        for manager in self._managers.values():
+            manager.stop(block=True, timeout=30)
+            if hasattr(manager, "destroy"):
+                manager.destroy()
+        self._managers.clear()
+
+    def close(self) -> None:
+        before = self.attention
+        self._stop()
+        if getattr(self.model.config, "_attn_implementation", before) != before:  # it switches to a paged one
+            self.model.set_attn_implementation(before)
+        self.model = None
+
+
+class Vllm(System):
+    """vLLM's ``LLM``; for a shape with dummy weights of its own. The model under test is dropped from memory first."""
+
+    name = "vllm"
+    in_process = False
+    model_impl = "auto"
+
+    def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise NotMeasured("vllm is not installed here")
+        if models.spec.device.type != "cuda":
+            raise NotMeasured("vllm is measured on a GPU only")
+        models.drop()
+        from vllm import LLM
+
+        self._folder = tempfile.TemporaryDirectory()
+        self.options = {"max_model_len": limits.max_model_len, "model_impl": self.model_impl}
+        source: dict[str, Any] = {"model": models.spec.name}
+        if not models.spec.is_path:
+            self._write_config(models)
+            source = {"model": self._folder.name, "load_format": "dummy"}
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=str(models.spec.dtype).removeprefix("torch."),
+                            **self.options)
+
+    def _write_config(self, models: Models) -> None:
+        config = config_of(models.spec)
+        config.architectures = [type(models.skeleton).__name__]
+        config.dtype = models.spec.dtype
+        config.save_pretrained(self._folder.name)
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
+        from vllm import SamplingParams
+
+        params = [SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True, detokenize=False)
+                  for n in new_tokens]
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    def close(self) -> None:
+        core: Any = getattr(getattr(self.llm, "llm_engine", None), "engine_core", None)
+        if hasattr(core, "shutdown"):
+            core.shutdown()
+        self.llm = None
+        self._folder.cleanup()
+
+
+class VllmTransformers(Vllm):
+    name = "vllm-transformers"
+    model_impl = "transformers"
+
+
+__all__ = ["HfContinuousBatching", "HfEager", "HfStatic", "Vllm", "VllmTransformers", "no_end_token"]

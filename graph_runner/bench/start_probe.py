@@ -1,0 +1,47 @@
+"""The process that the start workload times: makes a system, says when it was ready, generates one token, ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    import torch
+    import transformers  # noqa: F401  # a part of what a user waits for
+
+    import passes.capture
+    import passes.dynamo_backend
+    from graph_runner.bench.shapes import ModelSpec
+    from graph_runner.bench.start import MARK, timed
+    from graph_runner.bench.systems import Limits, Models, open_system
+
+    spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"])
+    if spec.device.type == "cuda":
+        torch.zeros(1, device=spec.device)  # the CUDA context
+    parts: dict[str, float] = {"import": time.time() - job["began"]}
+    models = Models(spec)
+    if job["system"] == "quire":
+        timed(models.get, parts, "load")()
+        passes.dynamo_backend._compile = timed(passes.dynamo_backend._compile, parts, "compile")
+        model_class: Any = passes.capture.PagedModel
+        model_class.__init__ = timed(model_class.__init__, parts, "trace")
+    with open_system(job["system"], models, job["attention"], Limits(256, 1024), job["options"]) as system:
+        ready = time.time() - job["began"]
+        began = time.perf_counter()
+        system.generate([[1, 2, 3, 4]], [1], 0.0)
+        first = time.perf_counter() - began
+        if job["system"] == "quire":
+            parts["trace"] -= parts.setdefault("compile", 0.0)  # compiling happens inside tracing
+            parts["capture"] = system.capture_s or 0.0
+        parts["other"] = ready - sum(parts.values())
+        row = {"seconds": ready, "parts_s": parts, "first_token_s": first, "attention": system.attention,
+               "capture_s": system.capture_s, "peak_memory_gib": system.peak_memory_gib(spec.device)}
+        print(MARK + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

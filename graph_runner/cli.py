@@ -1,0 +1,311 @@
+"""The command line: ``quire generate``, ``quire explain``, ``quire backends``, ``quire bench``.
+
+Without --model the small model that ships with quire is used: no download, no GPU needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Nothing heavy is imported up here: `quire --help` must come at once.
+DEMO = (
+    "Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.', "The moon is up,",
+)
+DEFAULT_PROMPT = DEMO[0]
+REFRESH = 1 / 12  # seconds between two pictures of the growing texts
+
+
+# -- generate -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """Texts and times of one ``quire generate``."""
+
+    prompts: list[str]
+    texts: list[str] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    first_tokens: dict[int, float] = field(default_factory=dict)
+    late_tokens: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.texts, self.outputs = [""] * len(self.prompts), [None] * len(self.prompts)
+
+    def take(self, event: Any) -> None:
+        now = time.perf_counter()
+        if event.token_ids:
+            if event.index in self.first_tokens and len(self.first_tokens) == len(self.prompts):
+                self.late_tokens += len(event.token_ids)
+            self.first_tokens.setdefault(event.index, now)
+        self.texts[event.index] = event.output.text
+        if event.finished:
+            self.outputs[event.index] = event.output
+            self.ended = now
+
+    def summary(self, engine: Any) -> str:
+        """Tokens per second. Prefill: all prompts until each had its first token; decode: what came after that."""
+        done = [o for o in self.outputs if o is not None]
+        given, made = sum(len(o.prompt_token_ids) for o in done), sum(len(o.token_ids) for o in done)
+        speeds = []
+        if self.first_tokens:
+            prefilled = max(self.first_tokens.values())
+            speeds.append(f"prefill {given / max(prefilled - self.began, 1e-9):,.0f} tokens/s")
+            if self.late_tokens:
+                speeds.append(f"decode {self.late_tokens / max(self.ended - prefilled, 1e-9):,.0f} tokens/s")
+        runner = engine.runner
+        graphs = f"CUDA graphs: {runner.graphs.stats}" if runner.device.type == "cuda" else "CUDA graphs: none on a CPU"
+        requests = f"{len(done)} request{'s' * (len(done) != 1)}, {given} prompt and {made} new tokens"
+        where = f"attention {runner.backend.name} on {runner.device}, page size {runner.cache.page_size}"
+        return "; ".join((requests, *speeds, where, graphs))
+
+
+def _panels(run: _Run, width: int) -> Any:
+    """The prompts with their continuations so far, in two columns where there is room for them."""
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = 2 if width >= 110 and len(run.prompts) > 1 else 1
+    grid = Table.grid(expand=True)
+    for _ in range(columns):
+        grid.add_column(ratio=1)
+    cells = []
+    for prompt, text, output in zip(run.prompts, run.texts, run.outputs, strict=True):
+        content = Text.assemble((prompt, "bold"), text)
+        if output is not None and output.error:
+            content = Text.assemble((prompt, "bold"), ("\n" + output.error, "red"))
+        border = "blue" if output is None else "red" if output.error else "green"
+        cells.append(Panel(content, border_style=border, title_align="left",
+                           title=None if output is None else Text(str(output.finish_reason), "dim")))
+    for i in range(0, len(cells), columns):
+        grid.add_row(*cells[i : i + columns])
+    return grid
+
+
+def _stream_live(engine: Any, run: _Run, params: Any, console: Any, stream: bool) -> None:
+    """On a terminal: a panel for each prompt, growing; at the end all of them in full."""
+    from rich.live import Live
+
+    if stream:
+        with Live(_panels(run, console.width), console=console, transient=True, auto_refresh=False,
+                  vertical_overflow="crop") as live:
+            shown = 0.0
+            for event in engine.stream(run.prompts, params):
+                run.take(event)
+                if time.perf_counter() - shown > REFRESH:
+                    live.update(_panels(run, console.width), refresh=True)
+                    shown = time.perf_counter()
+    else:
+        for event in engine.stream(run.prompts, params):
+            run.take(event)
+    console.print(_panels(run, console.width))
+
+
+def _stream_plain(engine: Any, run: _Run, params: Any, stream: bool) -> None:
+    """In a log or a pipe: one prompt as it comes; several one after the other, when all are there."""
+    one = len(run.prompts) == 1
+    if one:
+        print(run.prompts[0], end="", flush=stream)
+    shown = 0
+    for event in engine.stream(run.prompts, params):
+        run.take(event)
+        if one and stream:
+            print(event.output.text[shown:], end="", flush=True)
+            shown = len(event.output.text)
+    if one:
+        print(run.texts[0][shown:], flush=True)
+    for i, (prompt, text) in enumerate(zip(run.prompts, run.texts, strict=True)):
+        if not one:
+            print(f"[{i + 1}] {prompt}{text}\n")
+
+
+def generate(args: argparse.Namespace) -> int:
+    """``quire generate``. Exit code 1 if a prompt failed."""
+    from rich.console import Console
+
+    from graph_runner.bench.main import check_engine_options
+    from graph_runner.engine import Engine
+    from graph_runner.loading import TINY_MODEL, load
+    from graph_runner.sampling_params import SamplingParams
+
+    options = {**dict(args.engine), "attention": args.attention, "page_size": args.page_size}
+    check_engine_options(options)
+    prompts = [sys.stdin.read().rstrip("\n") if p == "-" else p for p in args.prompt]
+    prompts += DEMO if args.demo else []
+    if not prompts and args.model is not None:
+        raise ValueError("nothing to continue: give one or more prompts (- reads one from standard input), or --demo")
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k,
+                            top_p=args.top_p, seed=args.seed)
+    if args.model is None or not sys.stderr.isatty():
+        _no_loading_bar()
+    model, tokenizer = load(args.model or TINY_MODEL, None)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
+    console = Console()
+    run = _Run(prompts or [DEFAULT_PROMPT])
+    with Engine(model, tokenizer, **options) as engine:
+        if args.demo:
+            from passes.snapshot import Explanation
+
+            runner = engine.runner
+            print(f"{Explanation(type(model).__name__, runner.sites, runner.selection, None)}\n", flush=True)
+        run.began = time.perf_counter()
+        if console.is_terminal:
+            _stream_live(engine, run, params, console, args.stream)
+        else:
+            _stream_plain(engine, run, params, args.stream)
+        print(run.summary(engine))
+    failed = [o for o in run.outputs if o is not None and o.error]
+    for output in failed:
+        print(f"quire: prompt {output.index + 1}: {output.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _no_loading_bar() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+# -- explain, backends ----------------------------------------------------------------------------------------------
+
+
+def explain(args: argparse.Namespace) -> int:
+    """``quire explain``. Exit code 1 if the model is refused."""
+    from graph_runner.loading import TINY_MODEL, load
+    from passes.snapshot import explain as explain_model
+
+    if args.config is not None:
+        explanation = _explain_config(args)
+    else:
+        _no_loading_bar()
+        model, _ = load(args.model or TINY_MODEL, None)
+        explanation = explain_model(model, attention=args.attention, page_size=args.page_size)
+    print(explanation)
+    return 0 if explanation.supported else 1
+
+
+def _explain_config(args: argparse.Namespace) -> Any:
+    """Explain a model that is only a config: traced on the meta device, where tensors have shapes and no storage."""
+    import torch
+    import transformers
+
+    from attn_ops.backend import UnsupportedAttention, select_backend
+    from graph_runner.bench.shapes import SHAPES, ModelSpec, config_of
+    from passes.capture import find_sites
+    from passes.snapshot import Explanation
+
+    if args.config in SHAPES:
+        config = config_of(ModelSpec(args.config, torch.bfloat16, torch.device("cpu")))
+        dtype = torch.bfloat16
+    else:
+        if not Path(args.config).is_file():
+            raise FileNotFoundError(f"no config file at {args.config}, and it is no shape ({', '.join(SHAPES)})")
+        config = transformers.AutoConfig.from_pretrained(args.config)
+        dtype = getattr(config, "dtype", None) or torch.get_default_dtype()
+    where = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    sites: list[Any] = []
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        sites = find_sites(model.eval())
+        selection = select_backend(args.attention, sites, device=where, page_size=args.page_size)
+    except UnsupportedAttention as error:
+        return Explanation(type(model).__name__, sites, None, str(error))
+    return Explanation(type(model).__name__, sites, selection, None)
+
+
+def backends(args: argparse.Namespace) -> int:
+    """``quire backends``."""
+    from attn_ops.table import backends as table
+
+    print(table(args.device))
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """``quire bench``."""
+    from graph_runner.bench.main import run
+
+    _no_loading_bar()
+    return run(args, args.argv[1:])
+
+
+# -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    from graph_runner.bench.main import add_arguments, engine_option
+
+    parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=[common])
+        made.set_defaults(run=run)
+        return made
+
+    attention = {"default": "auto", "metavar": "NAME", "help": "attention backend (default: auto; see quire backends)"}
+    page_size: dict[str, Any] = {"type": int, "default": 16, "metavar": "N", "help": "tokens a page (default: 16)"}
+
+    sub = command("generate", generate, "continue prompts, all of them at once")
+    sub.add_argument("prompt", nargs="*", metavar="PROMPT", help="text to continue; - reads one from standard input")
+    sub.add_argument("--demo", action="store_true",
+                     help="show the attention sites, and continue a few built-in prompts for the shipped model")
+    sub.add_argument("--model", metavar="PATH", help="folder of a saved model (default: the one that ships with quire)")
+    sub.add_argument("--attention", **attention)
+    sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt (default: 128)")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: all)")
+    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest P of the probability")
+    sub.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    sub.add_argument("--page-size", **page_size)
+    sub.add_argument("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
+                     help="any other option of quire.Engine, e.g. num_pages=512; may be repeated")
+    sub.add_argument("--no-stream", dest="stream", action="store_false", help="print the texts when they are done")
+
+    sub = command("explain", explain, "say how each attention site of a model would run, or why it is refused")
+    source = sub.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="PATH", help="folder of a saved model (default: the one that ships with quire)")
+    source.add_argument("--config", metavar="FILE.json", help=(
+        "a config.json alone, or a name that quire bench --model takes: no weights needed"))
+    sub.add_argument("--attention", **attention)
+    sub.add_argument("--page-size", **page_size)
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="with --config: where it would run (default: the GPU)")
+
+    sub = command("backends", backends, "list the attention backends: usable here or why not, and what each can do")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+
+    add_arguments(command("bench", bench, "measure decoding, mixed traffic, prefill and start-up"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. 2: the command cannot be carried out as given, with one message on stderr."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(argv)
+    args.argv = argv
+    try:
+        return int(args.run(args))
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # UnsupportedAttention is a ValueError
+        if args.traceback:
+            raise
+        print(f"quire {args.command}: error: {str(error).strip()}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

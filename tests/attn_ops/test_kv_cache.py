@@ -1,0 +1,114 @@
+"""The paged KV cache: shapes, memory layout, sizes, and every error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attn_ops.kv_cache
+from attn_ops.attention import AttentionSite
+from attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
+
+SIZES = dict(num_layers=2, num_pages=5, page_size=4, num_kv_heads=3, head_dim=8, dtype=torch.float32, device="cpu")
+
+
+def make(**options) -> PagedKVCache:
+    return PagedKVCache(**{**SIZES, **options})
+
+
+def site(layer: int, **options) -> AttentionSite:
+    return AttentionSite(**{**dict(layer=layer, num_heads=6, num_kv_heads=3, head_dim=8, head_dim_v=8, scale=1.0,
+                                   dtype=torch.bfloat16), **options})
+
+
+@pytest.mark.parametrize("layout, stride", [("NHD", (96, 24, 8, 1)), ("HND", (96, 8, 32, 1))])
+def test_layout(layout, stride) -> None:
+    """One logical shape, (pages, page size, Hkv, D), and two orders in memory."""
+    cache = make(layout=layout)
+    for tensor in [*cache.k, *cache.v]:
+        assert tensor.shape == (5, 4, 3, 8) and tensor.stride() == stride
+        assert tensor.dtype == torch.float32 and not tensor.any()
+    assert len(cache.k) == len(cache.v) == cache.num_layers == 2
+
+
+def test_each_tensor_is_an_allocation_of_its_own() -> None:
+    cache = make(num_layers=3, layout="HND")
+    tensors = [*cache.k, *cache.v]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 6
+    assert all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * 4 for t in tensors)
+
+
+def test_sizes_by_layer() -> None:
+    cache = make(num_kv_heads=[1, 4], head_dim=[8, 16], head_dim_v=[6, 16], layer_ids=[3, 7], dtype=torch.float16)
+    assert [tuple(t.shape) for t in cache.k] == [(5, 4, 1, 8), (5, 4, 4, 16)]
+    assert [tuple(t.shape) for t in cache.v] == [(5, 4, 1, 6), (5, 4, 4, 16)]
+    assert cache.index(3) == 0 and cache.index(7) == 1
+    assert cache.num_bytes == 2 * 5 * 4 * (1 * (8 + 6) + 4 * (16 + 16))
+    with pytest.raises(ValueError, match=r"the KV cache has no layer 0; its layers are \[3, 7\]"):
+        cache.index(0)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    cache = make(head_dim=24, head_dim_v=16)
+    assert cache.k[0].shape[-1] == 24 and cache.v[0].shape[-1] == 16
+    assert make(head_dim=24).v[0].shape[-1] == 24  # by default as wide
+
+
+def test_for_sites() -> None:
+    sites = [site(4), site(2, num_kv_heads=1, head_dim=24, head_dim_v=16)]
+    cache = PagedKVCache.for_sites(sites, num_pages=7, page_size=2, device="cpu", layout="HND")
+    assert cache.layer_ids == [4, 2] and cache.dtype == torch.bfloat16 and cache.layout == "HND"
+    assert [tuple(t.shape) for t in [*cache.k, *cache.v]] == [(7, 2, 3, 8), (7, 2, 1, 24), (7, 2, 3, 8), (7, 2, 1, 16)]
+    assert PagedKVCache.for_sites(sites, num_pages=7, device="cpu", dtype=torch.float32).dtype == torch.float32
+
+
+def test_bytes_per_page_is_what_a_page_takes() -> None:
+    sites = [site(0), site(1, num_kv_heads=1, head_dim=24, head_dim_v=16)]
+    for dtype in (None, torch.float32):
+        cache = PagedKVCache.for_sites(sites, num_pages=10, page_size=4, device="cpu", dtype=dtype)
+        assert bytes_per_page(sites, 4, dtype) * 10 == cache.num_bytes
+
+
+def test_meta_device_allocates_nothing() -> None:
+    assert make(device="meta", num_pages=10**9).k[0].is_meta
+
+
+@pytest.mark.parametrize("tokens, pages", [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
+def test_pages_for(tokens, pages) -> None:
+    assert pages_for(tokens, 16) == pages
+
+
+def test_repr() -> None:
+    assert repr(make(num_pages=64, page_size=16, head_dim=128, num_kv_heads=8)) == (
+        "PagedKVCache(2 layers, 64 pages of 16, NHD, float32, cpu, 16.0 MiB)")
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(num_pages=1), r"at least 2 pages \(page 0 is the null page\), got num_pages=1"),
+    (dict(page_size=0), "page_size must be at least 1 token, got 0"),
+    (dict(layout="NDH"), "layout must be 'NHD' or 'HND', got 'NDH'"),
+    (dict(num_kv_heads=[1]), r"num_kv_heads must be a positive int or 2 of them, got \[1\]"),
+    (dict(head_dim=0), "head_dim must be a positive int or 2 of them, got 0"),
+    (dict(head_dim_v=[4, -1]), r"head_dim_v must be a positive int or 2 of them, got \[4, -1\]"),
+    (dict(layer_ids=[0]), "layer_ids has 1 entries for 2 layers"),
+])
+def test_errors(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_no_sites() -> None:
+    with pytest.raises(ValueError, match="no attention sites: there is nothing to cache"):
+        PagedKVCache.for_sites([], num_pages=4, device="cpu")
+
+
+def test_for_model_needs_the_capture(monkeypatch) -> None:
+    monkeypatch.setattr(attn_ops.kv_cache, "find_sites", None)
+    with pytest.raises(RuntimeError, match="`import quire` first"):
+        PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4)
+
+
+def test_for_model(monkeypatch) -> None:
+    monkeypatch.setattr(attn_ops.kv_cache, "find_sites", lambda model: [site(0)])
+    cache = PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4, page_size=8)
+    assert cache.num_layers == 1 and cache.device == torch.device("cpu") and cache.page_size == 8

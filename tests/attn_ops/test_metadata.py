@@ -1,0 +1,135 @@
+"""Batch metadata: slots, offsets, padding, positions, and every error."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_ops.metadata import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetadata
+
+build = CommonAttentionMetadata.build
+
+
+def test_slots() -> None:
+    """Position p of a sequence with pages [7, 3] of 16 tokens: 0 -> 7 * 16, 15 -> 7 * 16 + 15, 16 -> 3 * 16, ..."""
+    meta = build([21], [21], [[7, 3]], page_size=16)
+    slots = meta.slot_mapping.tolist()
+    assert [slots[p] for p in (0, 15, 16, 20)] == [112, 127, 48, 52]
+    decode = build([1], [21], [[7, 3]], page_size=16)  # the last token alone
+    assert decode.slot_mapping.tolist() == [52]
+    assert decode.positions.tolist() == [20]
+
+
+def test_mixed_batch() -> None:
+    """A chunk of a prefill over a cached prefix, a sequence that waits, a decode."""
+    meta = build([3, 0, 1], [10, 4, 6], [[5, 2, 9], [4], [1, 8]], page_size=4)
+    assert meta.query_start_loc.tolist() == meta.query_start_loc_cpu.tolist() == [0, 3, 3, 4]
+    assert meta.seq_lens.tolist() == meta.seq_lens_cpu.tolist() == [10, 4, 6]
+    assert meta.block_table.tolist() == [[5, 2, 9], [4, 0, 0], [1, 8, 0]]  # rows filled up with the null page
+    assert meta.block_table is meta.block_table_tensor
+    assert meta.slot_mapping.tolist() == [2 * 4 + 3, 9 * 4, 9 * 4 + 1, 8 * 4 + 1]
+    assert meta.positions.tolist() == [7, 8, 9, 5]
+    assert meta.num_computed_tokens_cpu.tolist() == [7, 4, 5]
+    assert meta.logits_indices.tolist() == [2, 2, 3]
+    assert (meta.num_reqs, meta.num_actual_tokens, meta.num_tokens) == (3, 4, 4)
+    assert (meta.max_query_len, meta.max_seq_len, meta.page_size, meta.causal) == (3, 10, 4, True)
+
+
+def test_dtypes() -> None:
+    meta = build([2], [2], [[1]], page_size=4)
+    assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table.dtype} == {torch.int32}
+    assert {meta.slot_mapping.dtype, meta.positions.dtype, meta.logits_indices.dtype} == {torch.int64}
+
+
+def test_block_table_as_a_tensor() -> None:
+    table = torch.tensor([[7, 3, 0], [1, 0, 0]])  # entries past a sequence's pages are free to be the null page
+    assert build([1, 1], [20, 2], table, page_size=16).slot_mapping.tolist() == [3 * 16 + 3, 16 + 1]
+
+
+def test_empty_batch() -> None:
+    meta = build([], [], [], page_size=4)
+    assert meta.query_start_loc.tolist() == [0] and meta.slot_mapping.tolist() == [] and meta.num_reqs == 0
+    assert meta.block_table.shape == (0, 1) and (meta.max_query_len, meta.max_seq_len) == (0, 0)
+    assert meta.positions.tolist() == []
+
+
+def test_large_slots_do_not_overflow() -> None:
+    page = 2**28
+    assert build([1], [1], [[page]], page_size=16).slot_mapping.tolist() == [page * 16]
+
+
+# Padding.
+
+
+def test_padding() -> None:
+    meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
+    padded = meta.padded(6, 4)
+    assert padded.query_start_loc.tolist() == padded.query_start_loc_cpu.tolist() == [0, 2, 3, 3, 3]
+    assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == [5, 9, 0, 0]
+    assert padded.slot_mapping.tolist() == meta.slot_mapping.tolist() + [PAD_SLOT_ID] * 3
+    assert padded.block_table.tolist() == meta.block_table.tolist() + [[NULL_PAGE] * 3] * 2
+    assert padded.positions.tolist() == meta.positions.tolist() + [0, 0, 0]
+    assert padded.logits_indices.tolist() == [1, 2, 2, 2]
+    assert (padded.num_reqs, padded.num_actual_tokens, padded.num_tokens) == (2, 3, 6)  # the first two without padding
+    assert padded.num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
+    assert padded.query_start_loc.dtype == torch.int32 and padded.slot_mapping.dtype == torch.int64
+
+
+def test_padding_by_nothing_changes_nothing() -> None:
+    meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
+    same = meta.padded(3, 2)
+    for field in dataclasses.fields(meta):
+        before, after = getattr(meta, field.name), getattr(same, field.name)
+        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+
+
+def test_padding_an_empty_batch() -> None:
+    padded = build([], [], [], page_size=4).padded(2, 3)
+    assert padded.query_start_loc.tolist() == [0, 0, 0, 0] and padded.slot_mapping.tolist() == [-1, -1]
+    assert padded.logits_indices.tolist() == [0, 0, 0]  # an index that exists, though nothing is there
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_slots_are_what_the_definition_says(data) -> None:
+    """Against a loop over tokens, for random batches."""
+    page_size = data.draw(st.integers(1, 5))
+    lens = data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=5))
+    queries, seqs = [q for q, _ in lens], [q + before for q, before in lens]
+    pages = iter(data.draw(st.permutations(range(1, 99))))
+    table = [[next(pages) for _ in range(-(-n // page_size))] for n in seqs]
+    slots, positions = [], []
+    for query, seq, row in zip(queries, seqs, table, strict=True):
+        for p in range(seq - query, seq):
+            slots.append(row[p // page_size] * page_size + p % page_size)
+            positions.append(p)
+    meta = build(queries, seqs, table, page_size=page_size).padded(len(slots) + 2, len(lens) + 1)
+    assert meta.slot_mapping.tolist() == slots + [-1, -1]
+    assert meta.positions.tolist() == positions + [0, 0]
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("queries, seqs, table, message", [
+    ([1, 1], [1], [[1]], "describe 2, 1 and 1 sequences; they must be as many"),
+    ([1], [1], [], "describe 1, 1 and 0 sequences"),
+    ([3], [2], [[1]], "sequence 0 schedules 3 tokens but has 2 after the step; need 0 <= query_len <= seq_len"),
+    ([1, -1], [1, 4], [[1], [2]], "sequence 1 schedules -1 tokens"),
+    ([1], [9], [[1, 2]], r"sequence 0 has 9 tokens and needs 3 pages of 4, but its row of block_table has 2: \[1, 2\]"),
+    ([1], [5], [[0, 2]], r"sequence 0 uses page 0 in block_table row \[0, 2\]; page 0 is the null page"),
+])
+def test_build_errors(queries, seqs, table, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(queries, seqs, table, page_size=4)
+
+
+@pytest.mark.parametrize("tokens, reqs", [(2, 2), (3, 1)])
+def test_padding_errors(tokens, reqs) -> None:
+    meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
+    with pytest.raises(ValueError, match=f"cannot pad a batch of 3 tokens and 2 sequences to {tokens} and {reqs}"):
+        meta.padded(tokens, reqs)
