@@ -1,4 +1,4 @@
-"""The command line: ``quire generate``, ``quire explain``, ``quire backends``, ``quire bench``.
+"""quire: paged-KV attention, CUDA graphs and continuous batching for Hugging Face models.
 
 Without --model the small model that ships with quire is used: no download, no GPU needed.
 """
@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Any
 
 # Nothing heavy is imported up here: `quire --help` must come at once.
-DEMO = (
-    "Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.', "The moon is up,",
-)
+DEMO = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.',
+        "The moon is up,")
 DEFAULT_PROMPT = DEMO[0]
 REFRESH = 1 / 12  # seconds between two pictures of the growing texts
-
-
-# -- generate -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -29,8 +25,8 @@ class _Run:
     """Texts and times of one ``quire generate``."""
 
     prompts: list[str]
-    texts: list[str] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    texts: list[str] = field(init=False)
+    outputs: list[Any] = field(init=False)
     first_tokens: dict[int, float] = field(default_factory=dict)
     late_tokens: int = 0
     began: float = 0.0
@@ -175,9 +171,6 @@ def _no_loading_bar() -> None:
     logging.disable_progress_bar()
 
 
-# -- explain, backends ----------------------------------------------------------------------------------------------
-
-
 def explain(args: argparse.Namespace) -> int:
     """``quire explain``. Exit code 1 if the model is refused."""
     from graph_runner.loading import TINY_MODEL, load
@@ -239,9 +232,6 @@ def bench(args: argparse.Namespace) -> int:
     return run(args, args.argv[1:])
 
 
-# -- arguments ------------------------------------------------------------------------------------------------------
-
-
 def _parser() -> argparse.ArgumentParser:
     from graph_runner.bench.main import add_arguments, engine_option
 
@@ -255,19 +245,22 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    attention = {"default": "auto", "metavar": "NAME", "help": "attention backend (default: auto; see quire backends)"}
+    attention: dict[str, Any] = {"default": "auto", "metavar": "NAME",
+                                 "help": "attention backend (default: auto; see quire backends)"}
+    model: dict[str, Any] = {"metavar": "PATH", "help": "folder of a saved model (default: the one in quire)"}
     page_size: dict[str, Any] = {"type": int, "default": 16, "metavar": "N", "help": "tokens a page (default: 16)"}
 
     sub = command("generate", generate, "continue prompts, all of them at once")
     sub.add_argument("prompt", nargs="*", metavar="PROMPT", help="text to continue; - reads one from standard input")
     sub.add_argument("--demo", action="store_true",
                      help="show the attention sites, and continue a few built-in prompts for the shipped model")
-    sub.add_argument("--model", metavar="PATH", help="folder of a saved model (default: the one that ships with quire)")
+    sub.add_argument("--model", **model)
     sub.add_argument("--attention", **attention)
     sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt (default: 128)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: all)")
-    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest P of the probability")
+    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (default: all)")
+    sub.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                     help="draw from the likeliest tokens that make up this probability (default: all)")
     sub.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     sub.add_argument("--page-size", **page_size)
     sub.add_argument("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
@@ -276,12 +269,12 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("explain", explain, "say how each attention site of a model would run, or why it is refused")
     source = sub.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="PATH", help="folder of a saved model (default: the one that ships with quire)")
-    source.add_argument("--config", metavar="FILE.json", help=(
-        "a config.json alone, or a name that quire bench --model takes: no weights needed"))
+    source.add_argument("--model", **model)
+    source.add_argument("--config", metavar="FILE.json",
+                        help="only a config.json, or a name that quire bench --model takes: no weights needed")
     sub.add_argument("--attention", **attention)
     sub.add_argument("--page-size", **page_size)
-    sub.add_argument("--device", choices=("cpu", "cuda"), help="with --config: where it would run (default: the GPU)")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="with --config: where it would run (default: a GPU)")
 
     sub = command("backends", backends, "list the attention backends: usable here or why not, and what each can do")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
@@ -291,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. 2: the command cannot be carried out as given, with one message on stderr."""
+    """Run the command line; the exit code. 2: it cannot be carried out as given, with one message on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
     args.argv = argv

@@ -228,7 +228,7 @@ def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
     """(B,) float32: the k-th largest logit of each row; -inf where `top_k` is 0 or more than there are."""
     x, _ = _chunks(logits)
 
-    def count(pivot: Tensor) -> Tensor:
+    def count(pivot: Tensor, below: Tensor) -> Tensor:
         return (x >= pivot[:, None, None]).sum(-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
 
     unbounded = torch.full(top_k.shape, -math.inf, device=x.device)
@@ -242,12 +242,15 @@ def _top_p_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor, thresho
     likely of them they would have less.
     """
     x, _ = _chunks(logits)
-    weight = torch.exp((x - x.amax((1, 2), keepdim=True)) * _inverse(temperature))
+    peak = x.amax((1, 2))
 
-    def mass(pivot: Tensor) -> Tensor:
+    def mass(pivot: Tensor, below: Tensor) -> Tensor:
+        # What the search has found so far is never above the peak, so `maximum` changes no number. It makes torch.compile
+        # compute the weights anew in each pass, instead of once into (B, V) float32 that each pass then reads.
+        weight = torch.exp((x - torch.maximum(peak, below)[:, None, None]) * _inverse(temperature))
         return torch.where(x >= pivot[:, None, None], weight, 0.0).sum(-1).sum(-1)
 
-    pivot = _largest_pivot(mass, top_p * mass(threshold), threshold, logits.dtype)
+    pivot = _largest_pivot(mass, top_p * mass(threshold, threshold), threshold, logits.dtype)
     return torch.where(top_p < 1, pivot, threshold)
 
 
@@ -307,12 +310,14 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 # ---- searching a threshold
 
+# On CUDA. More bits a pass mean fewer passes over the logits, and 2**bits - 1 pivots to compare each of them with.
 _BITS_A_PASS = 2
 
 
-
-def _largest_pivot(measure: Callable[[Tensor], Tensor], target: Tensor, floor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B,) float32: the largest value of `dtype`, at least `floor`, with ``measure(value) >= target``; else `floor`.
+def _largest_pivot(
+    measure: Callable[[Tensor, Tensor], Tensor], target: Tensor, floor: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """(B,) float32: the largest value of `dtype`, at least `floor`, that measures at least `target`; else `floor`.
 
     A radix search: the bits of the answer are found from the highest down. Floats of one sign compare as their bits do
     as integers, so each float has a rank (`_rank`), and 16 or 32 bits of rank are all there is to find: exactly,
@@ -320,20 +325,22 @@ def _largest_pivot(measure: Callable[[Tensor], Tensor], target: Tensor, floor: T
 
     Args:
         measure: of a pivot (B,) float32, something (B,) of the tokens at or above it: their number or their
-            probability. Must not grow with the pivot.
+            probability. Must not grow with the pivot. Its second argument is (B,) float32, what the search has found so
+            far: at most the answer.
         target: (B,), compared with the measure.
         floor: (B,) float32, each a value of `dtype`; the search does not go below.
         dtype: of the logits: float32 or a 16-bit one.
     """
     bits = dtype.itemsize * 8
-    step = _BITS_A_PASS if _on_gpu(floor) else 1
+    step = _BITS_A_PASS if _on_gpu(floor) else 1  # not compiled, pivots share nothing: measure as few as can be
     lowest = _rank(floor, dtype)
     found = torch.zeros_like(lowest)
     for shift in range(bits - step, -1, -step):
+        below = _unrank(torch.maximum(found, lowest), dtype)
         digit = torch.zeros_like(found)
         for candidate in range(1, 1 << step):
             pivot = _unrank(torch.maximum(found + (candidate << shift), lowest), dtype)
-            digit = digit + (measure(pivot) >= target)
+            digit = digit + (measure(pivot, below) >= target)
         found = found + (digit << shift)
     return _unrank(torch.maximum(found, lowest), dtype)
 

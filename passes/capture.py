@@ -17,7 +17,7 @@ import torch
 
 import attn_ops.kv_cache
 from attn_ops.attention import AttentionSite
-from attn_ops.backend import Selection, UnsupportedAttention, select_backend
+from attn_ops.backend import Selection, UnsupportedAttention, get_backend, select_backend
 from attn_ops.step import Step, running
 from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions, Traced
 from passes.hf_interface import interface_active, uses_interface
@@ -38,10 +38,13 @@ class PagedModel:
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.
+        ValueError: there is no backend of the name in ``options``.
     """
 
     def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, forward: Any = None) -> None:
         options = options or QuireOptions()
+        if options.attention != "auto":
+            get_backend(options.attention)  # a wrong name raises ValueError now, not from inside Dynamo
         self.model, self.config = model, getattr(model, "config", None)
         if self.config is not None:
             check_config(self.config)
@@ -153,6 +156,7 @@ def _unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
     ours = re.search(r"UnsupportedAttention\((.*)\)$", str(error), re.MULTILINE)
     if ours is not None:  # an exception raised while tracing reaches us as a part of Dynamo's text
         return UnsupportedAttention(ours[1].strip("'\""))
+    error = getattr(error, "inner_exception", None) or error  # not Dynamo's line, which prints the whole backend
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return UnsupportedAttention(f"{type(model).__name__} could not be traced into one graph: {type(error).__name__}: {first}")
 

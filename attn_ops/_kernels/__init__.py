@@ -1,0 +1,1 @@
+"""Triton kernels that no single attention backend owns."""

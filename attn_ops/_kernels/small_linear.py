@@ -1,0 +1,96 @@
+"""Kernels of ``attn_ops/small_linear.py``, where what they compute is told."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_rows(w, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """A (BLOCK_N, BLOCK_K) tile of the weight. Read once and never again, so it should not push x out of the cache."""
+    at = w + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    if EVEN_N and EVEN_K:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=(rows < N)[:, None] & (cols < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def vector_kernel(x, w, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                  NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
+                  EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """One token: BLOCK_N outputs a program, each the sum of K products."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            xs = tl.load(x + cols).to(tl.float32)
+        else:
+            xs = tl.load(x + cols, mask=cols < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += xs * xs
+            if EVEN_K:
+                xs *= tl.load(norm + cols).to(tl.float32)
+            else:
+                xs *= tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)
+        acc += _load_rows(w, rows, cols, stride_w, N, K, EVEN_N, EVEN_K).to(tl.float32) * xs[None, :]
+        if SWIGLU:
+            acc_up += _load_rows(w + N.to(tl.int64) * stride_w, rows, cols, stride_w, N, K, EVEN_N,
+                                 EVEN_K).to(tl.float32) * xs[None, :]
+    y = tl.sum(acc, 1)
+    up = tl.sum(acc_up, 1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= scale
+        up *= scale
+    inside = rows < N
+    if BIAS:
+        y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+        if SWIGLU:
+            up += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
+    if SWIGLU:
+        y = y * tl.sigmoid(y) * up
+    if RESIDUAL:
+        y += tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_kernel(x, w, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+                RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Up to BLOCK_M tokens: BLOCK_N weight rows a program, as the left operand of the matrix unit (the side that is long)."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_M)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        mask = (tokens < M)[None, :] & (cols < K)[:, None]
+        xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0)
+        if NORM:
+            wide = xs.to(tl.float32)
+            squares += tl.sum(wide * wide, 0)
+            xs = (wide * tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]).to(xs.dtype)
+        acc = tl.dot(_load_rows(w, rows, cols, stride_w, N, K, EVEN_N, EVEN_K), xs, acc)
+        if SWIGLU:
+            acc_up = tl.dot(_load_rows(w + N.to(tl.int64) * stride_w, rows, cols, stride_w, N, K, EVEN_N, EVEN_K), xs,
+                            acc_up)
+    if NORM:
+        scale = tl.rsqrt(squares / K + eps)
+        acc *= scale[None, :]
+        acc_up *= scale[None, :]
+    inside = (rows < N)[:, None] & (tokens < M)[None, :]
+    if BIAS:
+        acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        if SWIGLU:
+            acc_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if SWIGLU:
+        acc = acc * tl.sigmoid(acc) * acc_up
+    if RESIDUAL:
+        acc += tl.load(res + tokens[None, :] * stride_r + rows[:, None], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + tokens[None, :] * N + rows[:, None], acc.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,134 @@
+"""Linear layers for decode batches: a few tokens, the whole weight. ``torch.ops.quire.small_linear``.
+
+With M tokens (M <= 64) a linear layer reads N * K weights to do 2 * M * N * K operations: its time is the weight's bytes over
+the memory bandwidth, and everything else should hide behind that. So what stands before and after it in a decoder layer
+runs in the same kernel, at no cost in bytes:
+
+* before: RMSNorm. ``rms(x) * w_norm`` is a scale a row, and a scale a row commutes with the product; its sum of squares is
+  gathered from the same loads of x.
+* after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
+
+Two kernels: for M = 1 a sum of products (no matrix unit: its smallest tile would be 16 tokens), and else a tile of weight
+rows times the tokens, padded to 16, 32 or 64, on the matrix units.
+
+Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager definition, which is also the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from attn_ops.attention import LIBRARY
+
+MAX_TOKENS = 64
+TABLE = Path(__file__).parent / "small_linear_configs.json"
+
+LIBRARY.define(
+    "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu) -> "
+    "Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def small_linear_eager(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
+    residual: torch.Tensor | None, swiglu: bool,
+) -> torch.Tensor:
+    """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
+
+    Args:
+        bias: (N,). norm_weight: (K,), of an RMSNorm applied to x first, as Llama's is written: normalised in fp32, rounded to
+            x's dtype, times the weight. eps: of the norm. residual: of the result's shape, added last.
+        swiglu: the first N / 2 rows of ``weight`` are the gate, the others the up projection.
+    """
+    if norm_weight is not None:
+        wide = x.float()
+        x = norm_weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    out = F.linear(x, weight, bias)
+    if swiglu:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out if residual is None else residual + out
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
+          residual: torch.Tensor | None, swiglu: bool) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if swiglu else 1))
+
+
+class Config(NamedTuple):
+    """Launch parameters of one kernel: weight rows and columns a tile, warps, pipeline stages."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@functools.cache
+def _table() -> dict[str, list[int]]:
+    return json.loads(TABLE.read_text()) if TABLE.is_file() else {}
+
+
+def _padded(num_tokens: int) -> int:
+    return 1 if num_tokens == 1 else max(16, 1 << (num_tokens - 1).bit_length())
+
+
+def config_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Config:
+    """The measured parameters for a shape (small_linear_configs.json), else a rule that suits most."""
+    padded = _padded(num_tokens)
+    found = _table().get(f"{padded}x{n}x{k}{'s' if swiglu else ''}")
+    if found is not None:
+        return Config(*found)
+    if padded == 1:
+        return Config(1 if n <= 8192 and not swiglu else 2, 1024 if k % 1024 == 0 else 512, 4, 2)
+    return Config(32 if n < 16384 else 64, 128, 4, 4)
+
+
+def small_linear_cuda(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
+    residual: torch.Tensor | None, swiglu: bool, config: Config | None = None,
+) -> torch.Tensor:
+    """The op on CUDA; falls to the definition for more than MAX_TOKENS tokens and for fp32."""
+    k = x.shape[-1]
+    m = x.numel() // k
+    if m > MAX_TOKENS or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype \
+            or weight.stride(1) != 1:
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu)
+    kernels = _kernels()
+    n = weight.shape[0] // (2 if swiglu else 1)
+    x2 = x.reshape(m, k)
+    res = residual.reshape(m, n) if residual is not None else None
+    out = x.new_empty(m, n)
+    config = config or config_for(m, weight.shape[0], k, swiglu)
+    flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,
+                             "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0}
+    pointers = (x2, weight, bias, norm_weight, res, out)
+    grid = (-(-n // config.block_n),)
+    if m == 1:
+        kernels.vector_kernel[grid](*pointers, n, k, weight.stride(0), eps, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+                                    num_warps=config.num_warps, num_stages=config.num_stages, **flags)
+    else:
+        kernels.tile_kernel[grid](*pointers, m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0,
+                                  eps, BLOCK_M=_padded(m), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+                                  num_warps=config.num_warps, num_stages=config.num_stages, **flags)
+    return out.view(*x.shape[:-1], n)
+
+
+@functools.cache
+def _kernels() -> Any:
+    from attn_ops._kernels import small_linear
+
+    return small_linear
+
+
+LIBRARY.impl("small_linear", small_linear_eager, "CPU")
+LIBRARY.impl("small_linear", small_linear_cuda, "CUDA")
+torch.library.register_fake("quire::small_linear", _fake, lib=LIBRARY)
+small_linear = torch.ops.quire.small_linear.default
+
+__all__ = ["Config", "MAX_TOKENS", "config_for", "small_linear", "small_linear_cuda", "small_linear_eager"]

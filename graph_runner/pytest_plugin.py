@@ -1,0 +1,69 @@
+"""pytest plugin: the fixture ``quire_snapshot`` pins a model's attention sites in a test.
+
+    def test_attention(quire_snapshot):
+        quire_snapshot(MyModel(), \"\"\"
+            layer  module                    route      needs                scale
+            0      model.layers.0.self_attn  interface  GQA 4:2x64, float32  0.125
+        \"\"\")
+
+Indentation and blank lines at the ends do not count. ``pytest --quire-accept`` (or EXPECTTEST_ACCEPT=1, as for expecttest)
+writes the present table into the test file instead of failing. Nothing but pytest is imported before the fixture is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+_ACCEPT = "EXPECTTEST_ACCEPT"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("quire").addoption("--quire-accept", action="store_true", help=(
+        "write the present tables of attention sites into the test files that call quire_snapshot (needs expecttest)"))
+
+
+@pytest.fixture
+def quire_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
+    """``quire_snapshot(model, expected)``: quire.assert_attention_sites, which --quire-accept updates in place."""
+    accept = bool(request.config.getoption("--quire-accept") or os.environ.get(_ACCEPT))
+
+    def check(model: Any, expected: str) -> None:
+        from passes.snapshot import assert_attention_sites, attention_sites
+
+        if not accept:
+            try:
+                assert_attention_sites(model, expected)
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n\nIf that is right, run pytest --quire-accept.") from None
+            return
+        actual = attention_sites(model)
+        if _lines(actual) != _lines(expected):
+            _rewrite(actual + "\n", expected)
+
+    return check
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def _rewrite(actual: str, expected: str) -> None:
+    """Replace the triple-quoted string in the call of the fixture, two frames up."""
+    try:
+        from expecttest import assert_expected_inline
+    except ModuleNotFoundError:
+        pytest.fail("--quire-accept (or EXPECTTEST_ACCEPT) writes test files with the package expecttest, which is not "
+                    "installed: pip install expecttest", pytrace=False)
+    before = os.environ.get(_ACCEPT)
+    os.environ[_ACCEPT] = "1"
+    try:
+        assert_expected_inline(actual, expected, skip=2)
+    finally:
+        if before is None:
+            del os.environ[_ACCEPT]
+        else:
+            os.environ[_ACCEPT] = before
