@@ -142,7 +142,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.scheduler.has_work or self._in_flight or self._unclaimed)
+        return bool(self._requests or self._unclaimed)
 
     # -- a turn -----------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@
             0      model.layers.0.self_attn  interface  GQA 4:2x64, float32  0.125
         \"\"\")
 
-Indentation and blank lines at the ends do not count. ``pytest --quire-accept`` (or EXPECTTEST_ACCEPT=1, as for expecttest)
-writes the present table into the test file instead of failing. Nothing but pytest is imported before the fixture is used.
+Indentation and blank lines at the ends do not count. ``pytest --quire-accept`` (or EXPECTTEST_ACCEPT=1, as for
+expecttest) writes the present table into the test file instead of failing. Nothing but pytest is imported before the
+fixture is used.
 """
 
 from __future__ import annotations

@@ -245,8 +245,8 @@ def _top_p_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor, thresho
     peak = x.amax((1, 2))
 
     def mass(pivot: Tensor, below: Tensor) -> Tensor:
-        # What the search has found so far is never above the peak, so `maximum` changes no number. It makes torch.compile
-        # compute the weights anew in each pass, instead of once into (B, V) float32 that each pass then reads.
+        # What the search has found so far is never above the peak, so `maximum` changes no number. It makes
+        # torch.compile compute the weights anew in each pass, instead of once into (B, V) float32 for all to read.
         weight = torch.exp((x - torch.maximum(peak, below)[:, None, None]) * _inverse(temperature))
         return torch.where(x >= pivot[:, None, None], weight, 0.0).sum(-1).sum(-1)
 
@@ -384,7 +384,7 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 def _is_greedy(temperature: Any) -> Any:
     """Does a temperature, or each of a tensor of them, count as 0?"""
-    # vLLM's bound; dividing by much less would overflow. A literal, as torch.compile makes a float that has a name an input.
+    # vLLM's bound; dividing by much less would overflow. A literal, as torch.compile makes an input of a global float.
     return temperature < 1e-5
 
 

@@ -21,9 +21,10 @@ from torch._guards import TracingContext, tracing
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import AttentionBackend, Selection, UnsupportedAttention, select_backend
 from attn_ops.kv_cache import Layout
+from attn_ops.small_linear import MAX_TOKENS
 from attn_ops.step import Step, current_step
 from passes.eager import check_step, ensure_planned
-from passes.fusion import FusedWeights, apply_fusions, fusion_names
+from passes.fusion import FusedWeights, apply_fusions, fusion_names, has_small_passes
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
 from passes.raising import raise_sdpa
@@ -105,6 +106,7 @@ class _Paged:
     backend: AttentionBackend
     selection: Selection
     run: Callable[..., Any]
+    run_small: Callable[..., Any] | None = None  # for at most MAX_TOKENS tokens
 
 
 class QuireGraph:
@@ -134,8 +136,9 @@ class QuireGraph:
             paged, fused = self.paged(step, fusions=False), []
         ensure_planned(step, paged.backend, list(paged.lowered.sites))
         step.served.update(paged.lowered.inputs.layers)
+        run = paged.run_small if paged.run_small and tokens is not None and tokens <= MAX_TOKENS else paged.run
         with torch.no_grad():
-            return paged.run(*args, *fused, *paged.lowered.inputs.of(step))
+            return run(*args, *fused, *paged.lowered.inputs.of(step))
 
     # -- analysis ---------------------------------------------------------------------------------------------------
 
@@ -221,14 +224,19 @@ class QuireGraph:
         return self._paged[key]
 
     def _compile_paged(self, target: LoweringTarget, selection: Selection, fusions: bool) -> _Paged:
+        names = self.owner.options.fusions if fusions else "none"
+        lowered, run = self._compile_variant(target, names, small=False)
+        run_small = self._compile_variant(target, names, small=True)[1] if has_small_passes(names) else None
+        return _Paged(lowered, target.backend, selection, run, run_small)
+
+    def _compile_variant(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool
+                         ) -> tuple[Lowered, Callable[..., Any]]:
         gm = copy_graph(self._raised_graph()[0])
-        if fusions:
-            apply_fusions(self, gm, self.example_inputs, self.owner.options.fusions, self.owner.weights)
+        apply_fusions(self, gm, self.example_inputs, fusions, self.owner.weights, small)
         lowered = lower(gm, target)
         inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
         with torch.no_grad(), _traced_in(self.context):
-            run = _compile(lowered.gm, inputs, self.owner.options.compiler)
-        return _Paged(lowered, target.backend, selection, run)
+            return lowered, _compile(lowered.gm, inputs, self.owner.options.compiler)
 
     def _compile_plain(self) -> Callable[..., Any]:
         if self.owner.options.compiler == "eager":

@@ -80,6 +80,12 @@ class Fusion:
         self.gm, self.graph, self.weights = gm, gm.graph, weights
         self.real = dict(zip(placeholders(gm.graph), inputs, strict=True))
         self.added: list[torch.Tensor] = []
+        self._new: dict[fx.Node, torch.Tensor] = {}
+
+    def tensor(self, node: fx.Node) -> torch.Tensor | None:
+        """The real tensor behind a placeholder, the graph's own or an added one; None for any other node."""
+        found = self._new.get(node, self.real.get(node))
+        return found if isinstance(found, torch.Tensor) else None
 
     def add_weight(self, tensor: torch.Tensor, like: fx.Node) -> fx.Node:
         """A new placeholder, after all others, that will be given ``tensor``."""
@@ -92,13 +98,28 @@ class Fusion:
                                                              device=tensor.device)
         node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
         self.added.append(tensor)
+        self._new[node] = tensor
         return node
 
 
-def _passes() -> dict[str, Callable[[Fusion], int]]:
-    from passes.fuse_projections import fuse_projections
+@dataclass(frozen=True)
+class Pass:
+    """One fusion pass. ``small_only``: it belongs in the graph for small batches alone."""
 
-    return {"projections": fuse_projections}
+    run: Callable[[Fusion], int]
+    small_only: bool = False
+
+
+def _passes() -> dict[str, Pass]:
+    from passes.fuse_projections import fuse_projections
+    from passes.fuse_small_linear import fuse_small_linear
+
+    return {"projections": Pass(fuse_projections), "small_linear": Pass(fuse_small_linear, small_only=True)}
+
+
+def has_small_passes(names: str | Sequence[str]) -> bool:
+    """Does this choice of passes make a graph of its own for small batches?"""
+    return names != "none" and any(p.small_only and (names == "all" or n in names) for n, p in _passes().items())
 
 
 def fusion_names() -> list[str]:
@@ -106,14 +127,17 @@ def fusion_names() -> list[str]:
 
 
 def apply_fusions(owner: Any, gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str],
-                  weights: FusedWeights) -> list[torch.Tensor]:
-    """Run the passes called ``names`` ("all", "none" or a list) in their order; the tensors of the inputs they added."""
+                  weights: FusedWeights, small: bool = False) -> list[torch.Tensor]:
+    """Run the passes called ``names`` ("all", "none" or a list) in their order; the tensors of the inputs they added.
+
+    ``small``: for the graph of small batches, else without the passes that belong there only.
+    """
     if names == "none":
         return []
     fusion = Fusion(gm, inputs, weights)
-    for name, run in _passes().items():
-        if names == "all" or name in names:
-            matches = run(fusion)
+    for name, each in _passes().items():
+        if (names == "all" or name in names) and (small or not each.small_only):
+            matches = each.run(fusion)
             gm.graph.lint()
             logger.info("%s: %d matches", name, matches)
     weights.of_graph[id(owner)] = fusion.added
@@ -122,4 +146,4 @@ def apply_fusions(owner: Any, gm: fx.GraphModule, inputs: Sequence[Any], names: 
     return fusion.added
 
 
-__all__ = ["FusedWeights", "Fusion", "apply_fusions", "fusion_names"]
+__all__ = ["FusedWeights", "Fusion", "apply_fusions", "fusion_names", "has_small_passes"]

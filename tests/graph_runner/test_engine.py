@@ -120,6 +120,7 @@ def test_same_tokens_when_preempted(name, model, tokenizer, prompts, expected, s
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor(model, tokenizer, prompts, expected) -> None:
     inductor = pytest.importorskip("torch._inductor.cpp_builder")
     try:

@@ -13,14 +13,30 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = any(e.value == "graph_runner.pytest_plugin" for e in entry_points(group="pytest11"))
 
-TESTS = '''
+MODEL = '''
 import pytest, torch
 from graph_runner.bench.shapes import ModelSpec, skeleton
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model():
     return skeleton(ModelSpec("tiny", torch.float32, torch.device("cpu"), layers=1)).eval()
+'''
 
+# In place of tracing a model, which takes seconds: what it finds in the model above.
+NO_MODEL = '''
+import pytest, sys, types
+
+TABLE = """layer  module                    route      needs                scale
+0      model.layers.0.self_attn  interface  GQA 4:2x64, float32  0.125"""
+sys.modules["passes"] = types.ModuleType("passes")
+sys.modules["passes.snapshot"] = types.SimpleNamespace(attention_sites=lambda model: TABLE, assert_attention_sites=None)
+
+@pytest.fixture
+def model():
+    return None
+'''
+
+TESTS = '''
 def test_right(quire_snapshot, model):
     quire_snapshot(model, """
         layer  module                    route      needs                scale
@@ -49,12 +65,14 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    (tmp_path / "conftest.py").write_text(NO_MODEL)
     (tmp_path / "test_model.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     return tmp_path
 
 
 def test_mismatch_fails_with_a_diff(folder: Path) -> None:
+    (folder / "conftest.py").write_text(MODEL)
     said = run(folder)
     assert "1 failed, 1 passed" in said
     assert "-0      model.layers.0.self_attn  interface  GQA 4:4x64, float32  0.125" in said
@@ -71,11 +89,12 @@ def test_accept_rewrites_the_file(folder: Path, how: str) -> None:
     assert source.startswith(TESTS[: TESTS.index("def test_wrong")])  # what was right is left as it was
     assert source.endswith("assert before\n")
     if how == "option":
-        assert "2 passed" in run(folder)
+        assert "2 passed" in run(folder, "--quire-accept")
+        assert (folder / "test_model.py").read_text() == source
 
 
 def test_accept_without_expecttest_says_what_to_install(folder: Path) -> None:
-    (folder / "conftest.py").write_text("import sys\nsys.modules['expecttest'] = None\n")
+    (folder / "conftest.py").write_text(NO_MODEL + "\nsys.modules['expecttest'] = None\n")
     said = run(folder, "--quire-accept")
     assert "pip install expecttest" in said and "1 failed, 1 passed" in said
     assert (folder / "test_model.py").read_text() == TESTS

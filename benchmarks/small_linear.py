@@ -1,0 +1,147 @@
+"""Time the small-batch linear kernel against cuBLAS, shape by shape, and write the best parameters.
+
+    python benchmarks/small_linear.py --json out.json [--table attn_ops/small_linear_configs.json] [--shapes llama-8b]
+
+Weights are cold: each shape rotates among copies that together are several times the L2 cache, and the calls are replayed from
+one CUDA graph, so launches do not count. The floor is the weight's bytes over the copy bandwidth measured in this run.
+Compiles candidates in several processes first (they share Triton's cache on disk), then times them alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from attn_ops.small_linear import Config, small_linear_cuda, small_linear_eager  # noqa: E402
+
+# name: (rows of the weight, K, norm, residual, swiglu)
+SHAPES = {
+    "llama-8b": {"qkv": (6144, 4096, True, False, False), "o": (4096, 4096, False, True, False),
+                 "gate_up": (28672, 4096, True, False, True), "down": (4096, 14336, False, True, False),
+                 "head": (128256, 4096, False, False, False)},
+    "tiny": {"qkv": (512, 256, True, False, False), "gate_up": (1024, 256, True, False, True)},
+}
+VECTOR = [Config(*c) for c in itertools.product((1, 2, 4), (512, 1024, 2048), (4, 8), (1, 3))]
+TILE = [Config(*c) for c in itertools.product((16, 32, 64), (128, 256), (4,), (3, 4, 5))] + [
+    Config(64, 64, 4, 6), Config(128, 64, 4, 5), Config(128, 128, 8, 3), Config(32, 512, 8, 3), Config(16, 512, 4, 3)]
+
+
+def candidates(m: int) -> list[Config]:
+    return VECTOR if m == 1 else TILE
+
+
+def arguments(m: int, shape: tuple[int, int, bool, bool, bool], copies: int) -> list[tuple[Any, ...]]:
+    n, k, norm, residual, swiglu = shape
+    out_n = n // 2 if swiglu else n
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    weight_norm = torch.rand(k, device="cuda", dtype=torch.bfloat16) + 0.5 if norm else None
+    res = torch.randn(m, out_n, device="cuda", dtype=torch.bfloat16) if residual else None
+    return [(x, torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, None, weight_norm, 1e-5, res, swiglu)
+            for _ in range(copies)]
+
+
+def compile_share(job: tuple[int, int, list[int], list[tuple[int, int, bool, bool, bool]]]) -> None:
+    """One process's share of the compilations: launch each candidate once."""
+    which, of, sizes, shapes = job
+    jobs = [(m, s, c) for m in sizes for s in {(256, 4096, *s[2:]) for s in shapes} for c in candidates(m)]
+    for m, shape, config in jobs[which::of]:
+        try:
+            small_linear_cuda(*arguments(m, shape, 1)[0], config)
+        except Exception:  # does not fit in shared memory: the timing run reports it
+            continue
+
+
+def graph_time(run: Any, calls: int) -> float:
+    """Microseconds a call, median of 5 replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(7):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) * 1e3 / calls)
+    return sorted(times[2:])[2]
+
+
+def copy_bandwidth() -> float:
+    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() * 4 / graph_time(lambda: [b.copy_(a) for _ in range(4)], 1) / 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="llama-8b", choices=sorted(SHAPES))
+    parser.add_argument("--tokens", default="1,8,32,64")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="merge the best parameters into this file")
+    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
+    args = parser.parse_args()
+    shapes, sizes = SHAPES[args.shapes], [int(m) for m in args.tokens.split(",")]
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        pool.map(compile_share, [(i, args.processes, sizes, list(shapes.values())) for i in range(args.processes)])
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, Any]] = []
+    table: dict[str, list[int]] = {}
+    print(f"{'shape':>10} {'M':>3} {'floor us':>9} {'cuBLAS':>8} {'eager':>8} {'best':>8}  config")
+    for (name, shape), m in itertools.product(shapes.items(), sizes):
+        n, k, swiglu = shape[0], shape[1], shape[4]
+        copies = max(2, int(240e6 / (n * k * 2)) + 1)
+        calls = arguments(m, shape, copies)
+        floor = n * k * 2 / bandwidth / 1e6
+        cublas = graph_time(lambda c=calls: [torch.nn.functional.linear(a[0], a[1]) for a in c], copies)
+        eager = graph_time(lambda c=calls: [small_linear_eager(*a) for a in c], copies)
+        reference = small_linear_eager(*[a.double() if isinstance(a, torch.Tensor) else a for a in calls[0]])
+        best: tuple[float, Config | None] = (float("inf"), None)
+        for config in candidates(m):
+            try:
+                error = ((small_linear_cuda(*calls[0], config).double() - reference).norm() / reference.norm()).item()
+                if not error < 1e-2:
+                    raise ArithmeticError(f"error {error}")
+                us = graph_time(lambda c=calls, p=config: [small_linear_cuda(*a, p) for a in c], copies)
+            except Exception as failure:
+                rows.append({"shape": name, "tokens": m, "config": list(config), "failed": str(failure)[:120]})
+                continue
+            rows.append({"shape": name, "tokens": m, "n": n, "k": k, "config": list(config), "us": us, "floor_us": floor,
+                         "cublas_us": cublas, "eager_us": eager, "error": error})
+            best = min(best, (us, config), key=lambda b: b[0])
+        padded = 1 if m == 1 else max(16, 1 << (m - 1).bit_length())
+        if best[1] is not None:
+            table[f"{padded}x{n}x{k}{'s' if swiglu else ''}"] = list(best[1])
+        print(f"{name:>10} {m:>3} {floor:9.2f} {cublas:8.2f} {eager:8.2f} {best[0]:8.2f}  {tuple(best[1] or ())}", flush=True)
+        del calls
+    environment = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+                   "python": platform.python_version(), "copy_tb_per_s": bandwidth, "command": " ".join(sys.argv),
+                   "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                                            capture_output=True, text=True, check=False).stdout.strip()}
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+    if args.table:
+        old = json.loads(args.table.read_text()) if args.table.is_file() else {}
+        args.table.write_text("{\n" + ",\n".join(f' "{k}": {v}' for k, v in sorted((old | table).items())) + "\n}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

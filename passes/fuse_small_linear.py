@@ -1,0 +1,160 @@
+"""Fusion for decode batches: linear layers with their norm, SwiGLU and residual sum in one kernel (attn_ops/small_linear.py).
+
+Only the graph for small batches (at most ``MAX_TOKENS`` tokens) is rewritten; prefills keep Inductor's fusions and cuBLAS.
+
+Before, for one half of a Llama layer::
+
+    x1 = to(h, float32);  y = mul(w_n, to(mul(x1, rsqrt(add(mean(pow(x1, 2), -1), eps))), bf16))
+    gate, up = split(linear(y, w), [N, N]);  z = mul(silu(gate), up);  h2 = add(h, linear(z, w_down))
+
+After::
+
+    z = small_linear(h, w, norm_weight=w_n, eps=eps, swiglu=True);  h2 = small_linear(z, w_down, residual=h)
+
+Folded only where nobody else needs what disappears. Not matched, and left to Inductor: norms spelled otherwise (Gemma's
+1 + w, LayerNorm), other activations, weights that are not plain bf16 or fp16.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from attn_ops.small_linear import small_linear
+from passes.fusion import Fusion
+from passes.graph_tools import erase_dead, value
+
+_LINEAR = (F.linear, torch._C._nn.linear)
+_MUL = (operator.mul, torch.mul)
+_ADD = (operator.add, torch.add, operator.iadd)
+
+
+class _Norm(NamedTuple):
+    """An RMSNorm found in the graph: its input, weight and eps, and whether one result serves one user only."""
+
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+
+
+def fuse_small_linear(fusion: Fusion) -> int:
+    """Rewrite every linear layer that the kernel can run, with what folds into it; returns how many."""
+    count = 0
+    for node in list(fusion.graph.nodes):
+        if node.op == "call_function" and node.target in _LINEAR and _runnable(node, fusion):
+            _rewrite(node, fusion)
+            count += 1
+    return count
+
+
+def _runnable(node: fx.Node, fusion: Fusion) -> bool:
+    weight = node.args[1]
+    tensor = fusion.tensor(weight)  # type: ignore[arg-type]
+    return (type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.dim() == 2
+            and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.stride(1) == 1 and isinstance(node.args[0], fx.Node))
+
+
+def _rewrite(node: fx.Node, fusion: Fusion) -> None:
+    graph = fusion.graph
+    x, weight = node.args[0], node.args[1]
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    norm = match_rms_norm(x)  # type: ignore[arg-type]
+    end, swiglu, residual = node, False, None
+    product = _match_swiglu(node)
+    if product is not None:
+        end, swiglu = product, True
+    total = _match_residual(end, value(weight).dtype)
+    if total is not None:
+        end, residual = total
+    with graph.inserting_before(end):
+        new = graph.call_function(small_linear, (
+            norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu))
+    new.meta = dict(end.meta)
+    end.replace_all_uses_with(new)
+    inputs = list(end.all_input_nodes)
+    graph.erase_node(end)
+    erase_dead(graph, inputs)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is(node: Any, targets: tuple[Any, ...]) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def _is_method(node: Any, *names: str) -> bool:
+    return isinstance(node, fx.Node) and ((node.op == "call_method" and node.target in names) or (
+        node.op == "call_function" and getattr(node.target, "__name__", "") in names))
+
+
+def _match_swiglu(node: fx.Node) -> fx.Node | None:
+    """linear -> split in two halves -> silu(first) * second: the product node."""
+    split = _only_user(node)
+    if split is None or not _is(split, (torch.split, torch.functional.split)) or len(split.users) != 2:
+        return None
+    sizes = split.args[1]
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or sizes[0] != sizes[1]:
+        return None
+    halves = sorted(split.users, key=lambda n: n.args[1])  # type: ignore[arg-type,return-value]
+    gate, up = halves
+    if [h.args[1] for h in halves] != [0, 1]:
+        return None
+    active, product = _only_user(gate), _only_user(up)
+    if active is None or product is None or not _is_method(active, "silu") or _only_user(active) is not product:
+        return None
+    return product if _is(product, _MUL) and set(product.all_input_nodes) == {active, up} else None
+
+
+def _match_residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
+    """result + something of the same shape and dtype, and no other user: (the sum, the something)."""
+    total = _only_user(node)
+    if total is None or not _is(total, _ADD) or len(total.args) != 2:
+        return None
+    other = total.args[1] if total.args[0] is node else total.args[0]
+    if not isinstance(other, fx.Node) or other is node or total.target is operator.iadd and total.args[0] is not node:
+        return None
+    mine, its = value(total), value(other)
+    same = isinstance(its, torch.Tensor) and str(tuple(its.shape)) == str(tuple(mine.shape))
+    return (total, other) if same and its.dtype == mine.dtype == dtype else None
+
+
+def match_rms_norm(node: fx.Node) -> _Norm | None:
+    """``weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(dtype)``, x32 = x in fp32, as Llama and its kin write it."""
+    if not _is(node, _MUL) or len(node.users) != 1 or len(node.args) != 2:
+        return None
+    for weight, cast in (node.args, node.args[::-1]):
+        if not (isinstance(weight, fx.Node) and weight.op == "placeholder" and _is_method(cast, "to", "type_as")):
+            continue
+        scaled = cast.args[0]  # type: ignore[union-attr]
+        if not _is(scaled, _MUL):
+            continue
+        for wide, rsqrt in (scaled.args, scaled.args[::-1]):
+            found = _match_rsqrt(wide, rsqrt)
+            if found is not None and value(found[0]).dtype == value(node).dtype == value(weight).dtype:
+                return _Norm(found[0], weight, found[1])
+    return None
+
+
+def _match_rsqrt(wide: Any, rsqrt: Any) -> tuple[fx.Node, float] | None:
+    """(x, eps) if ``rsqrt`` is rsqrt(mean(wide ** 2, -1, keepdim) + eps) and ``wide`` is x in fp32."""
+    if not _is_method(rsqrt, "rsqrt") or not _is_method(wide, "to", "float") or value(wide).dtype != torch.float32:
+        return None
+    add = rsqrt.args[0]
+    if not _is(add, _ADD) or not isinstance(add.args[1], float):
+        return None
+    mean = add.args[0]
+    if not _is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or not mean.kwargs.get("keepdim"):
+        return None
+    power = mean.args[0]
+    if not _is_method(power, "pow") or power.args[0] is not wide or power.args[1] != 2:
+        return None
+    return wide.args[0], add.args[1]
+
+
+__all__ = ["fuse_small_linear", "match_rms_norm"]

@@ -1,0 +1,110 @@
+"""Tiny hand-written models for the tests of the passes, whose masks and repeats are arguments; and how to trace and run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attn_ops.kv_cache import PagedKVCache, pages_for
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step, running
+from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions
+
+VOCAB, HIDDEN, DIM = 32, 16, 4
+
+Mask = Callable[..., torch.Tensor | None]
+Repeat = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def plain_repeat(x: torch.Tensor, times: int) -> torch.Tensor:
+    return x.repeat_interleave(times, dim=1)
+
+
+class Attention(nn.Module):
+    """Attention from F.scaled_dot_product_attention. ``mask(module, position_ids)`` makes attn_mask."""
+
+    def __init__(self, heads: int, kv_heads: int, *, mask: Mask | None = None, repeat: Repeat | None = plain_repeat,
+                 **sdpa: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.mask, self.repeat, self.sdpa = heads, kv_heads, mask, repeat, sdpa
+        self.qkv = nn.Linear(HIDDEN, (heads + 2 * kv_heads) * DIM)
+        self.out = nn.Linear(heads * DIM, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch, length, _ = x.shape
+        sizes = [self.heads * DIM, self.kv_heads * DIM, self.kv_heads * DIM]
+        q, k, v = (t.view(batch, length, -1, DIM).transpose(1, 2) for t in self.qkv(x).split(sizes, dim=-1))
+        if self.repeat is not None and self.heads != self.kv_heads:
+            k, v = (self.repeat(t, self.heads // self.kv_heads) for t in (k, v))
+        mask = self.mask(self, position_ids, **extra) if self.mask is not None else None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.sdpa)
+        return self.out(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Tiny(nn.Module):
+    """A causal LM of residual attention layers. More keyword arguments of forward go to the masks."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(4096, HIDDEN)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **extra: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        for layer in self.layers:
+            x = x + layer(x, position_ids, extra)
+        return self.head(x)
+
+
+def tiny(heads: int = 4, kv_heads: int = 2, **options: Any) -> Tiny:
+    """Tiny with two layers of attention, causal by ``is_causal`` unless a mask is given."""
+    if "mask" not in options:
+        options.setdefault("is_causal", True)
+    return Tiny(*(Attention(heads, kv_heads, **options) for _ in range(2))).eval()
+
+
+def inputs(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    """Random token ids of some sequences, (length,) each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def trace(model: nn.Module, *, dynamic: bool | None = True, length: int = 23, compiler: str = "eager",
+          **extra: Any) -> QuireGraph:
+    """The one graph that torch.compile makes of ``model``, before any pass."""
+    backend = QuireBackend(QuireOptions(compiler=compiler))
+    ids = inputs(length)[0][None]
+    with torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(
+            ids, torch.arange(length)[None], **extra)
+    (graph,) = backend.graphs
+    return graph
+
+
+def served(graph: QuireGraph, model: nn.Module, *, page_size: int = 4, layout: Any = "NHD",
+           attention: str = "auto") -> float:
+    """Run the model through ``graph`` in two ragged steps; the largest difference from the plain forwards."""
+    compiled = torch.compile(model, backend=graph.owner, dynamic=True, fullgraph=True)
+    sequences = inputs(13, 5, 22, seed=1)
+    with torch.no_grad():
+        expected = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
+    cache = PagedKVCache.for_sites(graph.sites(), num_pages=50, page_size=page_size, device="cpu", layout=layout)
+    pages = iter((torch.randperm(49, generator=torch.Generator().manual_seed(2)) + 1).tolist())
+    table = [[next(pages) for _ in range(pages_for(len(s), page_size))] for s in sequences]
+    worst, done = 0.0, [0, 0, 0]
+    for counts in ([6, 4, 20], [7, 1, 2]):
+        parts = [s[d : d + n] for s, d, n in zip(sequences, done, counts, strict=True)]
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+        meta = CommonAttentionMetadata.build(counts, done, table, page_size=page_size)
+        with running(Step(cache, meta, attention=attention)), torch.no_grad():
+            out = compiled(torch.cat(parts)[None], meta.positions[None])[0]
+        for got, want, d, n in zip(out.split(counts), expected, done, counts, strict=True):
+            worst = max(worst, (got - want[d - n : d]).abs().max().item())
+    assert graph.owner.graphs == [graph], "a second graph was traced"
+    return worst
