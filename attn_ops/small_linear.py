@@ -1,6 +1,6 @@
 """Linear layers for decode batches: a few tokens, the whole weight. ``torch.ops.quire.small_linear``.
 
-With M tokens (M <= 64) a linear layer reads N * K weights to do 2 * M * N * K operations: its time is the weight's bytes over
+With M tokens (M <= 32) a linear layer reads N * K weights to do 2 * M * N * K operations: its time is the weight's bytes over
 the memory bandwidth, and everything else should hide behind that. So what stands before and after it in a decoder layer
 runs in the same kernel, at no cost in bytes:
 
@@ -9,7 +9,7 @@ runs in the same kernel, at no cost in bytes:
 * after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
 
 Two kernels: for M = 1 a sum of products (no matrix unit: its smallest tile would be 16 tokens), and else a tile of weight
-rows times the tokens, padded to 16, 32 or 64, on the matrix units.
+rows times the tokens, padded to 16 or 32, on the matrix units.
 
 Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager definition, which is also the reference.
 """
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from attn_ops.attention import LIBRARY
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
 TABLE = Path(__file__).parent / "small_linear_configs.json"
 
 LIBRARY.define(

@@ -167,7 +167,7 @@ class StepBuffers:
         for name, pad, values in (
             ("seed", 0, (r.request.seed for r in rows)),
             ("temperature", 0, (p.temperature for p in params)),
-            ("top_k", 0, (p.top_k if d else 0 for p, d in zip(params, draws, strict=True))),
+            ("top_k", 0, (min(p.top_k, 2**31 - 1) if d else 0 for p, d in zip(params, draws, strict=True))),
             ("top_p", 1, (p.top_p if d else 1.0 for p, d in zip(params, draws, strict=True))),
             ("min_p", 0, (p.min_p if d else 0.0 for p, d in zip(params, draws, strict=True))),
         ):

@@ -16,7 +16,6 @@ from typing import Any
 # Nothing heavy is imported up here: `quire --help` must come at once.
 DEMO = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.',
         "The moon is up,")
-DEFAULT_PROMPT = DEMO[0]
 REFRESH = 1 / 12  # seconds between two pictures of the growing texts
 
 
@@ -145,8 +144,10 @@ def generate(args: argparse.Namespace) -> int:
     model, tokenizer = load(args.model or TINY_MODEL, None)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
+    if next(model.parameters()).is_cuda:
+        print("setting up: trace, compile, capture CUDA graphs ...", file=sys.stderr)
     console = Console()
-    run = _Run(prompts or [DEFAULT_PROMPT])
+    run = _Run(prompts or [DEMO[0]])
     with Engine(model, tokenizer, **options) as engine:
         if args.demo:
             from passes.snapshot import Explanation

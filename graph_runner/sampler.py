@@ -273,9 +273,9 @@ def gumbel_noise(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
 
 def _gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel variates, float32, from 64 random bits each: ``-log(exponential)``."""
-    # 53 bits, never all zero, and below 1 as float32 too. The uniform is dense towards 0, where the smallest
-    # exponentials come from, which are the winners; 24 bits would give several tokens of a large vocabulary the same,
-    # smallest one.
+    # 53 bits, never all zero, of which float32 keeps the leading 24 (and rounds the largest to 1, hence the clamp). So
+    # the uniform is dense towards 0, where the smallest exponentials come from, which are the winners; with 24 bits in
+    # all, several tokens of a large vocabulary would share the smallest one.
     uniform = (_shift(bits, 11) | 1).float() * 2.0**-53
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 

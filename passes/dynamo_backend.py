@@ -28,7 +28,7 @@ from passes.fusion import FusedWeights, apply_fusions, fusion_names, has_small_p
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
 from passes.raising import raise_sdpa
-from passes.sites import check_positions, site_nodes, site_of, verify
+from passes.sites import check_mixing, check_positions, site_nodes, site_of, verify
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,9 @@ class QuireGraph:
                     f"{len(numbered)} attention sites came through transformers' attention interface and "
                     f"{len(found) - len(numbered)} as F.scaled_dot_product_attention; quire does not mix the two in one model")
             verify(gm.graph, found, self.owner.config, refusals)
-            check_positions(gm.graph, value(site_nodes(gm.graph)[0].args[0]).shape[2])
+            tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
+            check_positions(gm.graph, tokens)
+            check_mixing(gm.graph, tokens)
             self._check_shape_conditions(gm, raised > 0)
             self._raised = gm, found
         return self._raised
@@ -169,7 +171,9 @@ class QuireGraph:
         if not raised and not self.owner.guards_dropped:
             return
         q = value(site_nodes(gm.graph)[0].args[0])
-        conditions = shape_conditions(gm.graph, q.shape[2])
+        squares = {x.shape[-1] for x in self.example_inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
+                   and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}  # stored masks
+        conditions = shape_conditions(gm.graph, q.shape[2], squares)
         if conditions:
             raise UnsupportedAttention(
                 f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so its masks cannot "

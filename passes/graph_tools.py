@@ -95,26 +95,27 @@ def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) 
     return [n for n in node.graph.nodes if n in found]
 
 
-def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any], replace_int: Callable[[int], int] | None = None) -> None:
-    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace_int`` maps integer constants."""
+def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
+             replace: Callable[[fx.Node, Any], Any] | None = None) -> None:
+    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace`` maps a node's numbers to others."""
 
-    def look_up(arg: Any) -> Any:
+    def look_up(arg: Any, node: fx.Node) -> Any:
         if isinstance(arg, fx.Node):
             return env[arg]
         if isinstance(arg, (list, tuple)):
-            return type(arg)(look_up(a) for a in arg)
+            return type(arg)(look_up(a, node) for a in arg)
         if isinstance(arg, slice):
-            return slice(look_up(arg.start), look_up(arg.stop), look_up(arg.step))
+            return slice(look_up(arg.start, node), look_up(arg.stop, node), look_up(arg.step, node))
         if isinstance(arg, dict):
-            return {k: look_up(v) for k, v in arg.items()}
-        if replace_int is not None and type(arg) is int:
-            return replace_int(arg)
+            return {k: look_up(v, node) for k, v in arg.items()}
+        if replace is not None and type(arg) in (int, float):
+            return replace(node, arg)
         return arg
 
     for node in nodes:
         if node in env:
             continue
-        args, kwargs = look_up(tuple(node.args)), look_up(dict(node.kwargs))
+        args, kwargs = look_up(tuple(node.args), node), look_up(dict(node.kwargs), node)
         if node.op == "call_function":
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif node.op == "call_method":
@@ -128,13 +129,13 @@ def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any], replace_int: Cal
             raise LookupError(f"no value for {node.op} {node.name}")
 
 
-def int_constants(nodes: Iterable[fx.Node]) -> set[int]:
-    """Every integer written in the arguments of the nodes (booleans apart)."""
-    found: set[int] = set()
+def number_constants(node: fx.Node) -> list[int | float]:
+    """Every number written in the arguments of the node (booleans apart)."""
+    found: list[int | float] = []
 
     def visit(arg: Any) -> None:
-        if type(arg) is int:
-            found.add(arg)
+        if type(arg) in (int, float):
+            found.append(arg)
         elif isinstance(arg, (list, tuple)):
             for a in arg:
                 visit(a)
@@ -145,10 +146,9 @@ def int_constants(nodes: Iterable[fx.Node]) -> set[int]:
             for a in arg.values():
                 visit(a)
 
-    for node in nodes:
-        if node.op != "placeholder":
-            visit(list(node.args))
-            visit(dict(node.kwargs))
+    if node.op != "placeholder":
+        visit(list(node.args))
+        visit(dict(node.kwargs))
     return found
 
 
@@ -174,10 +174,11 @@ def symbolic(size: Any) -> bool:
     return isinstance(size, torch.SymInt)
 
 
-def shape_conditions(graph: fx.Graph, size: Any) -> list[str]:
+def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> list[str]:
     """Guards of the trace that hold for some values of the dynamic ``size`` only, such as ``s27 <= 8``.
 
-    A graph with one is the model's path for some batch shapes; another path may compute something else.
+    A graph with one is the model's path for some batch shapes; another path may compute something else. ``limits``: sizes
+    beyond which the model cannot run at all, whose guards are left out.
     """
     if not symbolic(size):
         return []
@@ -190,7 +191,11 @@ def shape_conditions(graph: fx.Graph, size: Any) -> list[str]:
         expr = env.replace(guard.expr)  # two inputs of one length have become one symbol
         if symbol in expr.free_symbols:
             others = {s: v for s, v in hints.items() if s != symbol}
-            truths = [bool(expr.subs(others).subs({symbol: n})) for n in (2, 3, 7, 31, 257, 4099, 65537)]
-            if not all(truths):
+
+            def holds(n: int, expr: Any = expr, others: Any = others) -> bool:
+                return bool(expr.subs(others).subs({symbol: n}))
+
+            below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
+            if not all(holds(n) for n in (2, 3, 7, 31, 257, 4099, 65537) if below is None or n < below):
                 found.append(str(expr))
     return found

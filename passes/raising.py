@@ -15,9 +15,10 @@ comparing with ``repeat_interleave``; the mask by executing its sub-graph on the
 causal, window and chunk masks.
 
 NOTE [Mask probe]: a probe shorter than the window would read a window as plain causal, a silent long-context bug. So the
-probe is longer than every integer constant in the mask's sub-graph; constants too large for that are replaced, each by its
-own small prime, and the answer is translated back (the sub-graph treats them as opaque numbers either way). A buffer that
-takes part (a stored triangle) is probed over its whole length.
+probe is longer than every number in the mask's sub-graph; numbers too large for that are replaced, each by its own small
+prime, and the answer is translated back (the sub-graph treats them as opaque numbers either way). What hidden scores are
+filled with is no such number. A buffer that takes part (a stored triangle) is probed over its whole length. Two probes
+with different token ids must agree: a mask of the padding is none of the positions.
 
 Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that depends on
 something other than positions, a mask of no known kind, keys longer than queries (a KV cache in the graph), heads that are
@@ -27,6 +28,8 @@ neither equal nor a proven repeat.
 from __future__ import annotations
 
 import logging
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +38,7 @@ from torch import fx
 
 from attn_ops.attention import attention, visible
 from passes.graph_tools import (
-    ancestors, constant, erase_dead, evaluate, int_constants, module_path, source_name, symbolic, value,
+    ancestors, constant, erase_dead, evaluate, module_path, number_constants, source_name, symbolic, value,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,8 @@ _VIEWS = {"getitem", "expand", "reshape", "view", "unsqueeze", "flatten", "broad
           "contiguous", "clone", "expand_as", "squeeze", "transpose", "permute"}
 _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97)
 _DIRECT = 1024  # constants up to here are probed as they are
+_MAX_STORED = 8192  # positions of a stored mask that is probed whole: 64 Mi entries
+_FILLS = {"where", "masked_fill", "masked_fill_", "full", "full_like", "new_full", "fill_", "mul", "imul", "scatter"}
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,12 @@ def _raise_one(node: fx.Node, layer: int, inputs: dict[str, Any]) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arg = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     q, k, v = arg["query"], arg["key"], arg["value"]
-    if arg.get("dropout_p", 0.0):
-        raise Refusal(f"dropout {arg['dropout_p']} (call model.eval())")
+    try:
+        dropout, scale = constant(arg.get("dropout_p", 0.0)), constant(arg.get("scale"))
+    except ValueError as error:
+        raise Refusal(f"its dropout or scale can change: {error}") from error
+    if dropout:
+        raise Refusal(f"dropout {dropout:g} (call model.eval())")
     q_shape, k_shape = value(q).shape, value(k).shape
     if len(q_shape) != 4:
         raise Refusal(f"query has {len(q_shape)} dimensions, need (B, H, S, D)")
@@ -115,10 +124,6 @@ def _raise_one(node: fx.Node, layer: int, inputs: dict[str, Any]) -> None:
         raise Refusal("both attn_mask and is_causal")
     else:
         kind = identify_mask(mask, q_shape[2], inputs)
-    try:
-        scale = constant(arg.get("scale"))
-    except ValueError as error:
-        raise Refusal(f"its scale can change: {error}") from error
     if scale is None:
         scale = value(q).shape[3] ** -0.5
     with node.graph.inserting_before(node):
@@ -177,40 +182,86 @@ def identify_mask(mask: fx.Node, tokens: Any, inputs: dict[str, Any]) -> MaskKin
         Refusal: it depends on more than positions, or is none of causal, window, chunk.
     """
     nodes = ancestors(mask)
-    constants = {abs(c) for c in int_constants(nodes)}
+    stored = {n: inputs[n.name].detach() for n in nodes if _is_stored(n) and isinstance(inputs.get(n.name), torch.Tensor)}
+    numbers = _constants(nodes, stored)
+    to_small: dict[int, int] = {}
     if symbolic(tokens):
-        large = sorted(c for c in constants if c > _DIRECT and c < 2**31 - 1)
+        large = sorted(c for c in numbers if c > _DIRECT)
         if len(large) > len(_PRIMES):
             raise Refusal(f"the mask's sub-graph has {len(large)} large constants")
         to_small = dict(zip(large, _PRIMES, strict=False))
-        length = 2 * max([c for c in constants if c <= _DIRECT] + list(to_small.values()) + [32]) + 5
+        length = 2 * max([c for c in numbers if c <= _DIRECT] + list(to_small.values()) + [32]) + 5
+        tables = [t.shape[-1] for t in stored.values() if t.dim() >= 2]
+        if tables:
+            length = min(tables)
+            if length > _MAX_STORED:
+                raise Refusal(f"a stored mask of {length} positions is too large to check")
     else:
-        length, to_small = int(tokens), {}
-        if any(c > length for c in constants if c < 2**31 - 1):
+        length = int(tokens)
+        if any(c > length for c in numbers):
             raise Refusal(f"the graph was traced for {length} tokens exactly, too few to tell a window from plain causal; "
                           "compile with dynamic=True")
-    stored = [inputs[n.name].shape[-1] for n in nodes if n.op == "placeholder"
-              and isinstance(inputs.get(n.name), torch.Tensor) and inputs[n.name].dim() >= 2]
-    if stored and symbolic(tokens):
-        length = min(min(stored), 4096)
-    env = {n: _probe_input(n, length, tokens, inputs) for n in nodes if n.op == "placeholder"}
-    back = {small: large for large, small in to_small.items()}
-    try:
-        with torch.no_grad():
-            evaluate(nodes, env, lambda c: to_small.get(c, -to_small[-c] if -c in to_small else c))
-    except Refusal:
-        raise
-    except Exception as error:
-        raise Refusal(f"its mask could not be executed on probe positions ({type(error).__name__}: {error})") from error
-    kind = _classify(env[mask], length)
+
+    def small(node: fx.Node, number: Any) -> Any:
+        if abs(number) not in to_small or (type(number) is float and _name(node) in _FILLS):
+            return number
+        return type(number)(to_small[abs(number)] * (1 if number > 0 else -1))
+
+    masks = []
+    for ids in (torch.zeros(length, dtype=torch.int64), torch.tensor([*numbers, 1] * length)[:length]):
+        env = {n: stored.get(n, None) for n in nodes if n.op == "placeholder"}
+        env = {n: _probe_input(n, length, tokens, ids) if t is None else t for n, t in env.items()}
+        try:
+            with torch.no_grad():
+                evaluate(nodes, env, small)
+        except Exception as error:
+            raise Refusal(f"its mask could not be executed on probe positions ({type(error).__name__}: {error})") from error
+        masks.append(env[mask])
+    kind = _classify(masks[0], length)
+    if not torch.equal(masks[0], masks[1]):
+        raise Refusal("its mask depends on the token ids (a padding mask?); a paged batch has no padding")
+    back = {little: big for big, little in to_small.items()}
     return MaskKind(kind.causal, back.get(kind.window or 0, kind.window), back.get(kind.chunk or 0, kind.chunk))
 
 
-def _probe_input(node: fx.Node, length: int, tokens: Any, inputs: dict[str, Any]) -> Any:
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _constants(nodes: list[fx.Node], stored: dict[fx.Node, torch.Tensor]) -> list[int]:
+    """Sizes of all numbers in a mask's sub-graph that positions may be compared with, rounded up. See NOTE [Mask probe]."""
+    found: set[int] = set()
+    for node in nodes:
+        for c in number_constants(node):
+            if type(c) is float and (_name(node) in _FILLS or not math.isfinite(c)):
+                continue  # what hidden scores are filled with, such as -10000.0
+            if type(c) is float and abs(c) > _DIRECT and not c.is_integer():
+                raise Refusal(f"its mask has the constant {c}")
+            if abs(c) < 2**31 - 1:
+                found.add(math.ceil(abs(c)))
+    for node, tensor in stored.items():
+        if tensor.dim() < 2 and tensor.numel() and tensor.dtype != torch.bool:
+            size = tensor.abs().max().item()
+            if size >= 2**31 - 1:
+                continue  # no position is that large: what hidden scores are filled with
+            if size > _DIRECT:
+                raise Refusal(f"its mask depends on {source_name(node)}, a number too large to probe")
+            found.add(math.ceil(size))
+    return sorted(found)
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Is this placeholder a parameter, a buffer or an attribute of a module, and not an argument of the call?"""
+    return node.op == "placeholder" and re.fullmatch(r"[LG]\['\w+'\](\[[^\]]*\])*", source_name(node)) is None
+
+
+def _probe_input(node: fx.Node, length: int, tokens: Any, ids: torch.Tensor) -> Any:
     val, name = value(node), source_name(node)
     if isinstance(val, torch.SymInt):
         if str(val) == str(tokens):
             return length
+        raise Refusal(f"its mask depends on {name}")
+    if not isinstance(val, torch.Tensor):
         raise Refusal(f"its mask depends on {name}")
     shape = [length if str(s) == str(tokens) else s for s in val.shape]
     if any(symbolic(s) for s in shape):
@@ -220,9 +271,7 @@ def _probe_input(node: fx.Node, length: int, tokens: Any, inputs: dict[str, Any]
     if any(word in name for word in ("position_ids", "cache_position", "positions")):
         return torch.arange(length, device=val.device).expand(shape)
     if any(word in name for word in ("input_ids", "inputs_embeds", "idx", "tokens")):
-        return torch.zeros(shape, dtype=val.dtype, device=val.device)
-    if isinstance(inputs.get(node.name), torch.Tensor):
-        return inputs[node.name].detach()
+        return ids.to(val).expand(shape) if shape and shape[-1] == length else torch.zeros(shape).to(val)
     raise Refusal(f"its mask depends on {name}")
 
 

@@ -99,6 +99,23 @@ def check_positions(graph: fx.Graph, tokens: Any) -> None:
                 "batch every sequence has its own. Its forward must take position_ids and use them.")
 
 
+def check_mixing(graph: fx.Graph, tokens: Any) -> None:
+    """Refuse a graph in which tokens of the row still meet outside the attention sites: a tensor of (tokens, tokens).
+
+    Raises:
+        UnsupportedAttention: names where; the sequences of a batch would see each other there.
+    """
+    if not symbolic(tokens):
+        return
+    for node in graph.nodes:
+        val = value(node)
+        if node.op.startswith("call") and node.users and isinstance(val, torch.Tensor) \
+                and sum(str(s) == str(tokens) for s in val.shape) > 1:
+            raise UnsupportedAttention(
+                f"{module_path(node) or 'the model'} mixes the tokens of the batch outside F.scaled_dot_product_attention ("
+                f"{node.name} has shape {tuple(val.shape)}), so sequences would see each other. Is it attention by hand?")
+
+
 def check_config(config: Any) -> None:
     """What can be told from a transformers config before any tracing. Raises UnsupportedAttention."""
     kind = getattr(config, "model_type", type(config).__name__)
@@ -160,4 +177,4 @@ def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None 
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
 
 
-__all__ = ["check_config", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]
+__all__ = ["check_config", "check_mixing", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]

@@ -26,11 +26,12 @@ def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[
     Returns:
         1 if a row got slower by more than ``tolerance``, or was measured before and failed now; else 0.
     """
+    from rich import box
     from rich.table import Table
 
     old = {tuple(row.get(k) for k in KEY): row for row in before.get("rows", [])}
     made = Table(title=f"against the result of {before.get('environment', {}).get('date', 'unknown date')}",
-                 title_justify="left", title_style="bold")
+                 title_justify="left", title_style="bold", box=box.SIMPLE)
     made.add_column("row")
     for name in ("old", "new", "new / old"):
         made.add_column(name, justify="right")

@@ -73,19 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workload", nargs="?", default="decode",
                         choices=("decode", "mixed256", "prefill", "start", "all"),
                         help="what to measure (default: decode)")
-    parser.add_argument("--model", default="llama-8b", metavar="NAME|PATH", help=(
+    parser.add_argument("--model", metavar="NAME|PATH", help=(
         "a public model's shape, with random weights: llama-8b, qwen3-0.6b, qwen3-8b, gemma2-9b, gpt-oss-20b, "
-        "qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model (default: llama-8b)"))
+        "qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model (default: llama-8b, on a CPU tiny)"))
     parser.add_argument("--layers", type=int, metavar="N",
                         help="only N layers, for a dry run (default: $LAYERS, else all)")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and KV cache (default: bfloat16)")
+    parser.add_argument("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST",
                         help="attention backends of quire to measure, with commas between (default: auto)")
     parser.add_argument("--batch", type=_ints, default=[1, 8, 32, 128], metavar="LIST",
                         help="batch sizes of decode (default: 1,8,32,128)")
-    parser.add_argument("--context", type=int, default=1024, metavar="N",
-                        help="tokens a sequence in decode (default: 1024)")
+    parser.add_argument("--context", type=int, metavar="N",
+                        help="tokens a sequence in decode (default: 1024, or what the model has positions for)")
     parser.add_argument("--systems", type=_list, default=["quire"], metavar="LIST", help=(
         "quire, hf-eager, hf-static, hf-cb (transformers' generate and continuous batching), vllm, vllm-transformers; "
         "with commas between (default: quire)"))

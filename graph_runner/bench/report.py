@@ -121,25 +121,30 @@ def result_line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row], title: str) -> Any:
-    """A rich table of the rows."""
+    """A rich table of the rows; columns that no row fills are left out."""
+    from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold")
-    for name in ("workload", "system", "attention"):
-        made.add_column(name)
-    for name in ("batch", "context", "ms/step", "tokens/s", "seconds", "TB/s", "floor ms", "of floor", "GiB"):
-        made.add_column(name, justify="right")
-    for row in rows:
-        workload = " ".join(filter(None, (row["workload"], row["variant"])))
-        head = [workload, row["system"], row["attention"] or "", str(row["batch"] or ""), str(row["context"] or "")]
-        if row["error"]:
-            made.add_row(*head, "[yellow]not measured[/yellow]")
-            continue
-        share = row["share_of_floor"]
-        made.add_row(*head, _number(row["ms_per_step"], 3), _number(row["tokens_per_s"], 0), _number(row["seconds"], 3),
-                     _number(row["tb_per_s"]), _number(row["floor_ms"], 3), "" if share is None else f"{share:.0%}",
-                     _number(row["peak_memory_gib"], 1))
+    cells = [_cells(row) for row in rows]
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
+    names = [name for name in cells[0] if any(row[name] for row in cells)] if cells else []
+    for name in names:
+        made.add_column(name, justify="left" if name in ("workload", "system", "attention") else "right", no_wrap=True)
+    for row in cells:
+        made.add_row(*(row[name] for name in names))
     return made
+
+
+def _cells(row: Row) -> dict[str, str]:
+    share = row["share_of_floor"]
+    return {
+        "workload": " ".join(filter(None, (row["workload"], row["variant"]))), "system": row["system"],
+        "attention": row["attention"] or "", "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
+        "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),
+        "tokens/s": _number(row["tokens_per_s"], 0), "seconds": _number(row["seconds"], 3),
+        "TB/s": _number(row["tb_per_s"]), "floor ms": _number(row["floor_ms"], 3),
+        "of floor": "" if share is None else f"{share:.0%}", "GiB": _number(row["peak_memory_gib"], 1),
+    }
 
 
 __all__ = ["COLUMNS", "Row", "complete", "describe", "environment", "result_line", "table", "write"]

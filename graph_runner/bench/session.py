@@ -18,10 +18,11 @@ from graph_runner.bench.report import Row, complete, describe, environment, resu
 from graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
 from graph_runner.bench.start import start
 from graph_runner.bench.systems import NAMES, Models, NotMeasured, free_memory, open_system
-from graph_runner.bench.workloads import WORKLOADS, Prompts, Sizes, Workload
+from graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Prompts, Sizes, Workload
 from graph_runner.loading import kv_dtype
 
 logger = logging.getLogger(__name__)
+CONTEXT = 1024  # of decode, unless --context says otherwise
 LOG_WIDTH = 160  # of tables where the output is no terminal
 
 
@@ -34,13 +35,17 @@ class Session:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but torch sees no GPU here")
-        dtype = kv_dtype(args.dtype)
+        name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        dtype = kv_dtype(name)
         if dtype is None or not dtype.is_floating_point:
-            raise ValueError(f"--dtype {args.dtype!r} is not a floating-point torch dtype such as bfloat16")
-        spec = ModelSpec(args.model, dtype, device, layers_asked(args.layers))
-        self.vocab_size = int(config_of(spec).get_text_config(decoder=True).vocab_size)
+            raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
+        spec = ModelSpec(args.model or ("llama-8b" if device.type == "cuda" else "tiny"), dtype, device,
+                         layers_asked(args.layers))
+        config = config_of(spec).get_text_config(decoder=True)
+        self.vocab_size = int(config.vocab_size)
         self.models = Models(spec)
-        self.sizes = Sizes(tuple(args.batch), args.context, args.repeats, args.scale)
+        most = getattr(config, "max_position_embeddings", 2 * CONTEXT) + MARGIN - LONG - 1
+        self.sizes = Sizes(tuple(args.batch), args.context or min(CONTEXT, most), args.repeats, args.scale)
         self.systems = list(dict.fromkeys([*args.systems, *args.vs]))
         unknown = [name for name in self.systems if name not in NAMES]
         if unknown:
@@ -63,7 +68,7 @@ class Session:
             for system in self.systems:
                 for attention in self.args.attention if system == "quire" else [""]:
                     common = {"workload": workload, "system": system, "attention": attention,
-                              "model": self.models.spec.label, "dtype": self.args.dtype, "command": self.command}
+                              "model": self.models.spec.label, "dtype": str(self.models.spec.dtype).removeprefix("torch."), "command": self.command}
                     options = dict(self.args.engine) if system == "quire" else {}
                     try:
                         if workload == "start":
@@ -96,14 +101,20 @@ class Session:
 
     @contextlib.contextmanager
     def _progress(self, common: Row, total: int) -> Iterator[Callable[[], None]]:
-        """A progress bar with an estimate of the time left; nothing where the output is no terminal."""
+        """A progress bar with an estimate of the time left, drawn between measurements only: a thread that draws
+        would take time from the host's side of a step. Nothing where the output is no terminal."""
         bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                        TextColumn("left"), TimeRemainingColumn(), console=self.console, transient=True,
-                       disable=not self.console.is_terminal)
+                       auto_refresh=False, disable=not self.console.is_terminal)
         with bar:
             words = (common["workload"], common["system"], common["attention"])
             task = bar.add_task(" ".join(filter(None, words)), total=total)
-            yield lambda: bar.advance(task)
+
+            def tick() -> None:
+                bar.advance(task)
+                bar.refresh()
+
+            yield tick
 
     def _keep(self, row: Row) -> None:
         row = complete(row, self.bandwidth)

@@ -1,4 +1,4 @@
-"""Tiny hand-written models for the tests of the passes, whose masks and repeats are arguments; and how to trace and run them."""
+"""Tiny hand-written models for the tests of the passes, with masks and repeats as arguments; to trace and run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The raising pass: which F.scaled_dot_product_attention calls become the semantic op, as what, and which are refused."""
+"""The raising pass: which F.scaled_dot_product_attention calls become the semantic op, as what, and which do not."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def bias(inner, low=-math.inf):
     return mask
 
 
+def minus_10000(module, position_ids):
+    """The mask of old GPTs."""
+    return (1.0 - causal(module, position_ids).float()) * -10000.0
+
+
 # What is raised, as what.
 
 
@@ -67,13 +72,13 @@ def bias(inner, low=-math.inf):
     (causal_from_shape, None, None),
     (bias(causal), None, None),
     (bias(causal, torch.finfo(torch.float32).min), None, None),
-    (bias(causal, -1e4), None, None),
+    (minus_10000, None, None),
     (window(8), 8, None),
     (window(1), 1, None),
     (bias(window(8)), 8, None),
     (chunk(8), None, 8),
     (bias(chunk(5)), None, 5),
-], ids=["causal", "shape", "float_inf", "float_min", "float_1e4", "window", "window1", "float_window", "chunk",
+], ids=["causal", "shape", "float_inf", "float_min", "float_10000", "window", "window1", "float_window", "chunk",
         "float_chunk"])
 def test_masks(mask, window_size, chunk_size) -> None:
     model = tiny(mask=mask)
@@ -101,20 +106,25 @@ def test_window_and_chunk_in_one_mask_is_refused() -> None:
     refused(tiny(mask=both), "its mask is none of causal, sliding window, chunk")
 
 
-def test_a_window_beside_another_large_constant() -> None:
+def test_a_window_beside_another_large_constant_is_refused() -> None:
     def mask(module, position_ids):
         i, j = pair(position_ids)
         return ((j <= i) & (j > i - 4096) & (i < 1_000_000))[:, None]
 
-    assert {s.window for s in trace(tiny(mask=mask)).sites()} == {4096}
+    refused(tiny(mask=mask), "its mask is none of")
 
 
 def test_a_window_given_as_a_float() -> None:
-    def mask(module, position_ids):
+    def less(module, position_ids):
         i, j = pair(position_ids)
         return ((j <= i) & ((i - j).float() < 4096.0))[:, None]
 
-    assert {s.window for s in trace(tiny(mask=mask)).sites()} == {4096}
+    def more(module, position_ids):
+        i, j = pair(position_ids)
+        return torch.where((j <= i) & ((j - i).float() > -4096.0), 0.0, -10000.0)[:, None]
+
+    for mask in (less, more):
+        assert {s.window for s in trace(tiny(mask=mask)).sites()} == {4096}
 
 
 def test_different_masks_in_different_layers() -> None:

@@ -318,8 +318,12 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         products = widest * power_of_2(heads)
         block_n = min(64, max(8192 // products, 16))
         warps, stages = (8 if block_n * products > 16384 else 4), 3
-    # About 4 programs a multiprocessor on contexts of 1024 and more, 1024 keys at most, and no sliver for a program.
-    chunk = min(1024, power_of_2(max(256 * slots // num_sms(device), 64)))
+    # Measured on an H200 at contexts of 1024 (benchmarks/attention_kernels.py --sweep): few slots want small chunks, on
+    # two warps each; with a slot or more for every multiprocessor, splitting costs more than it balances.
+    sms = num_sms(device)
+    chunk = 2048 if slots >= sms else min(1024, power_of_2(max(512 * slots // sms, 64)))
+    if dot and itemsize == 2 and widest <= 128:
+        block_n, warps = (128, 4) if slots >= sms else (64, 2) if chunk == 64 else (64, 4)
     params = dict(block_n=block_n, warps=warps, stages=stages, chunk_min=chunk, max_splits=64, atomic=True, dot=dot)
     return DecodeConfig(**(params | _overrides))
 

@@ -1,0 +1,242 @@
+"""``quire bench``: dry runs with a small model on the CPU, the byte counts, the guard, the shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from graph_runner.bench.floor import copy_bandwidth, kv_bytes, step_bytes, weight_bytes
+from graph_runner.bench.guard import compare
+from graph_runner.bench.main import engine_option, percent
+from graph_runner.bench.report import COLUMNS, complete, first_line
+from graph_runner.bench.shapes import SHAPES, ModelSpec, build, config_of, layers_asked, skeleton
+from graph_runner.bench.start import start
+from graph_runner.bench.systems import Limits, Models, NotMeasured, System
+from graph_runner.bench.workloads import WORKLOADS, Prompts, Sizes
+from graph_runner.cli import main
+
+CPU = torch.device("cpu")
+DRY = ["--model", "tiny", "--layers", "1", "--dtype", "float32", "--device", "cpu", "--context", "66", "--repeats", "1"]
+# Parameters in billions, from the models' cards and config files; each model's name agrees with it.
+PARAMETERS = {"llama-8b": 8.03, "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "gemma2-9b": 9.24, "gpt-oss-20b": 20.91,
+              "qwen3-30b-a3b": 30.53, "mistral-7b": 7.24, "deepseek-v2-lite": 15.71}
+
+
+def spec(name: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> ModelSpec:
+    return ModelSpec(name, dtype, CPU, layers)
+
+
+# -- shapes and bytes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_of_the_public_models(name: str) -> None:
+    count = sum(p.numel() for p in skeleton(spec(name)).parameters()) / 1e9
+    assert math.isclose(count, PARAMETERS[name], rel_tol=2e-3)
+
+
+def test_build_initialises_weights_and_buffers() -> None:
+    model: Any = build(spec("tiny", layers=1))
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype is torch.bfloat16 and parameter.isfinite().all(), name
+        if "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            assert 0.01 < parameter.float().std() < 0.03, name
+    frequencies = model.model.rotary_emb.inv_freq
+    assert torch.allclose(frequencies, 10000.0 ** -(torch.arange(0, 64, 2) / 64), rtol=1e-5)
+    assert frequencies.dtype is torch.float32
+    assert torch.nn.Linear(2, 2).weight.abs().sum() > 0  # initialisation is back
+
+
+def test_layers_cut_the_config_and_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(spec("gemma2-9b", layers=3))
+    assert config.num_hidden_layers == 3
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    monkeypatch.setenv("LAYERS", "2")
+    assert layers_asked(None) == 2 and layers_asked(3) == 3
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        layers_asked(0)
+
+
+def test_bytes_of_a_step() -> None:
+    llama = skeleton(spec("llama-8b"))
+    total = sum(p.numel() for p in llama.parameters())
+    assert weight_bytes(llama, 1) == weight_bytes(llama, 128) == 2 * (total - 128256 * 4096)  # no input embedding
+    assert kv_bytes(llama, [1000, 24]) == 1024 * 32 * 2 * 8 * 128 * 2
+    assert step_bytes(llama, 2, 512) == weight_bytes(llama, 2) + kv_bytes(llama, [512, 512])
+    tied = skeleton(spec("qwen3-0.6b"))
+    assert weight_bytes(tied, 1) == 2 * sum(p.numel() for p in tied.parameters())
+
+
+def test_bytes_of_windows_experts_and_latent_attention() -> None:
+    gemma = skeleton(spec("gemma2-9b", layers=2))
+    assert kv_bytes(gemma, [10000]) == (4096 + 10000) * 2 * 8 * 256 * 2
+    mistral = skeleton(spec("mistral-7b", layers=2))
+    assert kv_bytes(mistral, [10000]) == 2 * 4096 * 2 * 8 * 128 * 2
+    deepseek = skeleton(spec("deepseek-v2-lite", layers=2))
+    assert kv_bytes(deepseek, [10]) == 2 * 10 * (512 + 64) * 2
+    moe = skeleton(spec("qwen3-30b-a3b", layers=1))
+    experts = 2 * 128 * 3 * 2048 * 768
+    assert math.isclose(weight_bytes(moe, 4) - weight_bytes(moe, 1),
+                        experts * ((1 - (1 - 8 / 128) ** 4) - 8 / 128), rel_tol=1e-9)
+
+
+def test_copy_bandwidth_is_plausible() -> None:
+    assert 1e8 < copy_bandwidth(CPU) < 1e12
+
+
+# -- workloads ------------------------------------------------------------------------------------------------------
+
+
+class Fake(System):
+    """Counts tokens instead of generating them, and takes a millisecond of its own clock for each."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int], float]] = []
+
+    def generate(self, prompts: Any, new_tokens: Any, temperature: float) -> int:
+        self.calls.append(([len(p) for p in prompts], list(new_tokens), temperature))
+        return sum(new_tokens)
+
+    def close(self) -> None:
+        pass
+
+
+def measured(workload: str, sizes: Sizes) -> tuple[Fake, list[dict[str, Any]], int]:
+    system, ticks = Fake(), []
+    rows = list(WORKLOADS[workload].run(system, Models(spec("tiny", layers=1)), sizes, Prompts(100),
+                                        lambda: ticks.append(1)))
+    assert len(ticks) == WORKLOADS[workload].ticks(sizes)
+    return system, rows, len(ticks)
+
+
+def test_decode_is_the_difference_of_two_runs() -> None:
+    system, rows, _ = measured("decode", Sizes(batches=(2,), context=1024, repeats=2))
+    assert [call[1] for call in system.calls] == [[4, 4]] + [[2, 2], [130, 130]] * 2
+    assert all(call[0] == [960, 960] and call[2] == 0 for call in system.calls)
+    assert WORKLOADS["decode"].limits(Sizes(batches=(2,), context=1024)) == Limits(2, 1091)
+    assert rows[0]["batch"] == 2 and len(rows[0]["repeats_ms"]) == 2
+
+
+def test_mixed256_has_the_known_number_of_tokens() -> None:
+    system, rows, _ = measured("mixed256", Sizes())
+    lengths, new_tokens, temperature = system.calls[-1]
+    assert len(lengths) == 256 and temperature == 0.6 and rows[0]["output_tokens"] == sum(new_tokens) == 133966
+    assert min(lengths + new_tokens) >= 100 and max(lengths + new_tokens) <= 1024
+
+
+def test_prefill_sizes() -> None:
+    system, rows, _ = measured("prefill", Sizes(repeats=1))
+    assert [(row["batch"], row["context"]) for row in rows] == [(128, 960), (1, 960)]
+    assert system.calls[0] == ([960] * 128, [2] * 128, 0.0)
+
+
+def test_prompts_differ_from_call_to_call() -> None:
+    prompts = Prompts(50)
+    first, second = prompts([20, 3]), prompts([20, 3])
+    assert [len(p) for p in first] == [20, 3] and first != second
+    assert all(0 <= t < 50 for p in first + second for t in p)
+
+
+def test_a_system_that_fails_at_one_size_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(Fake):
+        def generate(self, prompts: Any, new_tokens: Any, temperature: float) -> int:
+            return 0 if len(prompts) == 1 else sum(new_tokens)
+
+    rows = list(WORKLOADS["decode"].run(Small(), Models(spec("tiny", layers=1)), Sizes((1, 2), 66, 1), Prompts(9),
+                                        lambda: None))
+    assert rows[0]["error"] == "NotMeasured: fake generated 0 tokens instead of 4"
+    assert rows[1]["batch"] == 2 and "error" not in rows[1]
+
+
+def test_start_refuses_what_does_not_start() -> None:
+    with pytest.raises(NotMeasured, match="hf-eager has no start-up of its own"):
+        next(start(spec("tiny"), "hf-eager", "", {}, lambda: None))
+
+
+def test_start_splits_the_time(tmp_path: Path) -> None:
+    ticks: list[int] = []
+    rows = start(spec("tiny", torch.float32, 1), "quire", "auto", {"num_pages": 64}, lambda: ticks.append(1))
+    row = next(rows)
+    rows.close()
+    assert row["variant"] == "cold" and row["attention"] == "torch_native" and row["first_token_s"] > 0
+    assert set(row["parts_s"]) == {"import", "load", "trace", "compile", "capture", "other"}
+    assert math.isclose(sum(row["parts_s"].values()), row["seconds"])
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_of_all_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "run.json"
+    assert main(["bench", "decode", *DRY, "--batch", "1,2", "--systems", "quire,hf-eager,hf-cb", "--vs", "vllm",
+                 "--attention", "torch_native,flashinfer", "--engine", "page_size=8", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    environment, rows = result["environment"], result["rows"]
+    assert set(environment) >= {"device", "driver", "cuda", "python", "versions", "commit", "dirty", "date",
+                                "host_cores", "copy_tb_per_s"}
+    assert set(environment["versions"]) == {"torch", "triton", "transformers", "flashinfer", "vllm"}
+    good = [r for r in rows if not r["error"]]
+    assert [(r["system"], r["batch"]) for r in good] == [
+        (name, batch) for name in ("quire", "hf-eager", "hf-cb") for batch in (1, 2)]
+    for row in good:
+        assert set(COLUMNS) <= set(row)
+        assert row["model"] == "tiny/1l" and row["context"] == 66 and row["command"].startswith("quire bench decode ")
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms_per_step"] * 1e3)
+        assert row["floor_ms"] == pytest.approx(row["bytes_per_step"] / environment["copy_tb_per_s"] / 1e9)
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms_per_step"])
+    assert good[0]["engine_options"]["page_size"] == 8 and good[0]["attention"] == "torch_native"
+    errors = {(r["system"], r["attention"]): r["error"] for r in rows if r["error"]}
+    assert "cannot serve this model on cpu" in errors["quire", "flashinfer"]
+    assert errors["vllm", ""] in ("vllm is not installed here", "vllm is measured on a GPU only")
+    said = capsys.readouterr().out
+    assert "ms a step" in said and "not measured: vllm" in said and f"wrote {out}" in said
+
+
+def test_plots_and_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    before = tmp_path / "before.json"
+    arguments = ["bench", "decode", *DRY, "--batch", "1"]
+    assert main([*arguments, "--out", str(before), "--plots", str(tmp_path / "plots")]) == 0
+    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == [
+        "decode-step.png", "decode-step.svg", "decode-throughput.png", "decode-throughput.svg"]
+    result = json.loads(before.read_text())
+    result["rows"][0]["ms_per_step"] *= 50  # far slower than anything: the guard passes
+    before.write_text(json.dumps(result))
+    assert main([*arguments, "--against", str(before)]) == 0
+    assert "1 rows compared, 0 slower by more than 5.0%" in capsys.readouterr().out
+    result["rows"][0]["ms_per_step"] /= 2500
+    before.write_text(json.dumps(result))
+    assert main([*arguments, "--against", str(before), "--tolerance", "10%"]) == 1
+    assert "1 rows compared, 1 slower by more than 10.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("old", "new", "code"), [(100.0, 104.0, 0), (100.0, 106.0, 1), (100.0, None, 1),
+                                                  (None, 5.0, 0)])
+def test_guard(old: float | None, new: float | None, code: int) -> None:
+    def row(ms: float | None) -> dict[str, Any]:
+        base = {"workload": "decode", "system": "quire", "attention": "triton", "model": "m", "dtype": "bfloat16"}
+        return complete({**base, "batch": 1, "context": 9, "ms_per_step": ms, "error": None if ms else "failed"}, None)
+
+    result = {"environment": {"device": "a"}, "rows": [row(old)]}
+    console = Console(record=True, width=150)
+    assert compare(result, {"device": "b"}, [row(new)], 0.05, console) == code
+    said = console.export_text()
+    assert "from another device" in said
+    assert ("nothing was compared" in said) == (old is None)
+
+
+def test_arguments() -> None:
+    assert percent("5%") == 0.05 and percent("0.1") == 0.1
+    assert engine_option("page_size=32") == ("page_size", 32) and engine_option("compiler=x") == ("compiler", "x")
+    assert engine_option("cudagraph_capture_sizes=[1, 2]") == ("cudagraph_capture_sizes", [1, 2])
+    assert first_line("\nError:\n  because\nmore") == "Error: because"

@@ -1,0 +1,129 @@
+"""The command line, with the shipped model on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graph_runner.cli import main
+from graph_runner.loading import TINY_MODEL
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_help_needs_no_torch_and_names_every_command() -> None:
+    code = "import sys\nfrom graph_runner.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    for name in ("generate", "explain", "backends", "bench"):
+        assert f"\n    {name}" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    ("generate", ("--demo", "--model", "--attention", "--max-tokens", "--temperature", "--top-k", "--top-p", "--seed",
+                  "--page-size", "--no-stream")),
+    ("explain", ("--model", "--config", "--attention", "--page-size")),
+    ("backends", ("--device",)),
+    ("bench", ("--model", "--layers", "--systems", "--vs", "--engine", "--out", "--plots", "--against", "--tolerance")),
+])
+def test_help_of_a_command(command: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert not [word for word in words if word not in said]
+
+
+@pytest.mark.parametrize("options", [[], ["--no-stream"]])
+def test_one_prompt_streams_plainly_into_a_log(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--max-tokens", "8", "The owl is", *options]) == 0
+    text, summary = capsys.readouterr().out.splitlines()
+    assert text == "The owl is a bird of the night that lives in"
+    assert summary.startswith("1 request, 3 prompt and 8 new tokens; prefill ")
+    assert "tokens/s; attention torch_native on cpu, page size 16; CUDA graphs: none on a CPU" in summary
+
+
+def test_demo_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--demo", "--max-tokens", "8"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("LlamaForCausalLM: 4 attention sites\n")
+    assert "torch_native_paged_attention" in said
+    assert "\n[1] Once upon a time, there was a little" in said and "\n[6] The moon is up," in said
+    assert "decode" in said.splitlines()[-1]
+
+
+def test_panels_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["generate", "--max-tokens", "8", "The owl is", "Dear Anna,", "--engine", "num_pages=32"]) == 0
+    said = capsys.readouterr().out
+    assert "╭─" in said and "bird of the night" in said and "length" in said
+    assert "2 requests" in said
+
+
+def test_a_prompt_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--max-tokens", "4", "The owl is", "word " * 300, "--engine", "num_pages=10"]) == 1
+    said = capsys.readouterr()
+    assert "[1] The owl is a bird" in said.out
+    assert "quire: prompt 2: the prompt has " in said.err
+
+
+def test_explain_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    said = capsys.readouterr().out
+    assert "3      model.layers.3.self_attn  interface  GQA 4:2x64, float32" in said
+    assert said.endswith("attention backend: torch_native\n")
+
+
+def test_explain_a_config_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    text = (TINY_MODEL / "config.json").read_text()
+    config.write_text(text.replace('"num_hidden_layers": 4', '"num_hidden_layers": 2'))
+    assert main(["explain", "--config", str(config)]) == 0
+    assert "LlamaForCausalLM: 2 attention sites" in capsys.readouterr().out
+    assert main(["explain", "--config", str(config), "--attention", "flashinfer"]) == 1
+    assert "refused: attention='flashinfer' cannot serve this model" in capsys.readouterr().out
+
+
+def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "torch_native" in said and "flashinfer: not usable on cpu" in said
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["generate", "hi", "--model", "nowhere"], "no model at nowhere"),
+    (["generate", "hi", "--attention", "nope"], "unknown attention backend 'nope'; there are: auto, "),
+    (["generate", "hi", "--attention", "flashinfer"], "attention='flashinfer' cannot serve this model on cpu"),
+    (["generate", "hi", "--temperature", "-1"], "temperature must be"),
+    (["generate", "hi", "--engine", "pages=3"], "quire.Engine has no option pages; it has attention, "),
+    (["generate", "--model", str(TINY_MODEL)], "nothing to continue"),
+    (["explain", "--config", "nowhere.json"], "no config file at nowhere.json"),
+    (["bench", "--model", "nothing"], "'nothing' is neither a shape (llama-8b, "),
+    (["bench", "--model", "tiny", "--systems", "quire,other"], "unknown systems ['other']; there are: quire, "),
+    (["bench", "--model", "tiny", "--context", "64"], "--context must be more than 64"),
+    (["bench", "--model", "tiny", "--layers", "5"], "--layers 5, but the model has 4"),
+    (["bench", "--model", "tiny", "--against", "nowhere.json"], "no result to compare with at nowhere.json"),
+    (["bench", "--model", "tiny", "--dtype", "int8"], "--dtype 'int8' is not a floating-point torch dtype"),
+])
+def test_errors_are_one_message_and_exit_code_2(arguments: list[str], message: str,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"quire {arguments[0]}: error: {message}")
+    assert "Traceback" not in said
+
+
+def test_traceback_shows_where_an_error_came_from() -> None:
+    with pytest.raises(FileNotFoundError, match="no model at nowhere"):
+        main(["generate", "hi", "--model", "nowhere", "--traceback"])
