@@ -53,7 +53,7 @@ class CudaGraphRunner:
     """Captures ``run`` for each bucket and replays it.
 
     Args:
-        run: shape -> output tensor. Runs a step of that shape on static buffers, with nothing but device work, and the same
+        run: shape -> output tensors. Runs a step of that shape on static buffers, with nothing but device work, and the same
             kernels every time.
         before_capture: shape -> None. Host work that ``run`` relies on; called outside the capture.
         buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens.
@@ -61,7 +61,7 @@ class CudaGraphRunner:
         progress: wraps the sequence of buckets while capturing, for a progress bar.
     """
 
-    def __init__(self, run: Callable[[BatchShape], torch.Tensor], buckets: Iterable[BatchShape], device: torch.device, *,
+    def __init__(self, run: Callable[[BatchShape], Any], buckets: Iterable[BatchShape], device: torch.device, *,
                  before_capture: Callable[[BatchShape], None] | None = None,
                  progress: Callable[[Sequence[BatchShape]], Iterator[BatchShape]] | None = None) -> None:
         self._run, self._before, self.device = run, before_capture, device
@@ -69,7 +69,7 @@ class CudaGraphRunner:
         self.stats = GraphStats()
         self._progress = progress or iter
         self._entries: dict[BatchShape, Any] = {}
-        self._outputs: dict[BatchShape, torch.Tensor] = {}
+        self._outputs: dict[BatchShape, Any] = {}
         self._pool: Any = None
         self._decode = sorted(b.num_reqs for b in self.buckets if b.num_tokens == b.num_reqs)
         self._mixed = sorted(b for b in self.buckets if b.num_tokens != b.num_reqs)
@@ -145,7 +145,7 @@ class CudaGraphRunner:
         self._entries[bucket], self._outputs[bucket] = graph, output
         self.stats.captured += 1
 
-    def replay(self, bucket: BatchShape) -> torch.Tensor:
+    def replay(self, bucket: BatchShape) -> Any:
         """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket."""
         self.stats.replayed += 1
         entry = self._entries[bucket]

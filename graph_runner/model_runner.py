@@ -146,7 +146,7 @@ class ModelRunner:
         self.buffers.views(most)["slot_mapping"].fill_(-1)  # writes nothing, reads the null page
         step = Step(cache, self.buffers.metadata(most, None, None), self.backend, self._states)
         allocated = torch.cuda.memory_allocated(self.device)
-        self.sampler(self._forward(step, most), self.buffers.sampling(most, ScheduledBatch([], 0, 0)))
+        self.sampler(self._forward(step, most)[0], self.buffers.sampling(most, ScheduledBatch([], 0, 0)))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
         self._states.clear()
@@ -167,12 +167,18 @@ class ModelRunner:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _forward(self, step: Step, shape: BatchShape) -> torch.Tensor:
-        """Logits (num_reqs, V) of the batch in the static buffers."""
+    def _forward(self, step: Step, shape: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (num_reqs, V) and greedy tokens (num_reqs,) of the batch in the static buffers; stores the tokens too."""
         v = self.buffers.views(shape)
         source = v["token_source"]
         ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
-        return self.paged(step, ids, v["positions"], v["logits_indices"])
+        logits, tokens = self.paged.run(step, ids, v["positions"], v["logits_indices"])
+        self._store(shape, tokens)
+        return logits, tokens
+
+    def _store(self, shape: BatchShape, tokens: torch.Tensor) -> None:
+        """Put each row's token where the next step reads it (padding rows: into the dummy slot)."""
+        self.buffers.last_tokens[self.buffers.views(shape)["sample_slot"]] = tokens.clamp_min(0)
 
     def _before_capture(self, bucket: BatchShape) -> None:
         """Stage an all-padding batch and plan for it; the capture then has nothing to do on the host."""
@@ -184,7 +190,7 @@ class ModelRunner:
         ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
-    def _run_captured(self, bucket: BatchShape) -> torch.Tensor:
+    def _run_captured(self, bucket: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
         step = self._capture_steps.get(bucket) or self._step
         assert step is not None
         return self._forward(step, bucket)
@@ -198,13 +204,15 @@ class ModelRunner:
         self.buffers.upload(shape)
         step = Step(self.cache, self.buffers.metadata(shape, host, batch), self.backend, self._states, graph_key=bucket)
         if bucket is None:
-            logits = self._forward(step, shape)
+            logits, tokens = self._forward(step, shape)
         else:
             self._step = step
             ensure_planned(step, self.backend, self.sites)
-            logits = self.graphs.replay(bucket)
-        tokens = self.sampler(logits, self.buffers.sampling(shape, batch))
-        self.buffers.last_tokens[self.buffers.views(shape)["sample_slot"]] = tokens.clamp_min(0)
+            logits, tokens = self.graphs.replay(bucket)
+        sampling = self.buffers.sampling(shape, batch)
+        if not sampling.all_greedy or sampling.banned is not None:
+            tokens = self.sampler(logits, sampling)
+            self._store(shape, tokens)
         host_tokens = self._host_tokens[self._turn]
         self._turn = (self._turn + 1) % len(self._host_tokens)
         host_tokens[: live.num_reqs].copy_(tokens[: live.num_reqs], non_blocking=True)

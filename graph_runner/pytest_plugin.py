@@ -13,6 +13,7 @@ fixture is used.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -31,21 +32,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def quire_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
     """``quire_snapshot(model, expected)``: quire.assert_attention_sites, which --quire-accept updates in place."""
     accept = bool(request.config.getoption("--quire-accept") or os.environ.get(_ACCEPT))
+    return functools.partial(check_snapshot, accept=accept)
 
-    def check(model: Any, expected: str) -> None:
-        from passes.snapshot import assert_attention_sites, attention_sites
 
-        if not accept:
-            try:
-                assert_attention_sites(model, expected)
-            except AssertionError as error:
-                raise AssertionError(f"{error}\n\nIf that is right, run pytest --quire-accept.") from None
-            return
-        actual = attention_sites(model)
-        if _lines(actual) != _lines(expected):
-            _rewrite(actual + "\n", expected)
+def check_snapshot(model: Any, expected: str, *, accept: bool) -> None:
+    """The fixture. ``accept``: write the present table over the ``expected`` literal in the caller's file."""
+    from passes.snapshot import assert_attention_sites, attention_sites
 
-    return check
+    if not accept:
+        try:
+            assert_attention_sites(model, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n\nIf that is right, run pytest --quire-accept.") from None
+        return
+    actual = attention_sites(model)
+    if _lines(actual) != _lines(expected):
+        _rewrite(actual + "\n", expected)
 
 
 def _lines(text: str) -> list[str]:
@@ -53,7 +55,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _rewrite(actual: str, expected: str) -> None:
-    """Replace the triple-quoted string in the call of the fixture, two frames up."""
+    """Replace the triple-quoted string in the call of the fixture, two frames up: the caller of check_snapshot."""
     try:
         from expecttest import assert_expected_inline
     except ModuleNotFoundError:

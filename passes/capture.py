@@ -70,7 +70,8 @@ class PagedModel:
             self.close()
             raise
 
-    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
         options: dict[str, Any] = {}
         if self._use_cache:
             options["use_cache"] = False
@@ -78,7 +79,10 @@ class PagedModel:
             options[self._keep_name] = logits_indices
         out = self._call(input_ids=input_ids, position_ids=position_ids, **options)
         logits = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
-        return logits[0] if self._keep_name is not None else logits[0][logits_indices]
+        logits = logits[0] if self._keep_name is not None else logits[0][logits_indices]
+        # The greedy token is taken here, where the compiler puts it into the graph; -1 where the logits have NaN.
+        highest, token = logits.max(dim=-1)
+        return logits, torch.where(highest.isnan(), -1, token)
 
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
@@ -126,6 +130,11 @@ class PagedModel:
     def __call__(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor,
                  logits_indices: torch.Tensor) -> torch.Tensor:
         """One forward in ``step``: ids and positions (T,) int64, logits_indices (B,) int64 -> logits (B, V)."""
+        return self.run(step, input_ids, positions, logits_indices)[0]
+
+    def run(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a call, and the greedy tokens (B,) int64 too: the first of the largest logits, -1 where there is NaN."""
         with running(step), torch.no_grad():
             return self._compiled(input_ids[None], positions[None], logits_indices)
 

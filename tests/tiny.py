@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attn_ops.step import Step
+from graph_runner.batch import BatchShape
 from graph_runner.engine import Engine
 from graph_runner.loading import TINY_MODEL
 from graph_runner.request import RequestOutput
 from graph_runner.sampling_params import SamplingParams
+from passes.eager import ensure_planned
 
 # Of 1 to 40 tokens, so that a batch has pages and chunks that end at different places.
 PROMPTS = (
@@ -107,3 +110,65 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
     yield
     assert_unchanged(model, before)
     assert torch.equal(logits(), plain)
+
+
+def decode_batch(engine: Engine, prompts: Sequence[Sequence[int]]) -> Any:
+    """Start the prompts and go on until the next step only decodes; that step's batch, scheduled and not launched."""
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+    while True:
+        waiting = engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running)
+        if not waiting:
+            engine._collect(0)
+            batch = engine.scheduler.schedule()
+            assert batch.is_decode and len(batch.rows) == len(prompts)
+            return batch
+        engine.step()
+
+
+def run_batch(engine: Engine, batch: Any, bucket: Any) -> torch.Tensor:
+    """Logits of the batch's rows: in the captured ``bucket``, or as it is where that is None. The cache is written."""
+    runner = engine.runner
+    shape = bucket or BatchShape(batch.num_tokens, len(batch.rows))
+    host = runner.buffers.fill(batch, shape)
+    runner.buffers.upload(shape)
+    step = Step(runner.cache, runner.buffers.metadata(shape, host, batch), runner.backend, runner._states, graph_key=bucket)
+    if bucket is None:
+        return runner._forward(step, shape).clone()
+    runner._step = step
+    ensure_planned(step, runner.backend, runner.sites)
+    return runner.graphs.replay(bucket)[: len(batch.rows)].clone()
+
+
+def check_padded_bucket(engine: Engine, prompts: Sequence[Sequence[int]], bucket: BatchShape, tolerance: float) -> None:
+    """A batch in a larger bucket: the logits and the written slots of an unpadded run, and no other slot touched.
+
+    ``tolerance``: relative to the largest logit or key; padding changes the order of the sums in a matrix product.
+    """
+    cache = engine.runner.cache
+    for t in [*cache.k, *cache.v]:  # so that slots nobody owns hold something to be changed
+        t.normal_(generator=torch.Generator(t.device).manual_seed(0))
+    batch = decode_batch(engine, prompts)
+    assert engine.runner.graphs.can_run(BatchShape(batch.num_tokens, len(batch.rows)), True) == bucket
+    assert bucket.num_reqs > len(batch.rows)
+    before = [t.clone() for t in [*cache.k, *cache.v]]
+    plain = run_batch(engine, batch, None)
+    written = [t.clone() for t in [*cache.k, *cache.v]]
+    for t, saved in zip([*cache.k, *cache.v], before, strict=True):
+        t.copy_(saved)
+    # What a larger batch left behind must not matter: fill all the padding's fields with its values first.
+    engine.runner.buffers.device_bytes.fill_(1)
+    padded = run_batch(engine, batch, bucket)
+    assert (padded - plain).abs().max() <= tolerance * plain.abs().max()
+    assert torch.equal(padded.argmax(-1), plain.argmax(-1))
+    slots = {r.request.pages[r.start // cache.page_size] * cache.page_size + r.start % cache.page_size for r in batch.rows}
+    live = torch.zeros(cache.num_pages * cache.page_size, dtype=torch.bool, device=plain.device)
+    live[list(slots)] = True
+    for now, old, want in zip([*cache.k, *cache.v], before, written, strict=True):
+        now, old, want = (t.reshape(live.shape[0], -1) for t in (now, old, want))
+        assert torch.equal(now[~live], old[~live])
+        assert not torch.equal(now[live], old[live])
+        assert (now[live] - want[live]).abs().max() <= tolerance * want[live].abs().max()
+    for row in batch.rows:
+        engine.abort(row.request.request_id)
+    engine.step()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 256 * 2**20}
+_COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
 _COPIES = 11
 
 

@@ -64,11 +64,12 @@ class Session:
 
     def measure(self) -> None:
         """All of it; what fails becomes a row that says why."""
+        dtype = str(self.models.spec.dtype).removeprefix("torch.")
         for workload in self.workloads:
             for system in self.systems:
                 for attention in self.args.attention if system == "quire" else [""]:
                     common = {"workload": workload, "system": system, "attention": attention,
-                              "model": self.models.spec.label, "dtype": str(self.models.spec.dtype).removeprefix("torch."), "command": self.command}
+                              "model": self.models.spec.label, "dtype": dtype, "command": self.command}
                     options = dict(self.args.engine) if system == "quire" else {}
                     try:
                         if workload == "start":

@@ -9,27 +9,26 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
+
+from graph_runner.bench.shapes import ModelSpec, skeleton
+from graph_runner.pytest_plugin import check_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = any(e.value == "graph_runner.pytest_plugin" for e in entry_points(group="pytest11"))
 
-MODEL = '''
-import pytest, torch
-from graph_runner.bench.shapes import ModelSpec, skeleton
-
-@pytest.fixture(scope="session")
-def model():
-    return skeleton(ModelSpec("tiny", torch.float32, torch.device("cpu"), layers=1)).eval()
-'''
-
-# In place of tracing a model, which takes seconds: what it finds in the model above.
+# In place of importing torch and tracing a model, which takes seconds.
 NO_MODEL = '''
 import pytest, sys, types
 
 TABLE = """layer  module                    route      needs                scale
 0      model.layers.0.self_attn  interface  GQA 4:2x64, float32  0.125"""
+
+def fail(model, expected):
+    assert "4:4x64" not in expected, "a diff"
+
 sys.modules["passes"] = types.ModuleType("passes")
-sys.modules["passes.snapshot"] = types.SimpleNamespace(attention_sites=lambda model: TABLE, assert_attention_sites=None)
+sys.modules["passes.snapshot"] = types.SimpleNamespace(attention_sites=lambda model: TABLE, assert_attention_sites=fail)
 
 @pytest.fixture
 def model():
@@ -71,12 +70,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_mismatch_fails_with_a_diff(folder: Path) -> None:
-    (folder / "conftest.py").write_text(MODEL)
-    said = run(folder)
-    assert "1 failed, 1 passed" in said
+def test_check_with_a_model() -> None:
+    """Right passes; wrong fails with a diff."""
+    model = skeleton(ModelSpec("tiny", torch.float32, torch.device("cpu"), layers=1)).eval()
+    expected = """
+        layer  module                    route      needs                scale
+        0      model.layers.0.self_attn  interface  GQA 4:2x64, float32  0.125
+    """
+    check_snapshot(model, expected, accept=False)
+    check_snapshot(model, expected, accept=True)
+    with pytest.raises(AssertionError) as failed:
+        check_snapshot(model, expected.replace("4:2x64", "4:4x64"), accept=False)
+    said = str(failed.value)
     assert "-0      model.layers.0.self_attn  interface  GQA 4:4x64, float32  0.125" in said
     assert "run pytest --quire-accept" in said
+
+
+def test_without_accept_the_file_stays(folder: Path) -> None:
+    said = run(folder)
+    assert "1 failed, 1 passed" in said and "a diff" in said
+    assert (folder / "test_model.py").read_text() == TESTS
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

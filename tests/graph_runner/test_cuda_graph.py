@@ -1,0 +1,222 @@
+"""The graph runner on a CPU, where a captured bucket is a callable: choice of bucket, fallback, padding, capture order."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graph_runner.batch import BatchShape
+from graph_runner.cuda_graph import CudaGraphRunner, GraphStats
+from graph_runner.engine import Engine
+from tests.tiny import (
+    GREEDY,
+    PROMPTS,
+    check_padded_bucket,
+    decode_batch,
+    hf_greedy,
+    load_model,
+    load_tokenizer,
+    run_batch,
+    tokens,
+)
+
+CPU = torch.device("cpu")
+
+
+def shapes(*sizes: tuple[int, int] | int) -> list[BatchShape]:
+    return [BatchShape(s, s) if isinstance(s, int) else BatchShape(*s) for s in sizes]
+
+
+def runner(*sizes: tuple[int, int] | int, captured: bool = True, **options) -> CudaGraphRunner:
+    made = CudaGraphRunner(lambda shape: torch.full((shape.num_reqs,), shape.num_tokens), shapes(*sizes), CPU, **options)
+    if captured:
+        made.capture()
+    return made
+
+
+@pytest.mark.parametrize(("tokens", "rows", "decode", "bucket"), [
+    (1, 1, True, (1, 1)), (2, 2, True, (2, 2)), (3, 3, True, (8, 8)), (8, 8, True, (8, 8)),
+    (9, 9, True, (16, 12)),  # no decode bucket is large enough, a mixed one is
+    (12, 12, True, (16, 12)), (13, 13, True, None),
+    (3, 1, False, (16, 4)), (16, 4, False, (16, 4)), (16, 5, False, (16, 12)), (17, 5, False, (64, 12)),
+    (2, 2, False, (16, 4)),  # two chunks of one token: not a decode batch
+    (64, 12, False, (64, 12)), (65, 1, False, None), (20, 13, False, None),
+])
+def test_choice_of_bucket(tokens, rows, decode, bucket) -> None:
+    r = runner(8, 1, (64, 12), 2, (16, 12), (16, 4), 8)
+    found = r.can_run(BatchShape(tokens, rows), decode)
+    assert found == (None if bucket is None else BatchShape(*bucket))
+    assert r.stats.fell_back.total() == (bucket is None)
+
+
+def test_capture_goes_from_large_to_small() -> None:
+    staged, ran, seen = [], [], []
+
+    def progress(buckets):
+        seen.append(list(buckets))
+        yield from buckets
+
+    r = CudaGraphRunner(lambda s: ran.append(s), shapes(4, (32, 3), 1, (16, 12), 16), CPU, progress=progress,
+                        before_capture=staged.append)
+    r.capture()
+    assert staged == seen[0] == r.buckets == shapes((32, 3), 16, (16, 12), 4, 1)
+    assert ran == []  # on a CPU nothing runs before it is asked for
+    assert r.stats.captured == 5 and r.stats.replayed == 0
+
+
+def test_the_collector_rests_while_capturing() -> None:
+    enabled = []
+    r = runner(2, 1, captured=False, before_capture=lambda shape: enabled.append(gc.isenabled()))
+    assert gc.isenabled()
+    r.capture()
+    assert enabled == [False, False] and gc.isenabled()
+
+
+def test_replay() -> None:
+    r = runner(1, 4)
+    assert r.replay(BatchShape(4, 4)).tolist() == [4] * 4
+    assert r.replay(BatchShape(1, 1)).tolist() == [1]
+    assert r.stats.replayed == 2
+
+
+def test_falling_back_is_counted_and_logged_once(caplog) -> None:
+    r = runner(1, 4)
+    with caplog.at_level(logging.DEBUG, "graph_runner.cuda_graph"):
+        for _ in range(3):
+            assert r.can_run(BatchShape(5, 5), True) is None
+            assert r.can_run(BatchShape(6, 6), True) is None
+            assert r.can_run(BatchShape(30, 2), False) is None
+            assert r.can_run(BatchShape(3, 3), True) == BatchShape(4, 4)
+    rows, prefill = "more rows than the largest decode bucket (4)", "a prefill in the batch, and no mixed bucket captured"
+    assert r.stats.fell_back == {rows: 6, prefill: 3}
+    assert [(m.levelname, m.getMessage()) for m in caplog.records] == [
+        ("WARNING", f"step of 5 tokens, 5 rows runs without a CUDA graph: {rows}"),
+        ("DEBUG", f"step of 30 tokens, 2 rows runs without a CUDA graph: {prefill}"),  # usual, so not a warning
+    ]
+
+
+@pytest.mark.parametrize(("sizes", "captured", "decode", "why"), [
+    ((4,), False, True, "nothing is captured"),
+    (((16, 4),), True, True, "more rows than the largest decode bucket (0)"),
+    (((16, 4),), True, False, "more tokens or rows than the largest mixed bucket (16, 4)"),
+])
+def test_reasons(sizes, captured, decode, why) -> None:
+    r = runner(*sizes, captured=captured)
+    assert r.can_run(BatchShape(20, 20), decode) is None
+    assert dict(r.stats.fell_back) == {why: 1}
+
+
+def test_stats_as_text() -> None:
+    assert str(GraphStats()) == "0 graphs (0.0 s, 0 MiB), 0 replays, fell back: none"
+    stats = GraphStats(3, 40, capture_seconds=1.26, capture_bytes=5 * 2**20)
+    stats.fell_back["reason"] = 7
+    assert str(stats) == "3 graphs (1.3 s, 5 MiB), 40 replays, fell back: 7 for reason"
+
+
+def test_out_of_memory() -> None:
+    def before(shape: BatchShape) -> None:
+        if shape.num_reqs == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    r = runner(1, 2, 4, captured=False, before_capture=before)
+    message = ("out of GPU memory while capturing the CUDA graph of 2 rows. Give the KV cache less .gpu_memory_utilization or "
+               "num_pages., capture fewer or smaller batches .max_num_seqs or cudagraph_capture_sizes., or none "
+               r".cudagraph_capture_sizes=\[\].")
+    with pytest.raises(RuntimeError, match=message) as caught:
+        r.capture()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert r.can_run(BatchShape(4, 4), True) is None  # what was captured before is dropped
+    assert gc.isenabled() and gc.get_freeze_count() < 1000
+
+
+def test_another_error_is_not_dressed_up() -> None:
+    def before(shape: BatchShape) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        runner(1, before_capture=before)
+    assert gc.isenabled()
+
+
+def test_clear() -> None:
+    r = runner(1)
+    r.clear()
+    assert r.can_run(BatchShape(1, 1), True) is None
+    with pytest.raises(KeyError):
+        r.replay(BatchShape(1, 1))
+
+
+# -- with a model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokenizer = load_tokenizer()
+    return [tokenizer(p)["input_ids"] for p in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["NHD", "HND"])
+def engine(request, model):
+    with Engine(model, num_pages=60, page_size=4, max_num_seqs=8, max_model_len=100, cudagraph_capture_sizes=[1, 8],
+                cudagraph_token_sizes=[24], async_stepping=False, kv_layout=request.param) as made:
+        yield made
+
+
+def test_padded_bucket(engine, prompts) -> None:
+    # Sums of 512 numbers in another order, in 4 layers: a few times 1e-7 of the largest.
+    check_padded_bucket(engine, prompts[:3], BatchShape(8, 8), 1e-5)
+
+
+def test_padded_mixed_bucket(engine, prompts) -> None:
+    """A prefill beside decode rows, padded in tokens and rows."""
+    decode_batch(engine, prompts[:2])
+    engine.scheduler.running[0].num_computed -= 1  # take the step back: it was not launched
+    engine.scheduler.running[1].num_computed -= 1
+    for r in engine.scheduler.running:
+        r.num_pending = 0
+    engine.add_request(prompts[2], GREEDY)
+    batch = engine.scheduler.schedule()
+    assert [r.num_new for r in batch.rows] == [1, 1, len(prompts[2])] and not batch.is_decode
+    bucket = engine.runner.graphs.can_run(BatchShape(batch.num_tokens, 3), False)
+    assert bucket == BatchShape(24, 8)
+    plain = run_batch(engine, batch, None)
+    padded = run_batch(engine, batch, bucket)
+    assert (padded - plain).abs().max() <= 1e-5 * plain.abs().max()
+    for row in batch.rows:
+        engine.abort(row.request.request_id)
+    engine.step()
+
+
+def test_small_batch_after_a_large_one(engine, model, prompts) -> None:
+    """The bucket of 8 holds 7 rows, then 2: rows that ended leave nothing in the padding."""
+    lengths = [GREEDY.max_tokens if i < 2 else 4 for i in range(7)]
+    before = engine.runner.graphs.stats.replayed
+    outputs = engine.generate(prompts, [replace(GREEDY, max_tokens=n, ignore_eos=True) for n in lengths])
+    assert tokens(outputs) == [hf_greedy(model, p, n, eos_token_id=None) for p, n in zip(prompts, lengths, strict=True)]
+    assert engine.runner.graphs.stats.replayed - before >= GREEDY.max_tokens - 1
+    view = engine.runner.buffers.views(BatchShape(8, 8))
+    assert view["seq_lens"].tolist()[2:] == [0] * 6 and (view["seq_lens"][:2] > 0).all()
+    assert view["slot_mapping"].tolist()[2:] == [-1] * 6
+    assert not view["block_table"][2:].any()
+    assert view["query_start_loc"].tolist() == [0, 1] + [2] * 7
+
+
+def test_engine_falls_back_and_counts(model, prompts, caplog) -> None:
+    with Engine(model, num_pages=40, max_num_seqs=8, cudagraph_capture_sizes=[2]) as engine:
+        with caplog.at_level(logging.WARNING, "graph_runner.cuda_graph"):
+            outputs = engine.generate(prompts[:4], GREEDY)
+        assert tokens(outputs) == [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts[:4]]
+        stats = engine.runner.graphs.stats
+        assert stats.fell_back["more rows than the largest decode bucket (2)"] > 3
+        ours = [m.getMessage() for m in caplog.records if m.name == "graph_runner.cuda_graph"]
+        assert ours == ["step of 4 tokens, 4 rows runs without a CUDA graph: "
+                        "more rows than the largest decode bucket (2)"]
