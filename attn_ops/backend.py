@@ -239,7 +239,7 @@ def select_backend(
         candidates = [get_backend(name)]
     else:
         ranked = {n: (b.priority or {}).get(device.type) for n, b in backends.items()}
-        candidates = [backends[n] for n in sorted((n for n in ranked if ranked[n] is not None), key=lambda n: ranked[n])]
+        candidates = [backends[n] for _, n in sorted((place, n) for n, place in ranked.items() if place is not None)]
     against: dict[str, list[str]] = {}
     first_bad: AttentionSite | None = None
     for backend in candidates:

@@ -25,7 +25,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from attn_ops.small_linear import Config, small_linear_cuda, small_linear_eager  # noqa: E402
+from attn_ops.small_linear import Config, small_linear_cuda, small_linear_eager
 
 # name: (rows of the weight, K, norm, residual, swiglu)
 SHAPES = {

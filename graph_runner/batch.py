@@ -147,7 +147,7 @@ class StepBuffers:
         table[:n, :used] = np.where(np.arange(used) < in_use[:, None], self.block_table[slots, :used], 0)
         table[:n, used:], table[n:] = 0, 0
         if batch.is_decode:
-            positions, row_of = start, slice(None)
+            positions = start
             pages_of = self.block_table[slots, positions // page]
         else:
             row_of = np.repeat(np.arange(n), count)

@@ -83,7 +83,8 @@ class CudaGraphRunner:
             decode: every row has one token.
         """
         if not self._entries:
-            return self._no(shape, "nothing is captured")
+            self._no(shape, "nothing is captured")
+            return None
         if decode:
             size = pick_bucket(self._decode, shape.num_reqs)
             if size is not None:
@@ -92,17 +93,18 @@ class CudaGraphRunner:
             if bucket.num_tokens >= shape.num_tokens and bucket.num_reqs >= shape.num_reqs:
                 return bucket
         if decode:
-            return self._no(shape, f"more rows than the largest decode bucket ({self._decode[-1] if self._decode else 0})")
-        if not self._mixed:
-            return self._no(shape, "a prefill in the batch, and no mixed bucket captured", logging.DEBUG)
-        return self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(self._mixed[-1])}", logging.DEBUG)
+            self._no(shape, f"more rows than the largest decode bucket ({self._decode[-1] if self._decode else 0})")
+        elif not self._mixed:
+            self._no(shape, "a prefill in the batch, and no mixed bucket captured", logging.DEBUG)
+        else:
+            self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(self._mixed[-1])}", logging.DEBUG)
+        return None
 
     def _no(self, shape: BatchShape, why: str, level: int = logging.WARNING) -> None:
         self.stats.fell_back[why] += 1
         if why not in self._warned:
             self._warned.add(why)
             logger.log(level, "step of %d tokens, %d rows runs without a CUDA graph: %s", *shape, why)
-        return None
 
     def capture(self) -> None:
         """Capture every bucket. See NOTE [Largest first, one pool].

@@ -22,7 +22,13 @@ from graph_runner.detokenizer import Detokenizer
 from graph_runner.loading import capture_progress, default_compiler, eos_token_ids, kv_dtype, load, model_length, vocab_size
 from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
 from graph_runner.request import (
-    FinishReason, Prompt, Request, RequestOutput, StreamEvent, as_prompts, token_ids_of,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    StreamEvent,
+    as_prompts,
+    token_ids_of,
 )
 from graph_runner.sampling_params import SamplingParams
 from graph_runner.scheduler import NeedsDrain, Scheduler

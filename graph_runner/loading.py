@@ -30,7 +30,8 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = AutoModelForCausalLM.from_pretrained(str(path), **kwargs).to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), **kwargs)
+    loaded = loaded.to(device).eval()
     if tokenizer is None and any((path / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     return loaded, tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from graph_runner.sampling_params import SamplingParams
@@ -13,7 +13,7 @@ from graph_runner.sampling_params import SamplingParams
 Prompt = str | Sequence[int]
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended. ``length``: max_tokens or the model's length; ``stop``: an end token, stop token or stop string."""
 
     STOP = "stop"

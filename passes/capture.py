@@ -88,7 +88,7 @@ class PagedModel:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. QuireGraph refuses a trace whose guards meant something.
         compiled = torch.compile(_with_own_code(self._forward), backend=self.backend, fullgraph=True,
-                                 options={"guard_filter_fn": lambda guards: [False] * len(guards)})  # type: ignore[dict-item]
+                                 options={"guard_filter_fn": lambda guards: [False] * len(guards)})
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_TOKENS, device=device)[None]
         keep = torch.arange(_REQS, device=device)

@@ -76,8 +76,8 @@ class QuireOptions:
 class QuireBackend:
     """The Dynamo backend as an object: the engine keeps one and reads ``graphs``; torch.compile users get it by name.
 
-    ``guards_dropped``: the caller runs the graphs for any batch shape, whatever Dynamo guarded. ``trace_only``: graphs made while it is set raise Traced when called with no step in progress, after Dynamo has kept
-    them; with ``compile_ahead`` they are lowered and compiled at once, before the cache exists.
+    ``guards_dropped``: the caller runs the graphs for any batch shape, whatever Dynamo guarded. ``trace_only``: graphs made
+    while it is set raise Traced when called with no step in progress, after Dynamo has kept them; with ``compile_ahead`` they are lowered and compiled at once, before the cache exists.
     """
 
     options: QuireOptions
@@ -213,6 +213,7 @@ class QuireGraph:
         if step is not None:
             if step.attention != "auto":
                 attention = step.attention
+            kv_dtype: torch.dtype | None
             page_size, kv_dtype, layout = step.cache.page_size, step.cache.dtype, step.cache.layout
         else:
             assert opts.page_size is not None

@@ -48,7 +48,7 @@ def _fusable(node: fx.Node, fusion: Fusion) -> bool:
     parts = [node.args[1]] + ([_bias(node)] if _bias(node) is not None else [])
     for part in parts:
         tensor = fusion.real.get(part)  # type: ignore[arg-type]
-        if type(tensor) not in (torch.nn.Parameter, torch.Tensor) or not isinstance(part, fx.Node) or len(part.users) != 1:
+        if tensor is None or type(tensor) not in (torch.nn.Parameter, torch.Tensor) or not isinstance(part, fx.Node) or len(part.users) != 1:
             return False
         if not tensor.is_floating_point() or not tensor.is_contiguous():
             return False

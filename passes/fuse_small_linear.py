@@ -54,7 +54,7 @@ def fuse_small_linear(fusion: Fusion) -> int:
 def _runnable(node: fx.Node, fusion: Fusion) -> bool:
     weight = node.args[1]
     tensor = fusion.tensor(weight)  # type: ignore[arg-type]
-    return (type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.dim() == 2
+    return (tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.dim() == 2
             and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.stride(1) == 1 and isinstance(node.args[0], fx.Node))
 
 
@@ -131,7 +131,7 @@ def match_rms_norm(node: fx.Node) -> _Norm | None:
     for weight, cast in (node.args, node.args[::-1]):
         if not (isinstance(weight, fx.Node) and weight.op == "placeholder" and _is_method(cast, "to", "type_as")):
             continue
-        scaled = cast.args[0]  # type: ignore[union-attr]
+        scaled: Any = cast.args[0]  # type: ignore[union-attr]
         if not _is(scaled, _MUL):
             continue
         for wide, rsqrt in (scaled.args, scaled.args[::-1]):
@@ -145,13 +145,13 @@ def _match_rsqrt(wide: Any, rsqrt: Any) -> tuple[fx.Node, float] | None:
     """(x, eps) if ``rsqrt`` is rsqrt(mean(wide ** 2, -1, keepdim) + eps) and ``wide`` is x in fp32."""
     if not _is_method(rsqrt, "rsqrt") or not _is_method(wide, "to", "float") or value(wide).dtype != torch.float32:
         return None
-    add = rsqrt.args[0]
+    add: Any = rsqrt.args[0]
     if not _is(add, _ADD) or not isinstance(add.args[1], float):
         return None
-    mean = add.args[0]
+    mean: Any = add.args[0]
     if not _is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or not mean.kwargs.get("keepdim"):
         return None
-    power = mean.args[0]
+    power: Any = mean.args[0]
     if not _is_method(power, "pow") or power.args[0] is not wide or power.args[1] != 2:
         return None
     return wide.args[0], add.args[1]

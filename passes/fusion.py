@@ -1,7 +1,7 @@
 """The fusion passes, their order, and the weights they make.
 
-Each pass is one file and one function ``(Fusion) -> number of matches``; it rewrites the raised graph before lowering. A pass may
-need a new tensor (a fused weight): it adds it with ``Fusion.add_weight``, and the graph gets one more input.
+Each pass is one file and one function ``(Fusion) -> number of matches``; it rewrites the raised graph before lowering. A pass
+may need a new tensor (a fused weight): it adds it with ``Fusion.add_weight``, and the graph gets one more input.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Fusion:
         with value(like).fake_mode:
             node.meta["example_value"] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype,
                                                              device=tensor.device)
-        node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
+        node._dynamo_source = ConstantSource(name)
         self.added.append(tensor)
         self._new[node] = tensor
         return node

@@ -38,7 +38,8 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = re.sub(r"^[LG]\['\w+'\]", "", list(stack.values())[-1][0])
-    return re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".").removeprefix("self.").removeprefix("_call.")
+    path = re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".")
+    return path.removeprefix("self.").removeprefix("_call.")
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -50,7 +51,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     out = fx.GraphModule(gm, graph)
     for old, new in mapping.items():
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     out.meta = dict(gm.meta)
     return out
 

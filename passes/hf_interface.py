@@ -59,7 +59,7 @@ def attention_function(
     window = int(sliding_window) if sliding_window is not None else None
     cap = float(softcap) if softcap is not None else None
     args = (query, key, value, s_aux)
-    options = {"layer": layer, "scale": scale, "window": window, "softcap": cap, "chunk": _chunk(module, layer),
+    options: dict[str, Any] = {"layer": layer, "scale": scale, "window": window, "softcap": cap, "chunk": _chunk(module, layer),
                "causal": bool(causal)}
     if not torch.compiler.is_compiling() and (step := current_step()) is not None:
         out = paged_eager(step, *args, **options)

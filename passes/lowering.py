@@ -101,7 +101,7 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
         with gm.graph.inserting_after(last):
             last = gm.graph.placeholder(f"quire_{name}")
         last.meta["example_value"] = example
-        last._dynamo_source = ConstantSource(f"quire_{name}")  # type: ignore[attr-defined]
+        last._dynamo_source = ConstantSource(f"quire_{name}")
         examples.append(example)
         return last
 

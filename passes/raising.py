@@ -38,7 +38,15 @@ from torch import fx
 
 from attn_ops.attention import attention, visible
 from passes.graph_tools import (
-    ancestors, constant, erase_dead, evaluate, module_path, number_constants, source_name, symbolic, value,
+    ancestors,
+    constant,
+    erase_dead,
+    evaluate,
+    module_path,
+    number_constants,
+    source_name,
+    symbolic,
+    value,
 )
 
 logger = logging.getLogger(__name__)
@@ -95,7 +103,9 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 def _raise_one(node: fx.Node, layer: int, inputs: dict[str, Any]) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arg = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    q, k, v = arg["query"], arg["key"], arg["value"]
+    q: Any = arg["query"]
+    k: Any = arg["key"]
+    v: Any = arg["value"]
     try:
         dropout, scale = constant(arg.get("dropout_p", 0.0)), constant(arg.get("scale"))
     except ValueError as error:
@@ -117,7 +127,8 @@ def _raise_one(node: fx.Node, layer: int, inputs: dict[str, Any]) -> None:
         raise Refusal(f"{heads} query heads, {kv_heads} key heads, {v_heads} value heads")
     if kv_heads not in (1, heads) and k is arg["key"] and not arg.get("enable_gqa", False):
         raise Refusal(f"{heads} query heads over {kv_heads} key heads without enable_gqa")
-    mask, is_causal = arg.get("attn_mask"), arg.get("is_causal", False)
+    mask: Any = arg.get("attn_mask")
+    is_causal = arg.get("is_causal", False)
     if mask is None:
         kind = MaskKind(causal=bool(is_causal))
     elif is_causal:
@@ -147,7 +158,7 @@ def _peel_repeat(node: fx.Node, heads: int) -> fx.Node:
         if name.rstrip("_") not in _VIEWS or not isinstance(data, fx.Node):
             break
         at = data
-        shape = getattr(value(at), "shape", ())
+        shape: Any = getattr(value(at), "shape", ())
         if len(shape) == 4 and shape[1] != heads and not symbolic(shape[1]) and heads % shape[1] == 0 \
                 and _is_repeat(at, node, chain, heads // shape[1]):
             return at
@@ -287,7 +298,7 @@ def _classify(mask: Any, length: int) -> MaskKind:
             raise Refusal("a float bias is added to the scores (ALiBi or relative positions)")
         keep = keep == 0
     pos = torch.arange(length)
-    candidates = [MaskKind()]
+    candidates: list[MaskKind] = [MaskKind()]
     seen = int(keep[-1].sum())
     if 0 < seen < length:
         candidates.append(MaskKind(window=seen))

@@ -95,8 +95,8 @@ def check_positions(graph: fx.Graph, tokens: Any) -> None:
         made = not any(long_as_row(n) for n in node.all_input_nodes) and name in ("arange", "getitem", "narrow", "linspace")
         if node.op.startswith("call") and node.users and long_as_row(node) and (made or name == "cumsum"):
             raise UnsupportedAttention(
-                f"the model makes positions of its own ({name} at {module_path(node) or node.name}) and reads none; in a ragged "
-                "batch every sequence has its own. Its forward must take position_ids and use them.")
+                f"the model makes positions of its own ({name} at {module_path(node) or node.name}) and reads none; in a "
+                "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
 
 
 def check_mixing(graph: fx.Graph, tokens: Any) -> None:
@@ -158,7 +158,8 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     if window and not types and any(s.window is None for s in sites):
         raise UnsupportedAttention(f"{kind} is configured with sliding_window={window}, but it did not reach every attention "
-                                   "site (a trace shorter than the window reads as plain causal); use quire.paged or quire.Engine")
+                                   "site (a trace shorter than the window reads as plain causal); use quire.paged or "
+                                   "quire.Engine")
     for s in sites:
         kind_of = types[s.layer] if types and s.layer < len(types) else None
         if kind_of == "sliding_attention" and s.window is None:

@@ -11,7 +11,7 @@ from typing import Any
 def main() -> None:
     job = json.loads(sys.argv[1])
     import torch
-    import transformers  # noqa: F401  # a part of what a user waits for
+    import transformers  # a part of what a user waits for
 
     import passes.capture
     import passes.dynamo_backend

@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 triton = pytest.importorskip("triton")
 
-from attn_ops.backends.triton import BACKEND, _load, available  # noqa: E402
-from tests.attn_ops.cases import check_case, check_output, fast_oracle, make_case, run_case  # noqa: E402
-from tests.attn_ops.oracle import oracle_attention  # noqa: E402
+from attn_ops.backends.triton import BACKEND, _load, available
+from tests.attn_ops.cases import check_case, check_output, fast_oracle, make_case, run_case
+from tests.attn_ops.oracle import oracle_attention
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):

@@ -151,7 +151,7 @@ def test_stop_strings_before_min_tokens() -> None:
     assert stream(texts, (".",)) == (["x"], "", ".")
     assert stream(texts, (".",), may_stop_from=1) == (["x.", "y"], "", ".")
     # One that came too early does not count later, and one that is completed in time does.
-    assert stream(["a.b", "c", "d"], (".b", "bcd"), may_stop_from=2) == (["a.", "", ""], "", "bcd")
+    assert stream(["a.b", "c", "d"], (".b", "bcd"), may_stop_from=2) == (["a", ".", ""], "", "bcd")
     assert stream(["a.b", "c", "d"], (".b",), may_stop_from=1) == (["a.b", "c", "d"], "", None)
 
 

@@ -1,0 +1,465 @@
+"""``quire.paged``: ``model.generate`` gives what transformers gives, paged where it can be, with a warning where not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+
+import quire
+from graph_runner.engine import Engine
+from graph_runner.paged import PagedGenerate
+from graph_runner.sampling_params import SamplingParams
+from tests.tiny import PROMPTS, assert_idle, assert_unchanged, load_model, load_tokenizer, snapshot, tokens
+
+NEW = 16
+OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[8])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A model that transformers serves."""
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def paged_model():
+    model = quire.paged(load_model(), **OPTIONS)
+    yield model
+    model.generate.close()
+
+
+@pytest.fixture
+def model(paged_model):
+    paged_model.generate._warned.clear()
+    yield paged_model
+    assert_idle(paged_model.generate.engine)
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer):
+    """Three prompts of different lengths, padded on the left."""
+    return tokenizer(list(PROMPTS[:3]), return_tensors="pt", padding=True)
+
+
+@pytest.fixture
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def same(plain, model, *args, seed: int = 0, **kwargs) -> torch.Tensor:
+    """Both generate the same; the result."""
+    torch.manual_seed(seed)
+    want = plain.generate(*args, **copy.deepcopy(kwargs))
+    torch.manual_seed(seed)
+    got = model.generate(*args, **kwargs)
+    assert got.dtype == want.dtype and got.device == want.device and torch.equal(got, want)
+    return got
+
+
+# -- routed to the engine
+
+
+def test_padded_batch(no_warnings, plain, model, batch) -> None:
+    out = same(plain, model, **batch, max_new_tokens=NEW, do_sample=False)
+    assert out.shape == (3, batch.input_ids.shape[1] + NEW)
+    assert model.generate.engine.runner.graphs.stats.replayed > 0
+
+
+def test_one_prompt_in_many_forms(no_warnings, plain, model, batch) -> None:
+    ids = batch.input_ids[2:, :]
+    for args, kwargs in (((ids,), {}), ((), {"input_ids": ids}), ((), {"inputs": ids}), ((), {"inputs": ids.int()})):
+        same(plain, model, *args, **kwargs, max_new_tokens=4)
+
+
+def test_ends_at_different_places(no_warnings, plain, model, batch) -> None:
+    """Rows that end early are filled with the padding token."""
+    out = same(plain, model, **batch, max_new_tokens=120)
+    assert (out[:, -1] == 0).any() and not (out[:, -1] == 0).all()
+    some = [int(out[1, 12]), int(out[0, 20])]
+    same(plain, model, **batch, max_new_tokens=NEW, eos_token_id=some)
+    same(plain, model, **batch, max_new_tokens=NEW, eos_token_id=some[0], pad_token_id=77)
+    same(plain, model, **batch, max_new_tokens=NEW, eos_token_id=some, min_new_tokens=9)
+
+
+def test_mask(no_warnings, plain, model, batch, tokenizer) -> None:
+    """Masked tokens are as if they were not there, wherever they are."""
+    alone = [plain.generate(tokenizer(p, return_tensors="pt").input_ids, max_new_tokens=NEW)[0, -NEW:] for p in PROMPTS[:2]]
+    ids, mask = torch.full((2, 9), 5), torch.zeros(2, 9, dtype=torch.long)
+    for row, at, text in ((0, [0, 2, 3, 7], PROMPTS[0]), (1, [5, 6], PROMPTS[1])):
+        ids[row, at] = torch.tensor(tokenizer(text)["input_ids"])
+        mask[row, at] = 1
+    for m in (mask, mask.bool()):
+        out = model.generate(ids, attention_mask=m, max_new_tokens=NEW)
+        assert torch.equal(out[:, :9], ids)
+        assert torch.equal(out[:, 9:], torch.stack(alone))
+
+
+def test_mask_inferred_from_the_padding(no_warnings, plain, model, batch) -> None:
+    same(plain, model, batch.input_ids.where(batch.attention_mask.bool(), 9), pad_token_id=9, max_new_tokens=NEW)
+    same(plain, model, batch.input_ids, max_new_tokens=NEW)  # padded with the end token: not told apart, so it counts
+
+
+def test_generation_config(no_warnings, plain, model, batch) -> None:
+    """A config given, over the model's own, which fills what it leaves open; arguments over both."""
+    ids = batch.input_ids[:1]
+    out = same(plain, model, ids, generation_config=GenerationConfig(max_new_tokens=150))
+    assert out[0, -1] == 0 and out.shape[1] < 150  # the model's end token
+    assert same(plain, model, ids, max_new_tokens=150, eos_token_id=None).shape[1] == ids.shape[1] + 150
+    assert same(plain, model, ids, generation_config=GenerationConfig(eos_token_id=12), max_new_tokens=NEW)[0, -1] == 12
+    assert model.generation_config.max_new_tokens == 256  # untouched
+
+
+@pytest.mark.parametrize("options", [dict(max_length=20), dict(max_length=20, min_length=18), {}], ids=str)
+def test_lengths(options, no_warnings, plain, model, batch, monkeypatch) -> None:
+    for m in (plain, model):
+        monkeypatch.setattr(m, "generation_config", GenerationConfig(pad_token_id=0, eos_token_id=12))
+    out = same(plain, model, **batch, **options)
+    assert out.shape[1] <= (20 if options else batch.input_ids.shape[1] + 20)
+
+
+def test_sampling_follows_torch_manual_seed(no_warnings, model, batch) -> None:
+    def sample(seed: int, **options) -> list:
+        torch.manual_seed(seed)
+        return model.generate(**batch, max_new_tokens=NEW, do_sample=True, temperature=0.9, **options).tolist()
+
+    assert sample(1) == sample(1) != sample(2)
+    assert len(set(map(tuple, sample(1)))) == 3
+    torch.manual_seed(1)
+    assert sample(1, top_k=1) == model.generate(**batch, max_new_tokens=NEW).tolist()
+    # Different prompts of one call draw different numbers, and a greedy call none of the global ones.
+    same_prompt = model.generate(batch.input_ids[2:].repeat(4, 1), max_new_tokens=NEW, do_sample=True).tolist()
+    assert len(set(map(tuple, same_prompt))) == 4
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model.generate(**batch, max_new_tokens=2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_several_sequences(no_warnings, model, batch) -> None:
+    out = model.generate(**batch, max_new_tokens=NEW, do_sample=True, num_return_sequences=3)
+    assert out.shape == (9, batch.input_ids.shape[1] + NEW)
+    assert torch.equal(out[:, : batch.input_ids.shape[1]], batch.input_ids.repeat_interleave(3, 0))
+    assert len(set(map(tuple, out.tolist()))) == 9
+
+
+def test_streamer(no_warnings, plain, model, batch, tokenizer, capsys) -> None:
+    ids, printed = batch.input_ids[2:], []
+    for m in (plain, model):
+        m.generate(ids, max_new_tokens=NEW, streamer=TextStreamer(tokenizer, skip_prompt=True))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and len(printed[0]) > 20
+
+
+def test_tokenizer_for_the_engine(model, tokenizer) -> None:
+    """The engine behind it is there to be used."""
+    assert model.generate.engine is model.generate.engine
+    params = SamplingParams(temperature=0, max_tokens=3)
+    assert len(tokens(model.generate.engine.generate([[5, 6, 7]], params))[0]) == 3
+
+
+def test_a_row_that_cannot_be_served(model, batch) -> None:
+    with pytest.raises(ValueError, match="row 1: the prompt is empty; give at least one token"):
+        mask = batch.attention_mask.clone()
+        mask[1] = 0
+        model.generate(batch.input_ids, attention_mask=mask, max_new_tokens=4)
+
+
+# -- what goes to transformers
+
+
+class Stop(torch.nn.Module):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def fallbacks(plain, tokenizer, ids) -> dict:
+    return {
+        "beams": (dict(num_beams=2), "quire does not have num_beams"),
+        "repetition_penalty": (dict(repetition_penalty=1.5), "quire does not have repetition_penalty"),
+        "two at once": (dict(repetition_penalty=1.5, no_repeat_ngram_size=2),
+                        "quire does not have repetition_penalty, no_repeat_ngram_size"),
+        "in a config": (dict(generation_config=GenerationConfig(typical_p=0.5, do_sample=True)), "quire does not have typical_p"),
+        "scores": (dict(output_scores=True, return_dict_in_generate=True), "return_dict_in_generate was asked for"),
+        "dict": (dict(return_dict_in_generate=True), "return_dict_in_generate was asked for, and quire returns token ids"),
+        "no cache": (dict(use_cache=False), "use_cache=False was asked for"),
+        "position_ids": (dict(position_ids=torch.arange(ids.shape[1])[None]), r"quire does not have the arguments \['position"),
+        "embeddings": (dict(inputs_embeds=plain.get_input_embeddings()(ids).detach()), "quire does not have the arguments"),
+        "assistant": (dict(assistant_model=plain), r"quire does not have the arguments \['assistant_model'\]"),
+        "processors": (dict(logits_processor=LogitsProcessorList([lambda ids, scores: -scores])), "logits_processor"),
+        "criteria": (dict(stopping_criteria=StoppingCriteriaList([Stop()])), "stopping_criteria"),
+        "stop strings": (dict(stop_strings="e", tokenizer=tokenizer), r"\['tokenizer'\]"),
+        "too long": (dict(max_new_tokens=400), "sequence of 406 tokens, and the engine holds 300"),
+    }
+
+
+@pytest.mark.parametrize("name", fallbacks(load_model(), None, torch.zeros(1, 1, dtype=torch.long)))
+def test_falls_back_with_one_warning(name, plain, model, batch, tokenizer) -> None:
+    ids = batch.input_ids[2:]
+    options, reason = fallbacks(plain, tokenizer, ids)[name]
+    options = {"max_new_tokens": 6} | options
+    torch.manual_seed(0)
+    want = plain.generate(ids, **options)
+    with pytest.warns(UserWarning, match="generate.. runs on transformers' own code, not paged, because .*" + reason) as seen:
+        torch.manual_seed(0)
+        got = model.generate(ids, **options)
+    ours = [w for w in seen if "not paged" in str(w.message)]
+    assert len(ours) == 1 and ours[0].filename == __file__
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        model.generate(ids, **options)
+    assert not [w for w in again if "not paged" in str(w.message)]  # once for each reason
+    assert type(got) is type(want)
+    for a, b in ((got, want),) if isinstance(want, torch.Tensor) else ((got.sequences, want.sequences),):
+        assert torch.equal(a, b)
+    if name == "scores":
+        assert torch.equal(torch.stack(got.scores), torch.stack(want.scores))
+
+
+def test_embeddings_alone(plain, model, batch) -> None:
+    embeds = plain.get_input_embeddings()(batch.input_ids[2:]).detach()
+    with pytest.warns(UserWarning, match="because it was not given input_ids of shape .batch, length."):
+        got = model.generate(inputs_embeds=embeds, max_new_tokens=4)
+    assert torch.equal(got, plain.generate(inputs_embeds=embeds, max_new_tokens=4))
+
+
+def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) -> None:
+    with pytest.warns(UserWarning, match="because a streamer with several sequences"), pytest.raises(ValueError):
+        model.generate(**batch, max_new_tokens=4, streamer=TextStreamer(tokenizer))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(num_return_sequences=2), "n must be 1 with temperature 0"),
+    (dict(max_length=3, max_new_tokens=None), "max_tokens must be at least 1"),
+    (dict(not_an_argument=3), r"quire does not have the arguments \['not_an_argument'\]"),
+    (dict(stop_strings="e"), "quire does not have stop_strings in generate"),
+])
+def test_what_transformers_refuses_it_still_refuses(options, message, plain, model, batch, monkeypatch) -> None:
+    for m in (plain, model):
+        monkeypatch.setattr(m, "generation_config", GenerationConfig(pad_token_id=0, eos_token_id=0))
+    with pytest.raises(ValueError) as want:
+        plain.generate(batch.input_ids, **options)
+    with pytest.warns(UserWarning, match=message), pytest.raises(ValueError) as got:
+        model.generate(batch.input_ids, **options)
+    assert str(got.value) == str(want.value)
+
+
+def test_training_mode(plain, model, batch) -> None:
+    """Dropout is transformers' business; and the mode stays."""
+    engine = model.generate.engine
+    model.train()
+    try:
+        with pytest.warns(UserWarning, match="because the model is in training mode"):
+            got = model.generate(batch.input_ids[2:], max_new_tokens=4)
+        assert model.training
+    finally:
+        model.eval()
+    assert torch.equal(got, plain.generate(batch.input_ids[2:], max_new_tokens=4))
+    assert model.generate.engine is engine
+
+
+# -- the model besides
+
+
+def test_the_rest_of_the_model_is_as_ever(plain, model, batch) -> None:
+    with torch.no_grad():
+        for kwargs in (dict(batch), dict(input_ids=batch.input_ids[2:], labels=batch.input_ids[2:])):
+            want, got = plain(**kwargs), model(**kwargs)
+            assert torch.equal(want.logits, got.logits) and (want.loss is None or torch.equal(want.loss, got.loss))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert model.config.to_dict() == plain.config.to_dict()
+    assert model.generate.__doc__ == plain.generate.__doc__
+    assert isinstance(model, type(plain)) and "Llama" in repr(model)
+
+
+def test_close_restores(batch, plain) -> None:
+    model = load_model()
+    before = snapshot(model)
+    assert quire.paged(model, fusions="all", **OPTIONS) is model
+    want = plain.generate(**batch, max_new_tokens=4)
+    assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
+    engine = model.generate.engine
+    model.generate.close()
+    assert_unchanged(model, before)
+    assert not isinstance(model.generate, PagedGenerate) and "forward" not in vars(model)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.generate([[5]])
+    assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
+
+
+def test_paged_twice_is_paged_once(batch, plain) -> None:
+    model = load_model()
+    before = snapshot(model)
+    quire.paged(model, **OPTIONS)
+    first = model.generate.engine
+    quire.paged(model, **OPTIONS, page_size=4)
+    assert first._closed and model.generate.engine.runner.cache.page_size == 4
+    assert torch.equal(model.generate(**batch, max_new_tokens=4), plain.generate(**batch, max_new_tokens=4))
+    model.generate.close()
+    assert_unchanged(model, before)
+
+
+def test_options_are_the_engines() -> None:
+    model = quire.paged(load_model(), attention="nope")
+    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+    model = quire.paged(model, not_an_option=1)
+    with pytest.raises(TypeError, match="not_an_option"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+
+
+def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> None:
+    want = plain.generate(**batch, max_new_tokens=NEW)
+    assert torch.equal(model.generate(**batch, max_new_tokens=NEW), want)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in copied.model.layers:
+            layer.mlp.down_proj.weight.mul_(0.1)
+    changed = copied.generate(**batch, max_new_tokens=NEW)
+    assert not torch.equal(changed, want)
+    assert copied.generate.engine is not model.generate.engine
+    copied.generate.close()
+    assert torch.equal(copied.generate(**batch, max_new_tokens=NEW), changed)
+    assert torch.equal(model.generate(**batch, max_new_tokens=NEW), want)
+
+
+def test_not_kept_alive() -> None:
+    model = quire.paged(load_model())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_it_takes() -> None:
+    with pytest.raises(TypeError, match="Linear has no generate.*decorate its forward with quire.paged, or use"):
+        quire.paged(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="quire.paged takes a model or a forward function, got int"):
+        quire.paged(3)
+    with pytest.raises(TypeError, match="unknown options for backend 'quire': .'page_sze'."):
+        quire.paged(lambda self: None, page_sze=4)
+
+
+# -- a forward of one's own
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, width = x.shape
+        q, k, v = (f(x).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(b, s, width))
+        return x + self.mlp(x)
+
+
+def language_model(**options) -> nn.Module:
+    """Not a transformers model: it calls F.scaled_dot_product_attention, and its forward is decorated."""
+
+    class MyLM(nn.Module):
+        def __init__(self, vocabulary: int = 40, width: int = 32, heads: int = 4) -> None:
+            super().__init__()
+            self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
+            self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
+            self.head = nn.Linear(width, vocabulary)
+
+        @quire.paged(**options)
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids) + self.positions(position_ids)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    return MyLM().eval()
+
+
+def logits_in_steps(model: nn.Module, ids: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """Logits of one sequence of 12, served in steps beside another that is noise."""
+    cache = quire.PagedKVCache.for_model(model, num_pages=16, page_size=4)
+    done, found = 0, []
+    for n in cuts:
+        other = torch.randint(0, 40, (3,))
+        lens, total = [n, 3], [done + n, 3]
+        meta = quire.CommonAttentionMetadata.build(lens, total, [[3, 1, 7], [2]], page_size=4)
+        row = torch.cat([ids[done : done + n], other])
+        with torch.no_grad(), quire.step(cache, meta):
+            found.append(model(row[None], meta.positions[None])[0, :n])
+        done += n
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("options", [{}, dict(attention="torch_native"), dict(fusions="all")], ids=str)
+def test_decorated_forward(options) -> None:
+    model = language_model(compiler="eager", **options)
+    ids = torch.arange(12)
+    with torch.no_grad():
+        want = model(ids[None], torch.arange(12)[None])[0]  # outside a step: plain
+    assert (logits_in_steps(model, ids, [5, 1, 1, 4, 1]) - want).abs().max() < 1e-5
+    with torch.no_grad():
+        assert torch.equal(model(ids[None], torch.arange(12)[None])[0], want)
+    loss = model(ids[None], torch.arange(12)[None]).sum()
+    loss.backward()
+    assert model.blocks[0].q.weight.grad is not None
+
+
+@pytest.mark.parametrize("fusions", ["none", "all"])
+def test_two_models_of_one_decorated_class(fusions) -> None:
+    """They share what was compiled, and must not share weights."""
+    first = language_model(compiler="eager", fusions=fusions)
+    second = type(first)().eval()
+    ids = torch.arange(12)
+    for model in (first, second, first):
+        with torch.no_grad():
+            want = model(ids[None], torch.arange(12)[None])[0]
+        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
+
+
+def test_replaced_parameters_of_a_fused_model() -> None:
+    """Fused weights follow updates in place; tensors that were swapped are noticed."""
+    model = language_model(compiler="eager", fusions="all")
+    ids = torch.arange(12)
+    for swap in (lambda p: p.data.mul_(1.5), lambda p: setattr(p, "data", p.detach() * 0.7)):
+        logits_in_steps(model, ids, [12])
+        swap(model.blocks[1].k.weight)
+        with torch.no_grad():
+            want = model(ids[None], torch.arange(12)[None])[0]
+        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("fusions", ["none", "all"])
+def test_engine_of_a_decorated_module(fusions) -> None:
+    model = language_model(compiler="eager")
+    prompts = [[3, 4, 5], [7], list(range(20))]
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(10):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
+        expected.append(ids[len(prompt) :])
+    before = snapshot(model)
+    with Engine(model, num_pages=40, page_size=4, max_num_seqs=4, max_model_len=64, fusions=fusions) as engine:
+        params = SamplingParams(temperature=0, max_tokens=10)
+        assert tokens(engine.generate(prompts, params)) == expected
+    assert_unchanged(model, before)
