@@ -53,7 +53,8 @@ class Engine:
         kv_layout: "NHD" or "HND".
         prefill_chunk_size: most prompt tokens of one request in a step. None: max_num_batched_tokens.
         cudagraph_capture_sizes: decode batch sizes to capture; None: the default buckets, []: none.
-        cudagraph_token_sizes: token counts of mixed batches to capture, for backends that allow it.
+        cudagraph_token_sizes: token counts of mixed batches to capture, for backends that allow it; None: default buckets up
+            to 1024 on a GPU, none on a CPU. []: none.
         compiler: "inductor", "eager", or "auto": inductor on a GPU, eager on a CPU (where compiling costs more than it saves).
         fusions: fusion passes: "all", "none", "auto" (all on a GPU) or their names.
         async_stepping: take results in one step late (see above). None: on a GPU.

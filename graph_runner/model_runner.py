@@ -29,7 +29,10 @@ from passes.eager import ensure_planned
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
-MIXED_ROWS = 64  # rows of a captured mixed batch; its LM head runs on all of them
+# Mixed batches (prefill and decode) are captured up to this many tokens; larger steps keep the GPU busy for longer than the
+# host needs to launch them. Each token bucket is captured for few rows and for all, since the LM head runs on every row.
+MIXED_TOKENS = 1024
+FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class ModelRunner:
         self.backend = self.selection.backend
         self.sampler = Sampler()
         width = pages_for(config.max_model_len, config.page_size)
-        rows = max(config.max_num_seqs, MIXED_ROWS)
+        rows = config.max_num_seqs
         most = BatchShape(max(config.max_num_batched_tokens, rows), rows)
         self.limits = StepLimits(most.num_reqs, most.num_tokens, width)
         self.buffers = StepBuffers(most, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
@@ -123,10 +126,14 @@ class ModelRunner:
         found: list[BatchShape] = []
         if support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE and (sizes is None or len(sizes)):
             found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes=sizes)]
-        if support is CudagraphSupport.ALWAYS and token_sizes:
-            rows = min(MIXED_ROWS, max(config.max_num_seqs, 1))
-            for n in token_buckets(config.max_num_batched_tokens, sizes=token_sizes):
-                found.append(BatchShape(n, min(rows, max(n - 1, 1))))
+        if token_sizes is None:  # by default on a GPU, and with decode graphs only
+            token_sizes = token_buckets(min(MIXED_TOKENS, config.max_num_batched_tokens)) if (
+                found and self.device.type == "cuda") else []
+        elif token_sizes:
+            token_sizes = token_buckets(config.max_num_batched_tokens, sizes=token_sizes)
+        if support is CudagraphSupport.ALWAYS:
+            for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
+                found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes if n > 1]
         return found
 
     def _pages_that_fit(self, most: BatchShape) -> int:

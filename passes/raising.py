@@ -218,7 +218,7 @@ def identify_mask(mask: fx.Node, tokens: Any, inputs: dict[str, Any]) -> MaskKin
             return number
         return type(number)(to_small[abs(number)] * (1 if number > 0 else -1))
 
-    masks = []
+    masks: list[Any] = []
     for ids in (torch.zeros(length, dtype=torch.int64), torch.tensor([*numbers, 1] * length)[:length]):
         env = {n: stored.get(n, None) for n in nodes if n.op == "placeholder"}
         env = {n: _probe_input(n, length, tokens, ids) if t is None else t for n, t in env.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from attn_ops.kv_cache import PagedKVCache, pages_for
 from attn_ops.metadata import CommonAttentionMetadata
@@ -108,3 +109,28 @@ def served(graph: QuireGraph, model: nn.Module, *, page_size: int = 4, layout: A
             worst = max(worst, (got - want[d - n : d]).abs().max().item())
     assert graph.owner.graphs == [graph], "a second graph was traced"
     return worst
+
+
+def listing(graph: fx.Graph) -> str:
+    """A graph in short, the same on every version of torch: one line a node, symbols numbered as they appear."""
+    symbols: dict[str, str] = {}
+
+    def size(s: Any) -> str:
+        return symbols.setdefault(str(s), f"s{len(symbols)}") if isinstance(s, torch.SymInt) else str(s)
+
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            val = node.meta["example_value"]
+            kind = f"[{', '.join(map(size, val.shape))}]" if isinstance(val, torch.Tensor) else f"size {size(val)}"
+            lines.append(f"{node.name}: {kind}")
+        elif node.op == "output":
+            lines.append(f"return {node.args[0]}")
+        else:
+            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            options = [f"{k}={v}" for k, v in node.kwargs.items()]
+            lines.append(f"{node.name} = {target}({', '.join([*map(str, node.args), *options])})")
+    text = "\n".join(lines)
+    for old, new in symbols.items():
+        text = re.sub(rf"\b{old}\b", new, text)
+    return text
