@@ -159,7 +159,8 @@ def _peel_repeat(node: fx.Node, heads: int) -> fx.Node:
             break
         at = data
         shape: Any = getattr(value(at), "shape", ())
-        if len(shape) == 4 and shape[1] != heads and not symbolic(shape[1]) and heads % shape[1] == 0 \
+        # symbolic first: comparing a symbol with a number would guard on it, and the trace would hold for fewer batches
+        if len(shape) == 4 and not symbolic(shape[1]) and shape[1] != heads and heads % shape[1] == 0 \
                 and _is_repeat(at, node, chain, heads // shape[1]):
             return at
         chain.append(at)

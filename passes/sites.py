@@ -92,7 +92,8 @@ def check_positions(graph: fx.Graph, tokens: Any) -> None:
         return
     for node in graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
-        made = not any(long_as_row(n) for n in node.all_input_nodes) and name in ("arange", "getitem", "narrow", "linspace")
+        cut = name in ("getitem", "narrow") and isinstance(value(node.args[0]), torch.Tensor)  # of a stored table
+        made = (cut or name in ("arange", "linspace")) and not any(long_as_row(n) for n in node.all_input_nodes)
         if node.op.startswith("call") and node.users and long_as_row(node) and (made or name == "cumsum"):
             raise UnsupportedAttention(
                 f"the model makes positions of its own ({name} at {module_path(node) or node.name}) and reads none; in a "
