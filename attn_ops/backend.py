@@ -225,7 +225,7 @@ class Selection:
 
 
 def select_backend(
-    name: str, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
+    name: str | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
     kv_dtype: torch.dtype | None = None, layout: str | None = None,
 ) -> Selection:
     """Choose the backend for a model: ``name``, or the first in order of priority that can serve every site.
@@ -235,7 +235,9 @@ def select_backend(
         ValueError: there is no backend called ``name``.
     """
     backends = all_backends()
-    if name != "auto":
+    if isinstance(name, AttentionBackend):
+        candidates, name = [name], name.name
+    elif name != "auto":
         candidates = [get_backend(name)]
     else:
         ranked = {n: (b.priority or {}).get(device.type) for n, b in backends.items()}

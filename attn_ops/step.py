@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from attn_ops.attention import AttentionSite
 from attn_ops.backend import AttentionBackend
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
@@ -60,4 +61,17 @@ def running(step: Step) -> Iterator[Step]:
         _CURRENT.reset(token)
 
 
-__all__ = ["Step", "StepLimits", "current_step", "running"]
+def ensure_planned(step: Step, backend: AttentionBackend, sites: list[AttentionSite]) -> None:
+    """Give the step the backend's state and run its host-side plan, once a step."""
+    if backend.name in step.planned:
+        return
+    if backend.make_state is not None and backend.name not in step.states:
+        meta = step.metadata
+        limits = StepLimits(meta.seq_lens.shape[0], meta.num_tokens, meta.block_table_tensor.shape[1])
+        step.states[backend.name] = backend.make_state(sites, step.cache, limits)
+    if backend.plan is not None:
+        backend.plan(step.metadata, step)
+    step.planned.add(backend.name)
+
+
+__all__ = ["Step", "StepLimits", "current_step", "ensure_planned", "running"]

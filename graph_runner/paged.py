@@ -203,9 +203,9 @@ class PagedGenerate:
             if output.error is not None:
                 raise ValueError(f"row {output.index // params.n}: {output.error}")
         longest = max(len(o.token_ids) for o in outputs)
-        new = torch.full((len(outputs), longest), pad, dtype=ids.dtype)
+        new = torch.full((len(outputs), longest), pad)
         for i, output in enumerate(outputs):
-            new[i, : len(output.token_ids)] = torch.tensor(output.token_ids, dtype=ids.dtype)
+            new[i, : len(output.token_ids)] = torch.tensor(output.token_ids)
         return torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
 
 

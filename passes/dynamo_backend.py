@@ -22,8 +22,8 @@ from attn_ops.attention import AttentionSite
 from attn_ops.backend import AttentionBackend, Selection, UnsupportedAttention, select_backend
 from attn_ops.kv_cache import Layout
 from attn_ops.small_linear import MAX_TOKENS
-from attn_ops.step import Step, current_step
-from passes.eager import check_step, ensure_planned
+from attn_ops.step import Step, current_step, ensure_planned
+from passes.eager import check_step
 from passes.fusion import FusedWeights, apply_fusions, fusion_names, has_small_passes
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
@@ -89,6 +89,9 @@ class QuireBackend:
     graphs: list[QuireGraph] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> QuireGraph:
+        if self.trace_only and self.graphs:  # a second trace, in another situation than the first, would be another graph
+            raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
+                               "and make a new one")
         graph = QuireGraph(gm, list(example_inputs), self)
         self.graphs.append(graph)
         if self.compile_ahead and self.options.page_size is not None:
@@ -223,7 +226,7 @@ class QuireGraph:
         key = (name, page_size, kv_dtype or sites[0].dtype, layout, fusions)
         if key not in self._paged:
             device = next(value(n.args[0]).device for n in site_nodes(self._raised_graph()[0].graph))
-            selection = select_backend(name, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
+            selection = select_backend(attention, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
             target = LoweringTarget(selection.backend, page_size, kv_dtype, layout)
             self._paged[key] = self._compile_paged(target, selection, fusions)
         return self._paged[key]

@@ -13,20 +13,7 @@ import torch
 
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import AttentionBackend, UnsupportedAttention, select_backend
-from attn_ops.step import Step, StepLimits
-
-
-def ensure_planned(step: Step, backend: AttentionBackend, sites: list[AttentionSite]) -> None:
-    """Give the step the backend's state and run its host-side plan, once a step."""
-    if backend.name in step.planned:
-        return
-    if backend.make_state is not None and backend.name not in step.states:
-        meta = step.metadata
-        limits = StepLimits(meta.num_reqs, meta.num_tokens, meta.block_table_tensor.shape[1])
-        step.states[backend.name] = backend.make_state(sites, step.cache, limits)
-    if backend.plan is not None:
-        backend.plan(step.metadata, step)
-    step.planned.add(backend.name)
+from attn_ops.step import Step, ensure_planned
 
 
 def check_step(step: Step, tokens: int) -> None:

@@ -9,8 +9,8 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
 One matrix product of N = Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones, and saves two
-launches. Not fused: a weight with a second user, weights of different dtype or device, siblings of which only some have a
-bias, tensor subclasses (quantised weights).
+launches. Not fused: a weight with a second user, weights of different dtype, siblings of which only some have a bias, tensor
+subclasses (quantised weights), siblings between which something is changed in place (it may be their input).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import fx
 from passes.fusion import Fusion
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "setitem"}
 
 
 def fuse_projections(fusion: Fusion) -> int:
@@ -34,7 +35,7 @@ def fuse_projections(fusion: Fusion) -> int:
             groups.setdefault((node.args[0], _bias(node) is not None, weight.dtype), []).append(node)
     fused = 0
     for nodes in groups.values():
-        if len(nodes) > 1 and len({n.args[1] for n in nodes}) == len(nodes):
+        if len(nodes) > 1 and len({n.args[1] for n in nodes}) == len(nodes) and not _mutates_between(nodes[0], nodes[-1]):
             _fuse(nodes, fusion)
             fused += 1
     return fused
@@ -44,14 +45,29 @@ def _bias(node: fx.Node) -> fx.Node | None:
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")  # type: ignore[return-value]
 
 
+def _mutates_between(first: fx.Node, last: fx.Node) -> bool:
+    node = first
+    while (node := node.next) is not last:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if node.op.startswith("call") and (in_place or name in _IN_PLACE or node.kwargs.get("out") is not None):
+            return True
+    return False
+
+
 def _fusable(node: fx.Node, fusion: Fusion) -> bool:
+    if len(node.args) < 2:  # by keyword
+        return False
     parts = [node.args[1]] + ([_bias(node)] if _bias(node) is not None else [])
     for part in parts:
         tensor = fusion.real.get(part)  # type: ignore[arg-type]
-        if tensor is None or type(tensor) not in (torch.nn.Parameter, torch.Tensor) or not isinstance(part, fx.Node) or len(part.users) != 1:
+        if not isinstance(part, fx.Node) or len(part.users) != 1 or not isinstance(tensor, torch.Tensor):
             return False
-        if not tensor.is_floating_point() or not tensor.is_contiguous():
+        if type(tensor) not in (torch.nn.Parameter, torch.Tensor) or not tensor.is_floating_point() or not tensor.is_contiguous():
             return False
+    shapes = [tuple(fusion.real[p].shape) for p in parts]  # type: ignore[index]
+    if len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):
+        return False
     return isinstance(node.args[0], fx.Node)
 
 

@@ -39,7 +39,8 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = re.sub(r"^[LG]\['\w+'\]", "", list(stack.values())[-1][0])
     path = re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".")
-    return path.removeprefix("self.").removeprefix("_call.")
+    path = path.removeprefix("self.").removeprefix("_call.")
+    return "" if path in ("self", "_call") else path  # the model itself
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

@@ -134,10 +134,10 @@ def run_batch(engine: Engine, batch: Any, bucket: Any) -> torch.Tensor:
     runner.buffers.upload(shape)
     step = Step(runner.cache, runner.buffers.metadata(shape, host, batch), runner.backend, runner._states, graph_key=bucket)
     if bucket is None:
-        return runner._forward(step, shape).clone()
+        return runner._forward(step, shape)[0].clone()
     runner._step = step
     ensure_planned(step, runner.backend, runner.sites)
-    return runner.graphs.replay(bucket)[: len(batch.rows)].clone()
+    return runner.graphs.replay(bucket)[0][: len(batch.rows)].clone()
 
 
 def check_padded_bucket(engine: Engine, prompts: Sequence[Sequence[int]], bucket: BatchShape, tolerance: float) -> None:

@@ -43,7 +43,7 @@ def batch_of(*rows: ScheduledRow) -> ScheduledBatch:
 
 
 def reference(batch: ScheduledBatch, shape: BatchShape) -> dict[str, list]:
-    """NOTE [Padding], field by field, in plain Python."""
+    """See NOTE [Padding]: field by field, in plain Python."""
     f: dict[str, list] = {name: [] for name in (
         "input_ids", "positions", "slot_mapping", "token_source", "logits_indices", "sample_slot", "seed",
         "sample_position", "query_start_loc", "seq_lens", "top_k", "temperature", "top_p", "min_p", "block_table")}

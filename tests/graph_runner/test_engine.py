@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch._dynamo.eval_frame import reset_code
 
 import quire
 from graph_runner.cuda_graph import CudaGraphRunner
@@ -565,6 +566,16 @@ def test_out_of_memory_in_a_step(engine, prompts, expected, monkeypatch) -> None
                for o in outputs)
     assert_idle(engine)
     assert tokens(engine.generate(prompts[:2], GREEDY)) == expected[:2]
+
+
+def test_dynamo_reset(model, prompts) -> None:
+    """A trace that is gone is not replaced by a different one."""
+    with unchanged(model), Engine(model, num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[]) as engine:
+        compiled = engine.runner.paged._compiled
+        reset_code(compiled._torchdynamo_orig_callable.__code__)  # torch._dynamo.reset() does so to every function
+        with pytest.raises(RuntimeError, match="the trace of this model is gone .*: close the engine and make a new one"):
+            engine.generate(prompts[0], GREEDY)
+        assert_idle(engine)
 
 
 # -- the end of an engine, and the model afterwards

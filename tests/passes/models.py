@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -112,25 +113,23 @@ def served(graph: QuireGraph, model: nn.Module, *, page_size: int = 4, layout: A
 
 
 def listing(graph: fx.Graph) -> str:
-    """A graph in short, the same on every version of torch: one line a node, symbols numbered as they appear."""
+    """A graph in short, the same on every version of torch: a line for each node, symbols numbered as they appear."""
     symbols: dict[str, str] = {}
 
-    def size(s: Any) -> str:
-        return symbols.setdefault(str(s), f"s{len(symbols)}") if isinstance(s, torch.SymInt) else str(s)
+    def renamed(text: Any) -> str:
+        return re.sub(r"\bs\d+\b", lambda match: symbols.setdefault(match[0], f"s{len(symbols)}"), str(text))
 
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
             val = node.meta["example_value"]
-            kind = f"[{', '.join(map(size, val.shape))}]" if isinstance(val, torch.Tensor) else f"size {size(val)}"
-            lines.append(f"{node.name}: {kind}")
+            shape = f"[{', '.join(map(str, val.shape))}]" if isinstance(val, torch.Tensor) else f"size {val}"
+            line = f"{node.name}: {shape}"
         elif node.op == "output":
-            lines.append(f"return {node.args[0]}")
+            line = f"return {node.args[0]}"
         else:
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            options = [f"{k}={v}" for k, v in node.kwargs.items()]
-            lines.append(f"{node.name} = {target}({', '.join([*map(str, node.args), *options])})")
-    text = "\n".join(lines)
-    for old, new in symbols.items():
-        text = re.sub(rf"\b{old}\b", new, text)
-    return text
+            arguments = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
+            line = f"{node.name} = {target}({', '.join(arguments)})"
+        lines += textwrap.wrap(renamed(line), 110, subsequent_indent="    ")
+    return "\n".join(lines)

@@ -70,7 +70,8 @@ split = split(transpose, [4, 2, 2], dim=1)
 q = getitem(split, 0)
 k = getitem(split, 1)
 v = getitem(split, 2)
-attention_default = attention.default(q, k, v, None, layer=0, scale=0.3, window=None, softcap=None, chunk=None, causal=True)
+attention_default = attention.default(q, k, v, None, layer=0, scale=0.3, window=None, softcap=None,
+    chunk=None, causal=True)
 transpose_1 = transpose(attention_default, 1, 2)
 flatten = flatten(transpose_1, 2)
 return (flatten,)""")
@@ -78,12 +79,13 @@ return (flatten,)""")
 s0: size s0
 l_x_: [1, s0, 32]
 quire_slot_mapping: [s1]
-quire_block_table: [s2, s6]
+quire_block_table: [s2, s3]
 quire_query_start_loc: [s4]
 quire_seq_lens: [s5]
 quire_k_cache_0: [s6, 16, 2, 4]
 quire_v_cache_0: [s7, 16, 2, 4]
-torch_native_prepare_default = torch_native_prepare.default(quire_slot_mapping, quire_block_table, quire_query_start_loc, quire_seq_lens, 16)
+torch_native_prepare_default = torch_native_prepare.default(quire_slot_mapping, quire_block_table,
+    quire_query_start_loc, quire_seq_lens, 16)
 view = view(l_x_, 1, -1, 8, 4)
 transpose = transpose(view, 1, 2)
 split = split(transpose, [4, 2, 2], dim=1)
@@ -96,7 +98,9 @@ transpose_3 = transpose(k, 1, 2)
 flatten_2 = flatten(transpose_3, 0, 1)
 transpose_4 = transpose(v, 1, 2)
 flatten_3 = flatten(transpose_4, 0, 1)
-torch_native_paged_attention_default = torch_native_paged_attention.default(flatten_1, flatten_2, flatten_3, quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc, quire_seq_lens, None, torch_native_prepare_default, scale=0.3, window=None, softcap=None, chunk=None)
+torch_native_paged_attention_default = torch_native_paged_attention.default(flatten_1, flatten_2, flatten_3,
+    quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
+    quire_seq_lens, None, torch_native_prepare_default, scale=0.3, window=None, softcap=None, chunk=None)
 view_1 = view(torch_native_paged_attention_default, 1, -1, 4, 4)
 transpose_5 = transpose(view_1, 1, 2)
 transpose_1 = transpose(transpose_5, 1, 2)

@@ -1,0 +1,140 @@
+"""What the engine reads off a model and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from graph_runner.batch import BatchShape
+from graph_runner.loading import (
+    DEFAULT_LENGTH,
+    TINY_MODEL,
+    capture_progress,
+    default_compiler,
+    eos_token_ids,
+    kv_dtype,
+    load,
+    model_length,
+    vocab_size,
+)
+from tests.tiny import load_model, load_tokenizer
+
+SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+
+
+def with_config(**attributes) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(**attributes)
+    return model
+
+
+@pytest.mark.parametrize("path", [str(TINY_MODEL), TINY_MODEL], ids=["str", "Path"])
+def test_load_a_path(path) -> None:
+    model, tokenizer = load(path, None)
+    assert not model.training and model.dtype == torch.float32
+    assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert tokenizer("The cat")["input_ids"] == load_tokenizer()("The cat")["input_ids"]
+    ours = object()
+    assert load(path, ours, dtype=torch.bfloat16)[1] is ours
+
+
+def test_load_a_model() -> None:
+    model, tokenizer = nn.Linear(2, 2), object()
+    assert load(model, tokenizer) == (model, tokenizer)
+    assert load(model, None) == (model, None)
+
+
+def test_load_without_tokenizer_files(tmp_path) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    assert load(tmp_path, None)[1] is None
+
+
+def test_load_errors(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="no model at /no/such/place: expected a folder with config.json, as save_p"):
+        load("/no/such/place", None)
+    with pytest.raises(FileNotFoundError, match="no model at .*: expected a folder with config.json"):
+        load(tmp_path, None)
+    with pytest.raises(ValueError, match="Identity has no parameters"):
+        load(nn.Identity(), None)
+
+
+def test_shipped_files_need_no_network_and_no_code() -> None:
+    assert {p.name for p in TINY_MODEL.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not list(TINY_MODEL.glob("*.py"))
+    assert sum(p.stat().st_size for p in TINY_MODEL.iterdir()) < 10 * 2**20
+
+
+@pytest.mark.parametrize(("attributes", "asked", "length"), [
+    (dict(max_position_embeddings=100), None, 100), (dict(max_position_embeddings=100), 40, 40),
+    (dict(n_positions=70), None, 70), (dict(max_seq_len=50), None, 50), (dict(n_ctx=30), None, 30),
+    (dict(max_position_embeddings=None, n_positions=60), None, 60), ({}, None, DEFAULT_LENGTH), ({}, 9999, 9999),
+])
+def test_model_length(attributes, asked, length) -> None:
+    assert model_length(with_config(**attributes), asked) == length
+
+
+def test_model_length_of_real_configs() -> None:
+    assert model_length(load_model(), None) == 1024
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=48))
+    assert model_length(gpt2, None) == 48
+    assert model_length(nn.Linear(2, 2), None) == DEFAULT_LENGTH
+
+
+@pytest.mark.parametrize(("asked", "message"), [
+    (1, r"max_model_len must be at least 2 \(a prompt token and a generated one\), got 1"),
+    (-3, "max_model_len must be at least 2"),
+    (101, "max_model_len=101, but the model has 100 positions"),
+])
+def test_bad_model_length(asked, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_length(with_config(max_position_embeddings=100), asked)
+
+
+def test_vocab_size() -> None:
+    model = load_model()
+    assert vocab_size(model) == 1848
+    model.resize_token_embeddings(1900)
+    assert vocab_size(model) == 1900
+    assert vocab_size(nn.Sequential(nn.Embedding(64, 8), nn.Embedding(300, 8), nn.Linear(8, 8))) == 300
+    with pytest.raises(ValueError, match="Linear has no embedding; quire cannot tell its vocabulary"):
+        vocab_size(nn.Linear(2, 2))
+
+
+def test_eos_token_ids() -> None:
+    """The generation config counts before the config, and that before the tokenizer; an id or several."""
+    tokenizer = SimpleNamespace(eos_token_id=5)
+    model = with_config(eos_token_id=[3, 4])
+    assert eos_token_ids(model, tokenizer) == {3, 4}
+    model.generation_config = SimpleNamespace(eos_token_id=0)
+    assert eos_token_ids(model, tokenizer) == {0}
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    assert eos_token_ids(model, tokenizer) == {5}
+    assert eos_token_ids(model, None) == eos_token_ids(nn.Linear(2, 2), None) == frozenset()
+    assert eos_token_ids(load_model(), None) == {0}
+
+
+def test_kv_dtype() -> None:
+    assert kv_dtype("auto") is None
+    assert kv_dtype("bfloat16") is kv_dtype(torch.bfloat16) is torch.bfloat16
+    assert kv_dtype("float8_e4m3fn") is torch.float8_e4m3fn
+    for name in ("float7", "nn", "Tensor", ""):
+        with pytest.raises(ValueError, match=f"kv_cache_dtype '{name}' is neither 'auto' nor a torch dtype such as 'bfloat"):
+            kv_dtype(name)
+
+
+def test_default_compiler() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert (default_compiler("auto", cpu), default_compiler("auto", cuda)) == ("eager", "inductor")
+    assert default_compiler("inductor", cpu) == "inductor" and default_compiler("eager", cuda) == "eager"
+
+
+def test_capture_progress(caplog) -> None:
+    buckets = [BatchShape(4, 4), BatchShape(1, 1)]
+    with caplog.at_level(logging.INFO):
+        assert list(capture_progress(buckets)) == buckets

@@ -1,0 +1,307 @@
+"""``quire.step`` by hand on the three ways into it: a routed transformers model, a compiled one, a decorated forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import quire
+from attn_ops.step import current_step
+from passes.dynamo_backend import quire_backend
+from tests.tiny import assert_unchanged, snapshot
+
+PAGE = 8
+LENGTHS = (19, 7, 12)
+# Tokens that each step computes of each sequence, never one token in all: see test_one_token.
+STEPS = ((5, 7, 0), (9, 0, 3), (1, 0, 1), (4, 0, 8))
+
+
+class Decorated(nn.Module):
+    """Not a transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(64, 32), nn.Embedding(64, 32)
+        self.qkv, self.out, self.head = nn.Linear(32, 64), nn.Linear(32, 32), nn.Linear(32, 50)
+
+    @quire.paged(compiler="eager")
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in self.qkv(x).split([32, 16, 16], -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+def llama() -> nn.Module:
+    """Two layers; large weights, so that attention is far from uniform."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=64)).eval()
+    for p in model.parameters():
+        if p.dim() == 2:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+def cache_for(model: nn.Module, num_pages: int = 10, **options: Any) -> quire.PagedKVCache:
+    """As PagedKVCache.for_model makes it, without another trace."""
+    layers = 1 if isinstance(model, Decorated) else 2
+    return quire.PagedKVCache(**{**dict(num_layers=layers, num_pages=num_pages, page_size=PAGE, num_kv_heads=2, head_dim=8,
+                                        dtype=torch.float32, device="cpu"), **options})
+
+
+def routed() -> tuple[nn.Module, Callable[..., Any]]:
+    model = quire.paged(llama())
+    return model, model
+
+
+def compiled() -> tuple[nn.Module, Callable[..., Any]]:
+    model = llama()
+    return model, torch.compile(model, backend=quire_backend, options={"compiler": "eager"})
+
+
+def compiled_and_fused() -> tuple[nn.Module, Callable[..., Any]]:
+    model = llama()
+    return model, torch.compile(model, backend=quire_backend, options={"compiler": "eager", "fusions": "all"})
+
+
+def decorated() -> tuple[nn.Module, Callable[..., Any]]:
+    model = Decorated().eval()
+    return model, model
+
+
+WAYS = pytest.mark.parametrize("way", [routed, compiled, compiled_and_fused, decorated], ids=lambda f: f.__name__)
+
+
+def logits_of(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 64, (n,), generator=generator) for n in LENGTHS]
+
+
+def plain(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return logits_of(model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False))[0]
+
+
+def in_steps(call: Callable[..., Any], cache: quire.PagedKVCache, ids: list[torch.Tensor], pad: int = 0) -> list[torch.Tensor]:
+    """Logits of each sequence, its tokens computed as STEPS says; with ``pad`` tokens and rows more in each step."""
+    table = [[5, 2, 9], [1, 0, 0], [8, 3, 0]]
+    done, found = [0] * len(ids), [[] for _ in ids]
+    for counts in STEPS:
+        rows = [r for r, n in enumerate(counts) if n]
+        parts = [ids[r][done[r] : done[r] + counts[r]] for r in rows]
+        for r in rows:
+            done[r] += counts[r]
+        meta = quire.CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows], [table[r] for r in rows],
+                                                   page_size=PAGE)
+        meta = meta.padded(meta.num_tokens + pad, meta.num_reqs + pad)
+        row = torch.cat([*parts, torch.zeros(pad, dtype=torch.long)])
+        with torch.no_grad(), quire.step(cache, meta):
+            out = logits_of(call(input_ids=row[None], position_ids=meta.positions[None], use_cache=False))[0]
+        for r, part in zip(rows, out[: meta.num_actual_tokens].split([counts[r] for r in rows]), strict=True):
+            found[r].append(part)
+    return [torch.cat(f) for f in found]
+
+
+@pytest.mark.parametrize(("layout", "pad"), [("NHD", 0), ("HND", 3)])
+@WAYS
+def test_logits(way, layout, pad) -> None:
+    model, call = way()
+    ids = sequences()
+    want = [plain(model, i) for i in ids]
+    cache = cache_for(model, layout=layout)
+    for t in [*cache.k, *cache.v]:
+        t.normal_(0, 30)
+    for got, w in zip(in_steps(call, cache, ids, pad), want, strict=True):
+        assert (got - w).abs().max() <= 1e-5 * w.abs().max()  # float32, summed in another order
+    # Outside of a step it is the plain model, as before.
+    assert torch.equal(plain(model, ids[0]), want[0])
+
+
+@WAYS
+def test_one_token(way) -> None:
+    """A batch of one token: Dynamo traces that length apart and learns nothing from it, so a compiled model refuses."""
+    model, call = way()
+    cache = cache_for(model)
+    ids = sequences()[1]
+
+    def go(begin: int, end: int, pad: int = 0) -> torch.Tensor:
+        meta = quire.CommonAttentionMetadata.build([end - begin], [end], [[1]], page_size=PAGE)
+        meta = meta.padded(meta.num_tokens + pad, 1)
+        row = torch.cat([ids[begin:end], ids.new_zeros(pad)])
+        with torch.no_grad(), quire.step(cache, meta):
+            return logits_of(call(input_ids=row[None], position_ids=meta.positions[None], use_cache=False))[0, : end - begin]
+
+    want = plain(model, ids)
+    got = [go(0, 6)]
+    if way is routed:
+        got.append(go(6, 7))
+    else:
+        with pytest.raises(Exception, match="traced for exactly 1 tokens"):
+            go(6, 7)
+        got.append(go(6, 7, pad=1))
+    assert (torch.cat(got) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@WAYS
+def test_the_model_is_as_it_was(way) -> None:
+    model, call = way()
+    before = snapshot(model)
+    cache = cache_for(model)
+    in_steps(call, cache, sequences())
+    if way is not compiled_and_fused:  # its parameters are views until the process ends: there is nothing to close
+        assert_unchanged(model, before)
+    assert all(torch.equal(v, before["state"][k]) for k, v in model.state_dict().items())
+
+
+def metadata(*counts: int, page_size: int = PAGE) -> quire.CommonAttentionMetadata:
+    table = [[i + 1] for i in range(len(counts))]
+    return quire.CommonAttentionMetadata.build(counts, counts, table, page_size=page_size)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return quire.paged(llama())
+
+
+@pytest.fixture
+def cache(model):
+    return cache_for(model)
+
+
+def run(model: Any, tokens: int) -> Any:
+    ids = torch.arange(3, 3 + tokens)[None]
+    with torch.no_grad():
+        return model(input_ids=ids, position_ids=torch.arange(tokens)[None], use_cache=False)
+
+
+def test_a_model_that_is_not_routed(cache) -> None:
+    message = (r"a paged step ended in which layers \[0, 1\] of the KV cache were not attended through quire.*Compile the "
+               "model with .*, decorate its forward with quire.paged, or call quire.paged.model. first")
+    with pytest.raises(RuntimeError, match=message), quire.step(cache, metadata(3, 2)):
+        run(llama(), 5)
+    assert current_step() is None
+
+
+def test_a_model_with_fewer_layers_than_the_cache(model) -> None:
+    cache = cache_for(model, num_layers=3)
+    with pytest.raises(RuntimeError, match=r"layers \[2\] of the KV cache were not attended"), quire.step(cache, metadata(5)):
+        run(model, 5)
+
+
+def test_a_model_with_more_layers_than_the_cache(model) -> None:
+    cache = cache_for(model, num_layers=1)
+    with pytest.raises(ValueError, match=r"the KV cache has no layer 1; its layers are \[0\]"):
+        with quire.step(cache, metadata(5)):
+            run(model, 5)
+
+
+def test_nothing_ran(cache) -> None:
+    with pytest.raises(RuntimeError, match="were not attended through quire"), quire.step(cache, metadata(5)):
+        pass
+
+
+def test_nested(cache, model) -> None:
+    with quire.step(cache, metadata(5)):
+        with pytest.raises(RuntimeError, match="quire.step inside quire.step: one paged step at a time"):
+            with quire.step(cache, metadata(5)):
+                raise AssertionError("entered")
+        run(model, 5)
+
+
+def test_wrong_page_size(cache) -> None:
+    with pytest.raises(ValueError, match="the metadata was built for pages of 4 tokens, the cache has pages of 8"):
+        with quire.step(cache, metadata(3, page_size=4)):
+            raise AssertionError("entered")
+
+
+def test_wrong_device(cache) -> None:
+    meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=PAGE, device="meta")
+    with pytest.raises(ValueError, match="the metadata is on meta, the cache on cpu"), quire.step(cache, meta):
+        raise AssertionError("entered")
+
+
+@pytest.mark.parametrize("way", [routed, compiled, decorated], ids=lambda f: f.__name__)
+def test_wrong_token_count(way) -> None:
+    model, call = way()
+    cache = cache_for(model)
+    for tokens in (4, 6):
+        message = f"the model ran on {tokens} tokens inside a paged step whose metadata has 5; pass the batch as one ragged"
+        with pytest.raises(ValueError, match=message), quire.step(cache, metadata(3, 2)):
+            run(call, tokens)
+
+
+def test_two_rows_are_not_a_ragged_row(model, cache) -> None:
+    """(2, 5) tokens are not (1, 5): sequences lie end to end in one row."""
+    with pytest.raises(ValueError, match="the model ran on 10 tokens inside a paged step whose metadata has 5"):
+        with quire.step(cache, metadata(5)), torch.no_grad():
+            model(input_ids=torch.ones(2, 5, dtype=torch.long), use_cache=False)
+
+
+def test_a_mask_is_refused(model, cache) -> None:
+    mask = torch.zeros(1, 1, 5, 5)
+    with pytest.raises(quire.UnsupportedAttention, match="was given an attention_mask. A paged batch is ragged: pass no mask"):
+        with quire.step(cache, metadata(5)), torch.no_grad():
+            model(input_ids=torch.ones(1, 5, dtype=torch.long), attention_mask=mask, use_cache=False)
+
+
+def test_unknown_and_unfit_backends(model, cache) -> None:
+    with pytest.raises(ValueError, match="unknown attention backend 'nope'"), quire.step(cache, metadata(5), attention="nope"):
+        raise AssertionError("entered")
+    with pytest.raises(quire.UnsupportedAttention, match="flashinfer.* cannot"):
+        with quire.step(cache, metadata(5), attention="flashinfer"):
+            run(model, 5)
+
+
+def test_the_bodys_own_error_comes_out(model, cache) -> None:
+    with pytest.raises(ZeroDivisionError), quire.step(cache, metadata(5)):
+        raise ZeroDivisionError
+    assert current_step() is None
+    with quire.step(cache, metadata(5)) as step:  # and nothing is left of it
+        run(model, 5)
+        assert current_step() is step and step.served == {0, 1}
+
+
+def test_steps_of_two_threads(model) -> None:
+    """A step is a matter of its thread."""
+    ids = [torch.arange(3, 3 + n) for n in (6, 11)]
+    want, got = [plain(model, i) for i in ids], {}
+    entered = threading.Barrier(2)
+
+    def work(i: int) -> None:
+        cache = cache_for(model)
+        meta = quire.CommonAttentionMetadata.build([len(ids[i])], [len(ids[i])], [[1, 2]], page_size=PAGE)
+        with torch.no_grad(), quire.step(cache, meta):
+            entered.wait(60)
+            if i:  # the other thread is inside its step, and runs after this one
+                got[i] = model(input_ids=ids[i][None], position_ids=meta.positions[None], use_cache=False).logits[0]
+            entered.wait(60)
+            if not i:
+                got[i] = model(input_ids=ids[i][None], position_ids=meta.positions[None], use_cache=False).logits[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i in range(2):
+        assert (got[i] - want[i]).abs().max() <= 1e-5 * want[i].abs().max()
+
+
+def test_cache_for_model(model) -> None:
+    made, ours = quire.PagedKVCache.for_model(model, num_pages=10, page_size=PAGE), cache_for(model)
+    assert repr(made) == repr(ours) and made.layer_ids == ours.layer_ids
+    assert [t.shape for t in [*made.k, *made.v]] == [t.shape for t in [*ours.k, *ours.v]]
