@@ -97,36 +97,44 @@ def _weights(
     q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None, scale: float, window: int | None,
     softcap: float | None, chunk: int | None, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Softmax weights (B, Hkv, G, S, Sk), capped scores (None without softcap) and the sinks' weights; all fp32."""
+    """Softmax weights (B, Hkv, G, S, Sk), scores (capped if there is a softcap) and the sinks' weights, in ``_wide(q)``."""
     batch, heads, length, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
-    grouped = q.float().reshape(batch, kv_heads, heads // kv_heads, length, dim)
-    scores = scale * (grouped @ k.float().unsqueeze(2).transpose(-1, -2))
-    capped = None
+    wide = _wide(q)
+    grouped = q.to(wide).reshape(batch, kv_heads, heads // kv_heads, length, dim)
+    capped = scale * (grouped @ k.to(wide).unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
-        capped = scores = softcap * torch.tanh(scores / softcap)
+        capped = softcap * torch.tanh(capped / softcap)
     query_pos = torch.arange(length, device=q.device)[:, None] + (keys - length)
     key_pos = torch.arange(keys, device=q.device)[None, :]
     keep = visible(query_pos, key_pos, window=window, chunk=chunk, causal=causal)
-    scores = scores.masked_fill(~keep, float("-inf"))
+    scores = capped.masked_fill(~keep, float("-inf"))
     if sinks is None:
-        return torch.softmax(scores, dim=-1), scores if capped is None else capped, None
-    column = sinks.float().reshape(1, kv_heads, heads // kv_heads, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.softmax(scores, dim=-1), capped, None
+    column = sinks.to(wide).reshape(1, kv_heads, heads // kv_heads, 1, 1).expand(*scores.shape[:-1], 1)
     weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
-    return weights[..., :-1], scores if capped is None else capped, weights[..., -1:]
+    return weights[..., :-1], capped, weights[..., -1:]
+
+
+def _wide(q: torch.Tensor) -> torch.dtype:
+    """The dtype that the op computes in: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def attention_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int, scale: float,
     window: int | None, softcap: float | None, chunk: int | None, causal: bool,
 ) -> torch.Tensor:
-    """The op in plain PyTorch, softmax in fp32: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
+    """The op in plain PyTorch, softmax in fp32 or better: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
 
     Dense, O(S * Sk) memory: it is the specification and the path of a model that runs without an engine.
     """
     _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
+    if causal and q.shape[2] > k.shape[2]:
+        raise ValueError(f"quire::attention is causal with {q.shape[2]} queries but {k.shape[2]} keys: queries are the last of "
+                         "the keys' tokens, so the first of them would see no key")
     weights, _, _ = _weights(q, k, sinks, scale, window, softcap, chunk, causal)
-    out = weights @ v.float().unsqueeze(2)
+    out = weights @ v.to(weights.dtype).unsqueeze(2)
     return out.reshape(q.shape[0], q.shape[1], q.shape[2], v.shape[3]).to(q.dtype)
 
 
@@ -167,14 +175,15 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
     opts = ctx.options
     weights, capped, sink_weights = _weights(q, k, sinks, opts["scale"], opts["window"], opts["softcap"], opts["chunk"],
                                              opts["causal"])
-    grouped = q.float().reshape(*weights.shape[:4], q.shape[3])
-    grad_out = grad.float().reshape(*weights.shape[:4], v.shape[3])
-    grad_weights = grad_out @ v.float().unsqueeze(2).transpose(-1, -2)
+    wide = weights.dtype
+    grouped = q.to(wide).reshape(*weights.shape[:4], q.shape[3])
+    grad_out = grad.to(wide).reshape(*weights.shape[:4], v.shape[3])
+    grad_weights = grad_out @ v.to(wide).unsqueeze(2).transpose(-1, -2)
     row = (weights * grad_weights).sum(-1, keepdim=True)
     grad_scores = weights * (grad_weights - row)
     if opts["softcap"] is not None:
         grad_scores = grad_scores * (1 - (capped / opts["softcap"]) ** 2)
-    grad_q = opts["scale"] * (grad_scores @ k.float().unsqueeze(2))
+    grad_q = opts["scale"] * (grad_scores @ k.to(wide).unsqueeze(2))
     grad_k = opts["scale"] * (grad_scores.transpose(-1, -2) @ grouped).sum(2)
     grad_v = (weights.transpose(-1, -2) @ grad_out).sum(2)
     grad_sinks = None

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 
+from attn_ops.backend import UnsupportedAttention
 from attn_ops.step import current_step
 from graph_runner.engine import Engine
 from graph_runner.sampling_params import SamplingParams
 from passes.dynamo_backend import QuireBackend, QuireOptions
 from passes.hf_interface import interface_active, uses_interface
+from passes.sites import check_config
 
 logger = logging.getLogger(__name__)
 #: Arguments of ``generate`` beside the generation config that the engine honours.
@@ -80,6 +82,9 @@ class _PagedForward:
         step = None if torch.compiler.is_compiling() else current_step()
         if step is None or not uses_interface(model):  # type: ignore[arg-type]
             return self._plain(model, *args, **kwargs)
+        check_config(model.config)  # type: ignore[union-attr]
+        if self.__signature__.bind_partial(*args, **kwargs).arguments.get("attention_mask") is not None:
+            raise UnsupportedAttention("an attention_mask in a paged step: the batch is ragged, so pass no mask and no padding")
         if step.attention == "auto":
             step.attention = self._attention
         with interface_active(model):  # type: ignore[arg-type]

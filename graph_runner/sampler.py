@@ -418,7 +418,8 @@ def _without(logits: Tensor, banned: Tensor) -> Tensor:
     """A copy of the logits, -inf at the (row, token) pairs of `banned`. Ids past the vocabulary hit a spare column."""
     rows, vocabulary = logits.shape
     mask = torch.zeros((rows, vocabulary + 1), dtype=torch.bool, device=logits.device)
-    mask[banned[:, 0], banned[:, 1].clamp(max=vocabulary)] = True
+    yes = torch.ones((), dtype=torch.bool, device=logits.device)  # `mask[...] = True` copies from the host, and waits
+    mask.index_put_((banned[:, 0], banned[:, 1].clamp(max=vocabulary)), yes)
     return logits.masked_fill(mask[:, :vocabulary], -math.inf)
 
 

@@ -48,9 +48,9 @@ def prompts():
 
 def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
-        "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "Engine", "PagedKVCache",
-        "RequestOutput", "SamplingParams", "StreamEvent", "UnsupportedAttention", "assert_attention_sites", "backends",
-        "explain", "paged", "register_backend", "step",
+        "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "Engine",
+        "PagedKVCache", "RequestOutput", "SamplingParams", "StreamEvent", "UnsupportedAttention",
+        "assert_attention_sites", "backends", "explain", "paged", "register_backend", "step",
     ]
     for name in quire.__all__:
         thing = getattr(quire, name)
@@ -81,7 +81,8 @@ def test_signatures() -> None:
         "num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim", "dtype", "device"}
     assert {f.name for f in dataclasses.fields(quire.RequestOutput)} >= {
         "index", "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error"}
-    assert {f.name for f in dataclasses.fields(quire.StreamEvent)} >= {"index", "token_ids", "text", "finished", "output"}
+    assert {f.name for f in dataclasses.fields(quire.StreamEvent)} >= {
+        "index", "token_ids", "text", "finished", "output"}
 
 
 def test_importing_is_enough_and_loads_no_gpu() -> None:
@@ -157,7 +158,8 @@ def entry_point(monkeypatch):
     assert declared == {"quire": "passes.dynamo_backend:quire_backend"}
     if "quire" not in torch._dynamo.list_backends():
         registry = torch._dynamo.backends.registry
-        monkeypatch.setitem(registry._BACKENDS, "quire", EntryPoint("quire", declared["quire"], "torch_dynamo_backends"))
+        entry = EntryPoint("quire", declared["quire"], "torch_dynamo_backends")
+        monkeypatch.setitem(registry._BACKENDS, "quire", entry)
         yield
         registry._COMPILER_FNS.pop("quire", None)
     else:
@@ -226,6 +228,7 @@ def test_f_see_what_happened(model) -> None:
 
 def test_registering_a_backend() -> None:
     quire.backends()  # loads those that come with quire
-    backend = quire.AttentionBackend("torch_native", quire.AttentionCapabilities(frozenset(), frozenset()), lambda d: None, None)
+    nothing = quire.AttentionCapabilities(frozenset(), frozenset())
+    backend = quire.AttentionBackend("torch_native", nothing, lambda device: None, None)
     with pytest.raises(ValueError, match="an attention backend named 'torch_native' is registered already"):
         quire.register_backend(backend)

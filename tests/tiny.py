@@ -1,4 +1,4 @@
-"""The model that ships with quire, what transformers' own ``generate`` makes of it, and checks that several tests share."""
+"""The model that ships with quire, what transformers' own ``generate`` makes of it, and checks that tests share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from passes.eager import ensure_planned
 # Of 1 to 40 tokens, so that a batch has pages and chunks that end at different places.
 PROMPTS = (
     "Once upon a time", "The cat", "To make soup, you need",
-    "The fox is a small animal. It lives in the forest and it eats mice. One day, the fox saw a rabbit near the river and",
+    "The fox is a small animal. It lives in the forest and it eats mice. One day, the fox saw a rabbit near the river "
+    "and",
     "Dear Anna,\n", "A", "Tom and Lucy went to the market because",
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -39,7 +40,8 @@ def load_tokenizer() -> Any:
 def hf_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
     """The continuation of one prompt by transformers' own ``generate``."""
     ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, **options)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
+                         **options)
     return out[0, len(prompt) :].tolist()
 
 
@@ -73,7 +75,8 @@ def snapshot(model: torch.nn.Module) -> dict[str, Any]:
         "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
         "identity": {name: id(p) for name, p in parameters.items()},
         "shared": sorted(map(sorted, owners.values())),
-        "layout": {name: (p.stride(), p.storage_offset(), p.untyped_storage().nbytes()) for name, p in parameters.items()},
+        "layout": {name: (p.stride(), p.storage_offset(), p.untyped_storage().nbytes())
+                   for name, p in parameters.items()},
         "attributes": {name: sorted(m.__dict__) for name, m in model.named_modules()},
         "hooks": {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()},
     }
@@ -132,7 +135,8 @@ def run_batch(engine: Engine, batch: Any, bucket: Any) -> torch.Tensor:
     shape = bucket or BatchShape(batch.num_tokens, len(batch.rows))
     host = runner.buffers.fill(batch, shape)
     runner.buffers.upload(shape)
-    step = Step(runner.cache, runner.buffers.metadata(shape, host, batch), runner.backend, runner._states, graph_key=bucket)
+    step = Step(runner.cache, runner.buffers.metadata(shape, host, batch), runner.backend, runner._states,
+                graph_key=bucket)
     if bucket is None:
         return runner._forward(step, shape)[0].clone()
     runner._step = step
@@ -161,7 +165,8 @@ def check_padded_bucket(engine: Engine, prompts: Sequence[Sequence[int]], bucket
     padded = run_batch(engine, batch, bucket)
     assert (padded - plain).abs().max() <= tolerance * plain.abs().max()
     assert torch.equal(padded.argmax(-1), plain.argmax(-1))
-    slots = {r.request.pages[r.start // cache.page_size] * cache.page_size + r.start % cache.page_size for r in batch.rows}
+    size = cache.page_size
+    slots = {r.request.pages[r.start // size] * size + r.start % size for r in batch.rows}
     live = torch.zeros(cache.num_pages * cache.page_size, dtype=torch.bool, device=plain.device)
     live[list(slots)] = True
     for now, old, want in zip([*cache.k, *cache.v], before, written, strict=True):

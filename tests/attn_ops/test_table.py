@@ -1,4 +1,4 @@
-"""``quire.backends()``: one row a backend, in the order of attention="auto", with the reason where one is not usable."""
+"""``quire.backends()``: one row a backend, in the order of attention="auto", with the reason where it is unusable."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def fake(name: str, *, reason: str | None = None, priority: dict[str, int] | Non
 
 FAKES = {b.name: b for b in (
     fake("on_request"),
-    fake("second", priority={"cpu": 10, "cuda": 1}, dtypes=frozenset({torch.float16, torch.bfloat16}), window=True, sinks=True,
-         head_dims_note="64, 128", page_sizes_note="16", cudagraph_support=CudagraphSupport.ALWAYS),
+    fake("second", priority={"cpu": 10, "cuda": 1}, dtypes=frozenset({torch.float16, torch.bfloat16}), window=True,
+         sinks=True, head_dims_note="64, 128", page_sizes_note="16", cudagraph_support=CudagraphSupport.ALWAYS),
     fake("missing", priority={"cpu": 5}, reason="package x is not installed: pip install x"),
     fake("gpu_only", priority={"cuda": 0}, devices=frozenset({"cuda", "xpu"}), reason="never asked on a CPU"),
     fake("first", priority={"cpu": 0}),
@@ -40,8 +40,8 @@ def test_rows_and_order(fakes) -> None:
     table = backends("cpu")
     assert isinstance(table, BackendTable) and table.device == torch.device("cpu")
     assert [(r.name, r.usable, r.priority) for r in table] == [
-        ("first", True, 0), ("missing", False, 5), ("second", True, 10), ("on_request", True, None), ("gpu_only", False, None),
-        ("broken", False, None)]
+        ("first", True, 0), ("missing", False, 5), ("second", True, 10), ("on_request", True, None),
+        ("gpu_only", False, None), ("broken", False, None)]
     assert [r.reason for r in table if not r.usable] == [
         "package x is not installed: pip install x", "runs on cuda, xpu", "failed to load: ImportError: no module y"]
     assert [r.name for r in backends(torch.device("cuda"))][:2] == ["gpu_only", "second"]
@@ -85,7 +85,8 @@ def test_the_backends_here(device) -> None:
             continue
         backend = get_backend(row.name)
         assert row.capabilities is backend.capabilities
-        expected = backend.available(torch.device(device)) if device in backend.capabilities.devices else "not for this device"
+        serves = device in backend.capabilities.devices
+        expected = backend.available(torch.device(device)) if serves else "not for this device"
         assert row.usable == (expected is None)
         assert re.search(rf"^{row.name} +{'yes' if row.usable else 'no'} ", text, re.MULTILINE)
         if not row.usable:

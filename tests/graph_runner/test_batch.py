@@ -1,4 +1,4 @@
-"""Staging a step: every field against a plain Python reference, alignment, addresses, and nothing stale in the padding."""
+"""Staging a step: every field against a plain Python reference, alignment, addresses, nothing stale in the padding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from graph_runner.sampling_params import SamplingParams
 
 PAGE, WIDTH, SLOTS = 4, 6, 8
 PARAMS = (
-    SamplingParams(temperature=0), SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1),  # greedy: filters are off
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1),  # greedy: filters are off
     SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_k=5), SamplingParams(top_p=0.6, min_p=0.2),
 )
 
 
-def buffers(max_shape: BatchShape = BatchShape(64, 12)) -> StepBuffers:
-    return StepBuffers(max_shape, max_pages_per_seq=WIDTH, max_num_seqs=SLOTS, page_size=PAGE, device=torch.device("cpu"))
+def buffers(num_tokens: int = 64, num_reqs: int = 12) -> StepBuffers:
+    return StepBuffers(BatchShape(num_tokens, num_reqs), max_pages_per_seq=WIDTH, max_num_seqs=SLOTS, page_size=PAGE,
+                       device=torch.device("cpu"))
 
 
 def row(slot: int, start: int, count: int, pages: list[int], *, known: int | None = None, last: bool = True,
@@ -95,11 +97,14 @@ def check(buffer: StepBuffers, batch: ScheduledBatch, shape: BatchShape) -> None
 
 
 MIXED = batch_of(
-    row(3, 9, 1, [4, 9, 2], params=PARAMS[3]), row(0, 7, 1, [7, 1], known=7, params=PARAMS[2]),  # its token is on the device
-    row(5, 0, 6, [11, 3], last=False, known=10), row(1, 5, 8, [5, 6, 8, 10], params=PARAMS[4]), row(2, 3, 1, [12], last=False,
-                                                                                                   known=6),
+    row(3, 9, 1, [4, 9, 2], params=PARAMS[3]),
+    row(0, 7, 1, [7, 1], known=7, params=PARAMS[2]),  # its token is on the device
+    row(5, 0, 6, [11, 3], last=False, known=10),
+    row(1, 5, 8, [5, 6, 8, 10], params=PARAMS[4]),
+    row(2, 3, 1, [12], last=False, known=6),
 )
-DECODE = batch_of(row(3, 9, 1, [4, 9, 2]), row(0, 7, 1, [7, 1], known=7, params=PARAMS[1]), row(6, 8, 1, [5, 3, 1], known=8))
+DECODE = batch_of(row(3, 9, 1, [4, 9, 2]), row(0, 7, 1, [7, 1], known=7, params=PARAMS[1]),
+                  row(6, 8, 1, [5, 3, 1], known=8))
 
 
 @pytest.mark.parametrize("more", [(0, 0), (5, 0), (0, 4), (13, 6)], ids=str)
@@ -129,7 +134,7 @@ def random_batch(rng: random.Random) -> ScheduledBatch:
 def test_fill_random_batches_one_after_another() -> None:
     """On one buffer, whose bytes, slots and both host sides hold what larger batches left."""
     rng = random.Random(0)
-    buffer = buffers(BatchShape(100, 14))
+    buffer = buffers(100, 14)
     for _ in range(300):
         batch = random_batch(rng)
         check(buffer, batch, BatchShape(batch.num_tokens + rng.randint(0, 20), len(batch.rows) + rng.randint(0, 6)))
@@ -157,8 +162,9 @@ def test_pages_of_the_request_before_are_not_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 7, 64])
-@pytest.mark.parametrize("shape", [BatchShape(1, 1), BatchShape(7, 3), BatchShape(33, 32), BatchShape(100, 13)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (33, 32), (100, 13)], ids=str)
 def test_layout_is_aligned_and_tight(shape, width) -> None:
+    shape = BatchShape(*shape)
     layout = StepLayout.of(shape, width)
     end = 0
     for name, (at, kind, size) in layout.fields.items():
@@ -236,7 +242,8 @@ def test_sampling_flags() -> None:
         assert (tensors.all_greedy, tensors.any_top_k, tensors.any_top_p, tensors.any_min_p) == flags
         assert tensors.banned is None
         assert tensors.temperature.tolist() == host["temperature"].tolist()
-        assert tensors.seed.tolist() == host["seed"].tolist() and tensors.position.tolist() == host["sample_position"].tolist()
+        assert tensors.seed.tolist() == host["seed"].tolist()
+        assert tensors.position.tolist() == host["sample_position"].tolist()
 
 
 def test_tokens_banned_before_min_tokens() -> None:

@@ -1,4 +1,4 @@
-"""The graph runner on a CPU, where a captured bucket is a callable: choice of bucket, fallback, padding, capture order."""
+"""The graph runner on a CPU, where a captured bucket is a callable: bucket choice, fallback, padding, capture order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def shapes(*sizes: tuple[int, int] | int) -> list[BatchShape]:
 
 
 def runner(*sizes: tuple[int, int] | int, captured: bool = True, **options) -> CudaGraphRunner:
-    made = CudaGraphRunner(lambda shape: torch.full((shape.num_reqs,), shape.num_tokens), shapes(*sizes), CPU, **options)
+    def run(shape: BatchShape) -> torch.Tensor:
+        return torch.full((shape.num_reqs,), shape.num_tokens)
+
+    made = CudaGraphRunner(run, shapes(*sizes), CPU, **options)
     if captured:
         made.capture()
     return made
@@ -91,7 +94,8 @@ def test_falling_back_is_counted_and_logged_once(caplog) -> None:
             assert r.can_run(BatchShape(6, 6), True) is None
             assert r.can_run(BatchShape(30, 2), False) is None
             assert r.can_run(BatchShape(3, 3), True) == BatchShape(4, 4)
-    rows, prefill = "more rows than the largest decode bucket (4)", "a prefill in the batch, and no mixed bucket captured"
+    rows = "more rows than the largest decode bucket (4)"
+    prefill = "a prefill in the batch, and no mixed bucket captured"
     assert r.stats.fell_back == {rows: 6, prefill: 3}
     assert [(m.levelname, m.getMessage()) for m in caplog.records] == [
         ("WARNING", f"step of 5 tokens, 5 rows runs without a CUDA graph: {rows}"),
@@ -123,8 +127,9 @@ def test_out_of_memory() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     r = runner(1, 2, 4, captured=False, before_capture=before)
-    message = ("out of GPU memory while capturing the CUDA graph of 2 rows. Give the KV cache less .gpu_memory_utilization or "
-               "num_pages., capture fewer or smaller batches .max_num_seqs or cudagraph_capture_sizes., or none "
+    message = ("out of GPU memory while capturing the CUDA graph of 2 rows. Give the KV cache less "
+               ".gpu_memory_utilization or num_pages., capture fewer or smaller batches "
+               ".max_num_seqs or cudagraph_capture_sizes., or none "
                r".cudagraph_capture_sizes=\[\].")
     with pytest.raises(RuntimeError, match=message) as caught:
         r.capture()

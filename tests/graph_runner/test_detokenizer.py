@@ -12,7 +12,8 @@ from graph_runner.detokenizer import Detokenizer
 from tests.tiny import load_tokenizer
 
 TEXTS = (
-    "Hello, world!", "a 😀 b 👩‍👩‍👧‍👦 c", "今天天气很好，我们去公园吧。", "naïve café — “quoted” …", "Привет, мир", "مرحبا", "e\u0301 \u200b x",
+    "Hello, world!", "a 😀 b 👩‍👩‍👧‍👦 c", "今天天气很好，我们去公园吧。",
+    "naïve café — “quoted” …", "Привет, мир", "مرحبا", "e\u0301 \u200b x",
     "\n\n  two  spaces\tand a tab ", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "",
 )
 

@@ -21,11 +21,12 @@ END = -1  # the token that ends a request early
 
 def request(number: int, prompt: int, most: int) -> Request:
     ids = [number * 1000 + i for i in range(prompt)]
-    return Request(number, ids, SamplingParams(), RequestOutput(number, None, ids), seed=0, stop_token_ids=frozenset([END]),
-                   max_total_tokens=prompt + most)
+    return Request(number, ids, SamplingParams(), RequestOutput(number, None, ids), seed=0,
+                   stop_token_ids=frozenset([END]), max_total_tokens=prompt + most)
 
 
-def scheduler(num_pages: int = 8, page_size: int = 4, seqs: int = 4, budget: int = 16, chunk: int | None = None) -> Scheduler:
+def scheduler(num_pages: int = 8, page_size: int = 4, seqs: int = 4, budget: int = 16,
+              chunk: int | None = None) -> Scheduler:
     return Scheduler(BlockAllocator(num_pages), page_size=page_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
                      prefill_chunk_size=chunk)
 

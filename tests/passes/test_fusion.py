@@ -1,4 +1,4 @@
-"""Fusion of sibling projections: what is matched and what is not, the numbers, and whose memory the parameters are in."""
+"""Fusion of sibling projections: what is matched and what is not, the numbers, whose memory the parameters are in."""
 
 from __future__ import annotations
 
@@ -305,8 +305,8 @@ def vectors() -> nn.Module:
 
 
 def by_keyword() -> nn.Module:
-    return Case(lambda m, x: F.linear(input=x, weight=m.a) * F.linear(x, weight=m.b), a=nn.Parameter(torch.randn(8, WIDTH)),
-                b=nn.Parameter(torch.randn(8, WIDTH)))
+    members = {n: nn.Parameter(torch.randn(8, WIDTH)) for n in "ab"}
+    return Case(lambda m, x: F.linear(input=x, weight=m.a) * F.linear(x, weight=m.b), **members)
 
 
 def changed_in_place_between() -> nn.Module:
@@ -341,8 +341,8 @@ def added_in_place_between() -> nn.Module:
     return Case(forward, a=linear(), b=linear())
 
 
-MUST_NOT = (shared_weight, weight_used_elsewhere, shared_bias, one_has_a_bias, different_inputs, one_after_the_other, subclass,
-            integers, computed_weights, not_contiguous, vectors, by_keyword, changed_in_place_between,
+MUST_NOT = (shared_weight, weight_used_elsewhere, shared_bias, one_has_a_bias, different_inputs, one_after_the_other,
+            subclass, integers, computed_weights, not_contiguous, vectors, by_keyword, changed_in_place_between,
             changed_through_a_view_between, added_in_place_between)
 
 
@@ -357,7 +357,8 @@ def test_must_not_match(make, x) -> None:
 
 def test_dtypes_are_grouped_apart(x) -> None:
     half = {n: linear(dtype=torch.bfloat16) for n in "cd"}
-    module = Case(lambda m, x: m.a(x) * m.b(x) + (m.c(x.bfloat16()) * m.d(x.bfloat16())).float(), a=linear(), b=linear(), **half)
+    module = Case(lambda m, x: m.a(x) * m.b(x) + (m.c(x.bfloat16()) * m.d(x.bfloat16())).float(),
+                  a=linear(), b=linear(), **half)
     matches, _, _, weights = fused(module, x)
     # x.bfloat16() occurs twice in the graph, so that c and d do not have one input.
     assert matches == 1 and [t.dtype for t in weights.fused.values()] == [torch.float32]

@@ -1,4 +1,4 @@
-"""``quire.explain`` and the attention-site snapshots: what they print, for models that can be served and those that cannot."""
+"""``quire.explain`` and the attention-site snapshots: what they print of models that can be served and that cannot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def llama():
 @pytest.fixture(scope="module")
 def gemma2():
     """A window on every other layer, softcap, and a scale of its own."""
-    return build(transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=64))
+    return build(transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=9, query_pre_attn_scalar=64,
+                                           attn_logit_softcapping=5.0))
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +76,9 @@ attention backend: torch_native""")
 def test_explain_windows_and_softcap(gemma2) -> None:
     assert_expected_inline(str(quire.explain(gemma2)), """\
 Gemma2ForCausalLM: 2 attention sites
-layer  module                    route      needs                                      scale  lowered to
-0      model.layers.0.self_attn  interface  GQA 4:2x8, float32, window=16, softcap=50  0.125  torch_native_paged_attention
-1      model.layers.1.self_attn  interface  GQA 4:2x8, float32, softcap=50             0.125  torch_native_paged_attention
+layer  module                    route      needs                                    scale  lowered to
+0      model.layers.0.self_attn  interface  GQA 4:2x8, float32, window=9, softcap=5  0.125  torch_native_paged_attention
+1      model.layers.1.self_attn  interface  GQA 4:2x8, float32, softcap=5            0.125  torch_native_paged_attention
 attention backend: torch_native""")
 
 

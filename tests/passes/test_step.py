@@ -1,4 +1,4 @@
-"""``quire.step`` by hand on the three ways into it: a routed transformers model, a compiled one, a decorated forward."""
+"""``quire.step`` by hand on the three ways into it: a routed transformers model, a compiled one, a decorated one."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def llama() -> nn.Module:
     """Two layers; large weights, so that attention is far from uniform."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=64)).eval()
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64)).eval()
     for p in model.parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.3)
@@ -55,8 +55,8 @@ def llama() -> nn.Module:
 def cache_for(model: nn.Module, num_pages: int = 10, **options: Any) -> quire.PagedKVCache:
     """As PagedKVCache.for_model makes it, without another trace."""
     layers = 1 if isinstance(model, Decorated) else 2
-    return quire.PagedKVCache(**{**dict(num_layers=layers, num_pages=num_pages, page_size=PAGE, num_kv_heads=2, head_dim=8,
-                                        dtype=torch.float32, device="cpu"), **options})
+    sizes = dict(num_layers=layers, num_pages=num_pages, page_size=PAGE, num_kv_heads=2, head_dim=8)
+    return quire.PagedKVCache(**{**sizes, "dtype": torch.float32, "device": "cpu", **options})
 
 
 def routed() -> tuple[nn.Module, Callable[..., Any]]:
@@ -96,7 +96,8 @@ def plain(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return logits_of(model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False))[0]
 
 
-def in_steps(call: Callable[..., Any], cache: quire.PagedKVCache, ids: list[torch.Tensor], pad: int = 0) -> list[torch.Tensor]:
+def in_steps(call: Callable[..., Any], cache: quire.PagedKVCache, ids: list[torch.Tensor],
+             pad: int = 0) -> list[torch.Tensor]:
     """Logits of each sequence, its tokens computed as STEPS says; with ``pad`` tokens and rows more in each step."""
     table = [[5, 2, 9], [1, 0, 0], [8, 3, 0]]
     done, found = [0] * len(ids), [[] for _ in ids]
@@ -105,8 +106,8 @@ def in_steps(call: Callable[..., Any], cache: quire.PagedKVCache, ids: list[torc
         parts = [ids[r][done[r] : done[r] + counts[r]] for r in rows]
         for r in rows:
             done[r] += counts[r]
-        meta = quire.CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows], [table[r] for r in rows],
-                                                   page_size=PAGE)
+        meta = quire.CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows],
+                                                   [table[r] for r in rows], page_size=PAGE)
         meta = meta.padded(meta.num_tokens + pad, meta.num_reqs + pad)
         row = torch.cat([*parts, torch.zeros(pad, dtype=torch.long)])
         with torch.no_grad(), quire.step(cache, meta):
@@ -143,7 +144,8 @@ def test_one_token(way) -> None:
         meta = meta.padded(meta.num_tokens + pad, 1)
         row = torch.cat([ids[begin:end], ids.new_zeros(pad)])
         with torch.no_grad(), quire.step(cache, meta):
-            return logits_of(call(input_ids=row[None], position_ids=meta.positions[None], use_cache=False))[0, : end - begin]
+            out = call(input_ids=row[None], position_ids=meta.positions[None], use_cache=False)
+        return logits_of(out)[0, : end - begin]
 
     want = plain(model, ids)
     got = [go(0, 6)]
@@ -189,8 +191,8 @@ def run(model: Any, tokens: int) -> Any:
 
 
 def test_a_model_that_is_not_routed(cache) -> None:
-    message = (r"a paged step ended in which layers \[0, 1\] of the KV cache were not attended through quire.*Compile the "
-               "model with .*, decorate its forward with quire.paged, or call quire.paged.model. first")
+    message = (r"a paged step ended in which layers \[0, 1\] of the KV cache were not attended through quire.*"
+               "Compile the model with .*, decorate its forward with quire.paged, or call quire.paged.model. first")
     with pytest.raises(RuntimeError, match=message), quire.step(cache, metadata(3, 2)):
         run(llama(), 5)
     assert current_step() is None
@@ -198,8 +200,9 @@ def test_a_model_that_is_not_routed(cache) -> None:
 
 def test_a_model_with_fewer_layers_than_the_cache(model) -> None:
     cache = cache_for(model, num_layers=3)
-    with pytest.raises(RuntimeError, match=r"layers \[2\] of the KV cache were not attended"), quire.step(cache, metadata(5)):
-        run(model, 5)
+    with pytest.raises(RuntimeError, match=r"layers \[2\] of the KV cache were not attended"):
+        with quire.step(cache, metadata(5)):
+            run(model, 5)
 
 
 def test_a_model_with_more_layers_than_the_cache(model) -> None:
@@ -239,7 +242,7 @@ def test_wrong_token_count(way) -> None:
     model, call = way()
     cache = cache_for(model)
     for tokens in (4, 6):
-        message = f"the model ran on {tokens} tokens inside a paged step whose metadata has 5; pass the batch as one ragged"
+        message = f"the model ran on {tokens} tokens inside a paged step whose metadata has 5; pass the batch as one"
         with pytest.raises(ValueError, match=message), quire.step(cache, metadata(3, 2)):
             run(call, tokens)
 
@@ -253,14 +256,15 @@ def test_two_rows_are_not_a_ragged_row(model, cache) -> None:
 
 def test_a_mask_is_refused(model, cache) -> None:
     mask = torch.zeros(1, 1, 5, 5)
-    with pytest.raises(quire.UnsupportedAttention, match="was given an attention_mask. A paged batch is ragged: pass no mask"):
+    with pytest.raises(quire.UnsupportedAttention, match="was given an attention_mask. A paged batch is ragged: pass"):
         with quire.step(cache, metadata(5)), torch.no_grad():
             model(input_ids=torch.ones(1, 5, dtype=torch.long), attention_mask=mask, use_cache=False)
 
 
 def test_unknown_and_unfit_backends(model, cache) -> None:
-    with pytest.raises(ValueError, match="unknown attention backend 'nope'"), quire.step(cache, metadata(5), attention="nope"):
-        raise AssertionError("entered")
+    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
+        with quire.step(cache, metadata(5), attention="nope"):
+            raise AssertionError("entered")
     with pytest.raises(quire.UnsupportedAttention, match="flashinfer.* cannot"):
         with quire.step(cache, metadata(5), attention="flashinfer"):
             run(model, 5)
@@ -305,3 +309,13 @@ def test_cache_for_model(model) -> None:
     made, ours = quire.PagedKVCache.for_model(model, num_pages=10, page_size=PAGE), cache_for(model)
     assert repr(made) == repr(ours) and made.layer_ids == ours.layer_ids
     assert [t.shape for t in [*made.k, *made.v]] == [t.shape for t in [*ours.k, *ours.v]]
+
+
+def test_attention_mask_in_a_step() -> None:
+    model = llama()
+    quire.paged(model)
+    cache = quire.PagedKVCache.for_model(model, num_pages=8, page_size=4)
+    meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=4)
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(quire.UnsupportedAttention, match="no mask and no padding"), quire.step(cache, meta):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))

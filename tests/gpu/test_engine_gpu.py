@@ -1,0 +1,370 @@
+"""The engine on a GPU: CUDA graphs, asynchronous stepping and fused weights, against transformers' own generate.
+
+In float32 the tokens are compared; in bfloat16 each token must be the likeliest in float32 up to the error that
+transformers' own bfloat16 forward has. The shipped model has a head dim of 64, which every backend takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from attn_ops.backend import get_backend
+from graph_runner.batch import BatchShape
+from graph_runner.engine import Engine
+from graph_runner.sampling_params import SamplingParams
+from tests.tiny import (
+    GREEDY,
+    PROMPTS,
+    assert_idle,
+    check_padded_bucket,
+    hf_greedy,
+    load_model,
+    load_tokenizer,
+    tokens,
+    unchanged,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens=20)
+SMALL = dict(num_pages=400, max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 8], cudagraph_token_sizes=[16, 64])
+
+
+@pytest.fixture(autouse=True)
+def no_tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def need(backend: str) -> str:
+    why = get_backend(backend).available(torch.device("cuda"))
+    if why:
+        pytest.skip(f"{backend}: {why}")
+    return backend
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model("cuda")
+
+
+@pytest.fixture(scope="module")
+def half() -> Any:
+    return load_model("cuda", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer) -> list[list[int]]:
+    return [tokenizer(p)["input_ids"] for p in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts) -> list[list[int]]:
+    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def long_prompt(tokenizer) -> list[int]:
+    """940 tokens of plain text."""
+    ids = tokenizer(" ".join(PROMPTS) + "\n")["input_ids"]
+    return (ids * (940 // len(ids) + 1))[:940]
+
+
+@pytest.fixture(scope="module", params=["triton", "torch_native"])
+def engine(request, model, tokenizer) -> Iterator[Engine]:
+    """Float32, as users make it: compiled, with graphs and fusions, stepping asynchronously."""
+    with Engine(model, tokenizer, attention=need(request.param), **SMALL) as made:
+        yield made
+
+
+# -- float32: the same tokens
+
+
+def test_same_tokens(engine, prompts, expected) -> None:
+    stats = engine.runner.graphs.stats
+    assert engine._depth == 1 and stats.captured >= 5 and stats.capture_seconds > 0
+    before = stats.replayed
+    assert tokens(engine.generate(prompts, GREEDY)) == expected
+    assert_idle(engine)
+    assert stats.replayed - before >= GREEDY.max_tokens - 1
+    for prompt, want in zip(prompts, expected, strict=True):
+        assert tokens(engine.generate([prompt], GREEDY)) == [want]
+    assert not stats.fell_back, "a step ran without a graph"
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(engine, prompts) -> None:
+    alone = [tokens(engine.generate([p], SAMPLED))[0] for p in prompts]
+    assert tokens(engine.generate(prompts, SAMPLED)) == alone
+    assert tokens(engine.generate(prompts, replace(SAMPLED, seed=12))) != alone
+    mixed = [GREEDY if i % 2 else SAMPLED for i in range(len(prompts))]
+    greedy = tokens(engine.generate(prompts, GREEDY))
+    assert tokens(engine.generate(prompts, mixed)) == [greedy[i] if i % 2 else alone[i] for i in range(len(prompts))]
+
+
+def test_ends(engine, model, prompts) -> None:
+    """By the end token, by a stop string and by min_tokens, one step late."""
+    whole = hf_greedy(model, prompts[0], 150)
+    assert whole[-1] == model.config.eos_token_id
+    outputs = engine.generate([prompts[0]] * 3, [
+        replace(GREEDY, max_tokens=200), replace(GREEDY, max_tokens=200, stop=" named"),
+        replace(GREEDY, max_tokens=len(whole) + 5, min_tokens=len(whole) + 5)])
+    assert (outputs[0].token_ids, outputs[0].finish_reason) == (whole, "stop")
+    assert (outputs[1].finish_reason, outputs[1].stop_reason) == ("stop", " named")
+    assert len(outputs[2].token_ids) == len(whole) + 5 and whole[-1] not in outputs[2].token_ids
+    assert_idle(engine)
+
+
+def test_abandoned_stream(engine, prompts, expected) -> None:
+    """Pages that a launched step still writes may go to another request: the device runs steps in order."""
+    stream = engine.stream(prompts, replace(GREEDY, max_tokens=200))
+    for _ in range(20):
+        next(stream)
+    stream.close()
+    assert_idle(engine)
+    assert tokens(engine.generate(prompts, GREEDY)) == expected
+
+
+def test_small_batch_after_a_large_one(engine, model, prompts) -> None:
+    lengths = [20 if i < 2 else 4 for i in range(len(prompts))]
+    outputs = engine.generate(prompts, [replace(GREEDY, max_tokens=n, ignore_eos=True) for n in lengths])
+    assert tokens(outputs) == [hf_greedy(model, p, n, eos_token_id=None) for p, n in zip(prompts, lengths, strict=True)]
+
+
+def test_padded_bucket(engine, prompts) -> None:
+    # Float32 sums of up to 512 numbers in another order, over 4 layers.
+    check_padded_bucket(engine, prompts[:3], BatchShape(8, 8), 1e-5)
+    assert_idle(engine)
+
+
+def test_captured_at_length_1_replayed_at_1000(engine, model, long_prompt) -> None:
+    """A graph is captured on an empty batch; nothing of that (grid sizes, splits, bounds) may stay in it."""
+    want = hf_greedy(model, long_prompt, 24)
+    assert tokens(engine.generate([long_prompt], replace(GREEDY, max_tokens=24))) == [want]
+    short = [[5, 6, 7], long_prompt[:500]]
+    outputs = engine.generate([long_prompt, *short, long_prompt[3:]], replace(GREEDY, max_tokens=24))
+    assert tokens(outputs) == [want, *(hf_greedy(model, p, 24) for p in (*short, long_prompt[3:]))]
+
+
+def test_nothing_waits_for_the_device(engine, prompts) -> None:
+    """Launching a step makes the host wait for nothing, so that steps overlap."""
+    engine.generate(prompts, SAMPLED)  # whatever is compiled or made once, is now
+    launch = engine.runner.launch
+
+    def checked(batch: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine.runner.launch = checked
+    try:
+        for params in (GREEDY, SAMPLED, replace(SAMPLED, min_tokens=5)):
+            assert not [o.error for o in engine.generate(prompts, params) if o.error]
+    finally:
+        del engine.runner.launch
+
+
+@pytest.mark.parametrize("name", ["tiny_cache", "chunks", "hnd", "no_graphs", "sync"])
+def test_same_tokens_otherwise(name, model, tokenizer, prompts, expected) -> None:
+    options = {
+        "tiny_cache": dict(page_size=4, num_pages=19), "chunks": dict(prefill_chunk_size=3, max_num_batched_tokens=16),
+        "hnd": dict(kv_layout="HND", page_size=32),
+        "no_graphs": dict(cudagraph_capture_sizes=[], cudagraph_token_sizes=[]),
+        "sync": dict(async_stepping=False, compiler="eager", fusions="none"),
+    }[name]
+    options = {**SMALL, "attention": need("triton"), **options}
+    if name == "chunks":
+        options["cudagraph_token_sizes"] = [16]
+    with Engine(model, tokenizer, **options) as engine:
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+        sampled = tokens(engine.generate(prompts, SAMPLED))
+        assert [tokens(engine.generate([p], SAMPLED))[0] for p in prompts[:3]] == sampled[:3]
+        assert_idle(engine)
+        assert (engine.scheduler.num_preemptions > 0) == (name == "tiny_cache")
+
+
+def test_nan_fails_one_request_only(model, prompts) -> None:
+    poisoned = copy.deepcopy(model)
+    poisoned.lm_head.weight = torch.nn.Parameter(poisoned.lm_head.weight.detach().clone())  # untied from the embedding
+    with torch.no_grad():
+        poisoned.model.embed_tokens.weight[1700] = float("nan")
+    good = prompts[:2]
+    expected = [hf_greedy(model, p, 12) for p in good]
+    with Engine(poisoned, attention=need("triton"), **SMALL | dict(num_pages=12)) as engine:
+        for _ in range(2):
+            params = replace(GREEDY, max_tokens=12)
+            first, failed, second = engine.generate([good[0], [5] * 30 + [1700], good[1]], params)
+            assert "contain NaN" in failed.error
+            assert tokens([first, second]) == expected
+            assert tokens(engine.generate(good, params)) == expected  # on pages that held NaN
+
+
+# -- bfloat16
+
+
+def check_likely(model: Any, prompt: list[int], found: list[int]) -> None:
+    """Each token is the likeliest in float32, up to twice the error of transformers' bfloat16 forward on each side."""
+    ids = torch.tensor([prompt + found], device="cuda")
+    exact = copy.deepcopy(model).float()
+    with torch.no_grad():
+        want = exact(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        own = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    allowed = 4 * (own - want).abs().amax(-1)
+    behind = want.amax(-1) - want[torch.arange(len(found)), found]
+    assert (behind <= allowed).all(), f"{(behind / allowed).max():.2f} times the error allowed"
+
+
+@pytest.mark.parametrize("fusions", ["all", "none"])
+@pytest.mark.parametrize("backend", ["flashinfer", "triton", "torch_native"])
+def test_bfloat16(backend, fusions, half, tokenizer, prompts, long_prompt) -> None:
+    params = replace(GREEDY, ignore_eos=True)
+    with unchanged(half), Engine(half, tokenizer, attention=need(backend), fusions=fusions, **SMALL) as engine:
+        assert engine.runner.backend.name == backend
+        batch = [*prompts, long_prompt]
+        outputs = tokens(engine.generate(batch, params))
+        again = tokens(engine.generate(batch, params))
+        assert_idle(engine)
+        assert engine.runner.graphs.stats.replayed > 0
+        alone = tokens(engine.generate([prompts[0]], params))[0]
+    assert again == outputs  # nothing depends on what ran before
+    for prompt, found in zip([*batch, prompts[0]], [*outputs, alone], strict=True):
+        check_likely(half, prompt, found)
+
+
+def test_auto_takes_a_gpu_backend(half, tokenizer, prompts) -> None:
+    with Engine(half, tokenizer, **SMALL) as engine:
+        assert engine.runner.backend.name != "torch_native"
+        for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            check_likely(half, prompt, output.token_ids)
+
+
+# -- the model and the memory
+
+
+def test_the_model_afterwards(model, prompts, expected) -> None:
+    ours = copy.deepcopy(model).train()
+    with unchanged(ours), Engine(ours, attention=need("triton"), **SMALL) as engine:
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+
+
+def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
+    ours, donor = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in donor.named_parameters():
+            if "q_proj" in name or "gate_proj" in name:
+                p.mul_(0.5)
+    changed = [hf_greedy(donor, p, GREEDY.max_tokens) for p in prompts]
+    assert changed != expected
+    with Engine(ours, attention=need("triton"), **SMALL) as engine:
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+        ours.load_state_dict(donor.state_dict())
+        assert tokens(engine.generate(prompts, GREEDY)) == changed
+
+
+def used() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_cache_is_sized_by_free_memory(model, tokenizer, prompts, expected) -> None:
+    half_a_gib = 2**29
+    total = torch.cuda.get_device_properties(0).total_memory
+    share = (used() + half_a_gib) / total
+    options = dict(attention=need("triton"), max_num_seqs=256, max_num_batched_tokens=512,
+                   cudagraph_capture_sizes=[1, 8], cudagraph_token_sizes=[])
+    with Engine(model, tokenizer, gpu_memory_utilization=share, **options) as engine:
+        size = engine.runner.cache.num_bytes
+        # Half a GiB, less what the largest step takes: 512 tokens, of 1848 logits for 256 rows, are a few MiB.
+        assert 0.5 * half_a_gib < size <= half_a_gib
+        assert engine.max_model_len == 1024
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+    # Never more than max_num_seqs requests of full length can use.
+    with Engine(model, tokenizer, gpu_memory_utilization=0.9, **options | dict(max_num_seqs=4)) as engine:
+        assert engine.runner.cache.num_pages == 4 * 1024 // 16 + 1
+    message = "no GPU memory is left for the KV cache: .* GiB free, the largest step needs"
+    with unchanged(model), pytest.raises(RuntimeError, match=message):
+        Engine(model, gpu_memory_utilization=1e-6, **options)
+
+
+def test_close_frees_the_memory(model, tokenizer, prompts) -> None:
+    options = dict(attention=need("triton"), num_pages=16384, max_num_seqs=8, cudagraph_capture_sizes=[1, 8],
+                   cudagraph_token_sizes=[64])
+
+    def serve() -> int:
+        with Engine(model, tokenizer, **options) as engine:
+            engine.generate(prompts, GREEDY)
+            assert engine.runner.cache.num_bytes >= 2**30
+            return used()
+
+    serve()  # kernels and workspaces that stay are loaded now
+    before, allocated = used(), torch.cuda.memory_allocated()
+    during = serve()
+    assert during - before >= 2**30
+    assert used() - before < 2**26 and torch.cuda.memory_allocated() - allocated < 2**22
+
+
+def test_out_of_memory_while_sizing_leaves_the_model_alone(model) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    pages = 2 * free // (16 * 2 * 128 * 4 * 4)
+    with unchanged(model), pytest.raises(torch.OutOfMemoryError):
+        Engine(model, attention=need("triton"), num_pages=int(pages), max_num_seqs=2, cudagraph_capture_sizes=[],
+               compiler="eager", fusions="none")
+    assert used() > 0 and torch.cuda.mem_get_info()[0] > free // 2
+
+
+# -- the other ways in
+
+
+def test_paged_generate(model, tokenizer) -> None:
+    ours = quire.paged(copy.deepcopy(model), attention=need("triton"), **SMALL)
+    batch = tokenizer(list(PROMPTS[:3]), return_tensors="pt", padding=True).to("cuda")
+    want = model.generate(**batch, max_new_tokens=20)
+    got = ours.generate(**batch, max_new_tokens=20)
+    assert got.device == want.device and torch.equal(got, want)
+    ours.generate.close()
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch_native"])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_step_by_hand(backend, compiler, model, prompts) -> None:
+    from passes.dynamo_backend import quire_backend
+
+    torch._dynamo.reset_code_caches()
+    compiled = torch.compile(copy.deepcopy(model), backend=quire_backend, options={"compiler": compiler})
+    cache = quire.PagedKVCache.for_model(model, num_pages=16, page_size=16)
+    a, b = torch.tensor(prompts[3], device="cuda"), torch.tensor(prompts[2], device="cuda")
+    with torch.no_grad():
+        want = [model(t[None], use_cache=False).logits[0] for t in (a, b)]
+        cut = len(a) - 1
+        first = quire.CommonAttentionMetadata.build([cut], [cut], [[3, 1]], page_size=16, device="cuda")
+        with quire.step(cache, first, attention=need(backend)):
+            compiled(input_ids=a[None, :cut], position_ids=first.positions[None], use_cache=False)
+        meta = quire.CommonAttentionMetadata.build([len(b), 1], [len(b), len(a)], [[2], [3, 1]], page_size=16,
+                                                   device="cuda")
+        row = torch.cat([b, a[cut:]])
+        with quire.step(cache, meta, attention=backend):
+            got = compiled(input_ids=row[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+    want = torch.cat([want[1], want[0][-1:]])
+    assert (got - want).abs().max() <= 2e-5 * want.abs().max()
