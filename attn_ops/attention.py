@@ -125,7 +125,7 @@ def attention_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, layer: int, scale: float,
     window: int | None, softcap: float | None, chunk: int | None, causal: bool,
 ) -> torch.Tensor:
-    """The op in plain PyTorch, softmax in fp32 or better: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
+    """The op in plain PyTorch, in fp32 or better: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
 
     Dense, O(S * Sk) memory: it is the specification and the path of a model that runs without an engine.
     """

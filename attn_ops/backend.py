@@ -146,8 +146,8 @@ class UnsupportedAttention(ValueError):
 def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA")) -> Any:
     """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
 
-    ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer, the metadata tensors and ``prepared``; it
-    mutates the caches and nothing else, and returns (T, H, Dv). k and v None: nothing is written (the layer shares
+    ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer, the metadata tensors and
+    ``prepared``; it mutates the caches and nothing else, and returns (T, H, Dv). k and v None: nothing is written (the layer shares
     another's cache). Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which eager steps pay
     once a layer.
     """

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from graph_runner.request import ScheduledBatch
+from graph_runner.request import Request, ScheduledBatch
 from graph_runner.sampler import SamplingTensors
 
+# Sampling parameters: name, type, value for padding rows.
+_PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0))
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
 
@@ -94,6 +96,10 @@ class StepBuffers:
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.block_table = np.zeros((max_num_seqs, max_pages_per_seq), dtype=np.int32)
+        # What a slot's request brings along, written when it gets the slot, so that a step only gathers by slot.
+        self._holder: list[list[int] | None] = [None] * max_num_seqs
+        self._pages_known = [0] * max_num_seqs
+        self._params = {name: np.zeros(max_num_seqs, np.dtype(kind)) for name, kind, _ in _PARAMS}
         self._layouts: dict[BatchShape, StepLayout] = {}
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
@@ -137,9 +143,8 @@ class StepBuffers:
         a["query_start_loc"][n + 1 :] = t
         a["seq_lens"][:n] = start + count
         a["seq_lens"][n:] = 0
-        for row in rows:  # only the pages that are new since the row last ran would do; a slice assignment is as quick
-            pages = row.request.pages
-            self.block_table[row.request.slot, : len(pages)] = pages
+        for row in rows:
+            self._note(row.request)
         in_use = -(-(start + count) // page)
         used = int(in_use.max())
         table = a["block_table"]
@@ -162,18 +167,25 @@ class StepBuffers:
         a["sample_slot"][:n] = np.where(samples, slots, self.dummy_slot)
         a["sample_slot"][n:] = self.dummy_slot
         a["sample_position"][:n], a["sample_position"][n:] = start + count, 0
-        params = [r.request.params for r in rows]
-        draws = [p.temperature > 0 for p in params]  # a greedy row takes no filters
-        for name, pad, values in (
-            ("seed", 0, (r.request.seed for r in rows)),
-            ("temperature", 0, (p.temperature for p in params)),
-            ("top_k", 0, (min(p.top_k, 2**31 - 1) if d else 0 for p, d in zip(params, draws, strict=True))),
-            ("top_p", 1, (p.top_p if d else 1.0 for p, d in zip(params, draws, strict=True))),
-            ("min_p", 0, (p.min_p if d else 0.0 for p, d in zip(params, draws, strict=True))),
-        ):
-            a[name][:n] = np.fromiter(values, a[name].dtype, n)
-            a[name][n:] = pad
+        for name, _, pad in _PARAMS:
+            a[name][:n], a[name][n:] = self._params[name][slots], pad
         return a
+
+    def _note(self, request: Request) -> None:
+        """Keep up with what a request holds: its sampling parameters when it gets its slot, its pages as they come."""
+        slot, pages = request.slot, request.pages
+        if self._holder[slot] is not pages:  # a list of its own each time a request gets a slot, also after a preemption
+            self._holder[slot], self._pages_known[slot] = pages, 0
+            p = request.params
+            draws = p.temperature > 0  # a greedy row takes no filters
+            values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0, p.top_p if draws else 1.0,
+                      p.min_p if draws else 0.0)
+            for (name, _, _), number in zip(_PARAMS, values, strict=True):
+                self._params[name][slot] = number
+        known = self._pages_known[slot]
+        if known != len(pages):
+            self.block_table[slot, known : len(pages)] = pages[known:]
+            self._pages_known[slot] = len(pages)
 
     @staticmethod
     def _fill_ids(a: dict[str, np.ndarray], batch: ScheduledBatch, ends: np.ndarray) -> None:

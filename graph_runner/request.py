@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from graph_runner.sampling_params import SamplingParams
 
@@ -103,8 +103,7 @@ class Request:
         return not self.finished and self.num_tokens < self.max_total_tokens
 
 
-@dataclass(frozen=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """One request's part in a step: ``num_new`` tokens from position ``start`` on. ``samples``: the row's last token is the
     request's last, so a new token is drawn from its logits."""
 

@@ -60,11 +60,16 @@ class Scheduler:
                 break
             if request.slot < 0 or not request.wants_step:  # preempted by an earlier one in this loop, or only waiting
                 continue
-            count = self._chunk(request, budget)
-            if not self._make_room(request, count):
+            start = request.num_computed
+            if len(request.token_ids) + request.num_pending - start == 1:  # a decode: the quick way through the loop
+                if start < len(request.pages) * self.page_size or self._make_room(request, 1):
+                    budget -= 1
+                    decodes.append(ScheduledRow(request, start, 1, True))
                 continue
-            budget -= count
-            (decodes if request.num_uncomputed == 1 else prefills).append(self._row(request, count))
+            count = self._chunk(request, budget)
+            if self._make_room(request, count):
+                budget -= count
+                prefills.append(self._row(request, count))
         # Not in a step that preempted: the victim would take its pages right back.
         preempted = self.num_preemptions != before
         while self.waiting and budget and self._free_slots and not preempted:

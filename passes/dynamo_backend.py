@@ -77,7 +77,8 @@ class QuireBackend:
     """The Dynamo backend as an object: the engine keeps one and reads ``graphs``; torch.compile users get it by name.
 
     ``guards_dropped``: the caller runs the graphs for any batch shape, whatever Dynamo guarded. ``trace_only``: graphs made
-    while it is set raise Traced when called with no step in progress, after Dynamo has kept them; with ``compile_ahead`` they are lowered and compiled at once, before the cache exists.
+    while it is set raise Traced when called with no step in progress, after Dynamo has kept them;
+    with ``compile_ahead`` they are lowered and compiled at once, before the cache exists.
     """
 
     options: QuireOptions

@@ -63,7 +63,8 @@ def _fusable(node: fx.Node, fusion: Fusion) -> bool:
         tensor = fusion.real.get(part)  # type: ignore[arg-type]
         if not isinstance(part, fx.Node) or len(part.users) != 1 or not isinstance(tensor, torch.Tensor):
             return False
-        if type(tensor) not in (torch.nn.Parameter, torch.Tensor) or not tensor.is_floating_point() or not tensor.is_contiguous():
+        plain = type(tensor) in (torch.nn.Parameter, torch.Tensor)
+        if not plain or not tensor.is_floating_point() or not tensor.is_contiguous():
             return False
     shapes = [tuple(fusion.real[p].shape) for p in parts]  # type: ignore[index]
     if len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):

@@ -1,4 +1,4 @@
-"""``quire.paged``: ``model.generate`` gives what transformers gives, paged where it can be and with a warning where not."""
+"""``quire.paged``: ``model.generate`` gives what transformers gives; paged where it can be, with a warning if not."""
 
 from __future__ import annotations
 
