@@ -147,9 +147,9 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
     """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
 
     ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer, the metadata tensors and
-    ``prepared``; it mutates the caches and nothing else, and returns (T, H, Dv). k and v None: nothing is written (the layer shares
-    another's cache). Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which eager steps pay
-    once a layer.
+    ``prepared``; it mutates the caches and nothing else, and returns (T, H, Dv). k and v None: nothing is written (the
+    layer shares another's cache). Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which
+    eager steps pay once a layer.
     """
     op_name = f"{name}_paged_attention"
     LIBRARY.define(op_name + PAGED_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
