@@ -15,10 +15,13 @@ comparing with ``repeat_interleave``; the mask by executing its sub-graph on the
 causal, window and chunk masks.
 
 NOTE [Mask probe]: a probe shorter than the window would read a window as plain causal, a silent long-context bug. So the
-probe is longer than every number in the mask's sub-graph; numbers too large for that are replaced, each by its own small
-prime, and the answer is translated back (the sub-graph treats them as opaque numbers either way). What hidden scores are
-filled with is no such number. A buffer that takes part (a stored triangle) is probed over its whole length. Two probes
-with different token ids must agree: a mask of the padding is none of the positions.
+sub-graph of a mask may do with positions only what bounds how far it can reach: add and subtract, divide by whole numbers
+(rounding down), compare, and combine the results (``_ALLOWED``). Then its reach is at most the sum of its numbers, times the
+divisors on one path, and the probe is longer than that. Where that would be too long, large numbers are replaced by small
+ones, twice and by different ones: the answer must be one of them plus the same small offset (``<= w`` is a window of w + 1)
+both times, and is translated back. What hidden scores are filled with is no such number. A buffer that takes part (a
+stored triangle) is probed over its whole length. A probe with other token ids must agree too: a mask of the padding is none
+of the positions.
 
 Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that depends on
 something other than positions, a mask of no known kind, keys longer than queries (a KV cache in the graph), heads that are
@@ -54,9 +57,20 @@ SDPA = (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_
         torch.ops.aten.scaled_dot_product_attention)
 _VIEWS = {"getitem", "expand", "reshape", "view", "unsqueeze", "flatten", "broadcast_to", "repeat_interleave", "repeat",
           "contiguous", "clone", "expand_as", "squeeze", "transpose", "permute"}
-_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97)
-_DIRECT = 1024  # constants up to here are probed as they are
+_STANDINS = ((37, 53, 67, 83), (41, 59, 71, 89))  # two sets of small numbers for large ones, in order of size
+_DIRECT = 1024  # stored numbers up to here are probed as they are
+_LONGEST = 4200  # positions of a probe: 17 Mi entries
+_OFFSET = 2  # ``<= w`` for ``< w``, and the like
 _MAX_STORED = 8192  # positions of a stored mask that is probed whole: 64 Mi entries
+_ALLOWED = {
+    # positions, and sums of them; comparisons; whole-number division; logic; shapes; constants; indexing
+    "arange", "add", "iadd", "sub", "isub", "rsub", "neg", "diff", "cumsum", "le", "lt", "ge", "gt", "eq", "ne", "floordiv",
+    "floor_divide", "and_", "or_", "xor", "invert", "not_", "logical_and", "logical_or", "logical_not", "bitwise_and",
+    "bitwise_or", "bitwise_not", "__and__", "__or__", "iand", "ior", "where", "masked_fill", "masked_fill_", "full", "full_like",
+    "new_full", "new_ones", "new_zeros", "ones", "zeros", "ones_like", "zeros_like", "tril", "triu", "to", "bool", "float",
+    "long", "int", "type", "type_as", "half", "bfloat16", "clone", "contiguous", "detach", "getattr", "size", "sym_size",
+    "tensor", "as_tensor", "finfo", "item", "any", "tril_", "triu_", "fill_", "copy_", "setitem", "new_tensor", "empty", "scalar_tensor",
+} | _VIEWS
 _FILLS = {"where", "masked_fill", "masked_fill_", "full", "full_like", "new_full", "fill_", "mul", "imul", "scatter"}
 
 
@@ -196,23 +210,92 @@ def identify_mask(mask: fx.Node, tokens: Any, inputs: dict[str, Any]) -> MaskKin
     nodes = ancestors(mask)
     stored = {n: inputs[n.name].detach() for n in nodes if _is_stored(n) and isinstance(inputs.get(n.name), torch.Tensor)}
     numbers = _constants(nodes, stored)
-    to_small: dict[int, int] = {}
-    if symbolic(tokens):
-        large = sorted(c for c in numbers if c > _DIRECT)
-        if len(large) > len(_PRIMES):
-            raise Refusal(f"the mask's sub-graph has {len(large)} large constants")
-        to_small = dict(zip(large, _PRIMES, strict=False))
-        length = 2 * max([c for c in numbers if c <= _DIRECT] + list(to_small.values()) + [32]) + 5
-        tables = [t.shape[-1] for t in stored.values() if t.dim() >= 2]
-        if tables:
-            length = min(tables)
-            if length > _MAX_STORED:
-                raise Refusal(f"a stored mask of {length} positions is too large to check")
-    else:
+    ids = (lambda n: torch.zeros(n, dtype=torch.int64), lambda n: torch.tensor([*numbers, 1] * n)[:n])
+    tables = [t.shape[-1] for t in stored.values() if t.dim() >= 2]
+    if not symbolic(tokens):
         length = int(tokens)
         if any(c > length for c in numbers):
             raise Refusal(f"the graph was traced for {length} tokens exactly, too few to tell a window from plain causal; "
                           "compile with dynamic=True")
+        return _probe(mask, nodes, stored, tokens, length, {}, ids)
+    reach = _reach(nodes, numbers)
+    if tables:
+        length = min(tables)
+        if length > _MAX_STORED:
+            raise Refusal(f"a stored mask of {length} positions is too large to check")
+        if reach > length and any(_name(n) == "arange" for n in nodes):
+            raise Refusal(f"a stored mask of {length} positions, too few to check the numbers that go with it")
+        return _probe(mask, nodes, stored, tokens, length, {}, ids)
+    if reach <= _LONGEST:
+        return _probe(mask, nodes, stored, tokens, reach, {}, ids)
+    large = [c for c in numbers if c > 100]
+    if not large or len(large) > len(_STANDINS[0]):
+        raise Refusal("its mask reaches too far to be executed, and not by a few large numbers")
+    kinds, maps = [], [dict(zip(large, small, strict=False)) for small in _STANDINS]
+    for small in maps:
+        length = _reach(nodes, sorted({small.get(c, c) for c in numbers}), small)
+        if length > _LONGEST:
+            raise Refusal("its mask reaches too far to be executed")
+        kinds.append(_probe(mask, nodes, stored, tokens, length, small, ids))
+    first, second = kinds
+    return MaskKind(first.causal, _translate("window", first.window, second.window, maps),
+                    _translate("chunk", first.chunk, second.chunk, maps))
+
+
+def _translate(what: str, first: int | None, second: int | None, maps: list[dict[int, int]]) -> int | None:
+    """The number behind what two probes with different stand-ins saw. See NOTE [Mask probe]."""
+    if first is None and second is None:
+        return None
+    for number in maps[0]:
+        offset = (first or 0) - maps[0][number]
+        if first is not None and second is not None and abs(offset) <= _OFFSET and second - maps[1][number] == offset:
+            return number + offset
+    if first == second and first is not None and first <= _DIRECT // 8:  # a small number of its own, in both probes
+        return first
+    raise Refusal(f"its {what} could not be traced back to one number of the mask")
+
+
+def _reach(nodes: list[fx.Node], numbers: list[int], small: dict[int, int] | None = None) -> int:
+    """Positions that a probe must have so that nothing in the mask reaches further. See NOTE [Mask probe]."""
+    divisors: dict[fx.Node, int] = {}
+    for node in nodes:
+        deepest = max((divisors.get(n, 1) for n in node.all_input_nodes), default=1)
+        if _name(node) in ("floordiv", "floor_divide") or (_name(node) == "div" and node.kwargs.get("rounding_mode")):
+            by = node.args[1] if len(node.args) > 1 else None
+            if isinstance(by, fx.Node) or not isinstance(by, int) or by < 1:
+                raise Refusal("its mask divides positions by something that is no constant")
+            deepest *= (small or {}).get(by, by)
+        elif node.op in ("call_function", "call_method"):
+            name = _name(node)
+            whole = isinstance(value(node), torch.Tensor) and value(node).dtype == torch.bool
+            counts = name == "cumsum" and value(node.args[0]).dtype != torch.bool
+            fills = name in ("mul", "imul") and _fills(node)
+            if (name not in _ALLOWED and not whole and not fills) or counts:
+                raise Refusal(f"its mask computes with positions ({name}), so that how far it reaches cannot be told (ALiBi or a bias?)")
+        divisors[node] = deepest
+    return max(divisors.values(), default=1) * (sum(numbers) + 34) + 5
+
+
+def _fills(node: fx.Node) -> bool:
+    """A product that turns a mask into additive scores: one side is made of truths, the other is a constant."""
+    return any(_is_truth(a) for a in node.args) and sum(isinstance(value(a), torch.Tensor) for a in node.args) <= 2
+
+
+def _is_truth(node: Any) -> bool:
+    """Booleans, or 0s and 1s made of them by casting, negating and subtracting from 1."""
+    val = value(node)
+    if not isinstance(node, fx.Node) or not isinstance(val, torch.Tensor):
+        return False
+    if val.dtype == torch.bool:
+        return True
+    tensors = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
+    same = _name(node) in _VIEWS | {"to", "float", "type_as", "half", "bfloat16", "int", "long", "sub", "rsub", "neg"}
+    return same and len(tensors) == 1 and _is_truth(tensors[0])
+
+
+def _probe(mask: fx.Node, nodes: list[fx.Node], stored: dict[fx.Node, torch.Tensor], tokens: Any, length: int,
+           to_small: dict[int, int], ids: Any) -> MaskKind:
+    """Execute the mask for ``length`` positions, with large numbers replaced, for two sets of token ids."""
 
     def small(node: fx.Node, number: Any) -> Any:
         if abs(number) not in to_small or (type(number) is float and _name(node) in _FILLS):
@@ -220,9 +303,9 @@ def identify_mask(mask: fx.Node, tokens: Any, inputs: dict[str, Any]) -> MaskKin
         return type(number)(to_small[abs(number)] * (1 if number > 0 else -1))
 
     masks: list[Any] = []
-    for ids in (torch.zeros(length, dtype=torch.int64), torch.tensor([*numbers, 1] * length)[:length]):
+    for make in ids:
         env = {n: stored.get(n, None) for n in nodes if n.op == "placeholder"}
-        env = {n: _probe_input(n, length, tokens, ids) if t is None else t for n, t in env.items()}
+        env = {n: _probe_input(n, length, tokens, make(length)) if t is None else t for n, t in env.items()}
         try:
             with torch.no_grad():
                 evaluate(nodes, env, small)
@@ -232,8 +315,7 @@ def identify_mask(mask: fx.Node, tokens: Any, inputs: dict[str, Any]) -> MaskKin
     kind = _classify(masks[0], length)
     if not torch.equal(masks[0], masks[1]):
         raise Refusal("its mask depends on the token ids (a padding mask?); a paged batch has no padding")
-    back = {little: big for big, little in to_small.items()}
-    return MaskKind(kind.causal, back.get(kind.window or 0, kind.window), back.get(kind.chunk or 0, kind.chunk))
+    return kind
 
 
 def _name(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter."""
+"""Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter, and PyTorch on one thread."""
 
 import os
 
@@ -7,3 +7,4 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, that is before the first import of a module that has some.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other, on a busy machine for long

@@ -465,6 +465,18 @@ def test_max_tokens_0() -> None:
         SamplingParams(max_tokens=0)
 
 
+def build(config, kind=transformers.AutoModelForCausalLM):
+    return kind.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def one_layer():
+    """Quick to trace."""
+    return build(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, max_position_embeddings=1024))
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (dict(page_size=0), "page_size must be at least 1, got 0"),
     (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
@@ -485,13 +497,9 @@ def test_max_tokens_0() -> None:
     (dict(max_num_seqs=4, cudagraph_capture_sizes=[8]), "batch size 8 in the list to capture is larger than any batch"),
     (dict(max_num_batched_tokens=64, cudagraph_token_sizes=[65]), "token count 65 in the list to capture is larger"),
 ])
-def test_bad_arguments(options, message, model) -> None:
-    with unchanged(model), pytest.raises(ValueError, match=message):
-        Engine(model, **(dict(num_pages=8, max_num_seqs=2) | options))
-
-
-def build(config, kind=transformers.AutoModelForCausalLM):
-    return kind.from_config(config).eval()
+def test_bad_arguments(options, message, one_layer) -> None:
+    with unchanged(one_layer), pytest.raises(ValueError, match=message):
+        Engine(one_layer, **(dict(num_pages=8, max_num_seqs=2) | options))
 
 
 def test_models_that_cannot_be_served() -> None:

@@ -103,7 +103,7 @@ def test_window_and_chunk_in_one_mask_is_refused() -> None:
     def both(module, position_ids):
         return window(4096)(module, position_ids) & chunk(8192)(module, position_ids)
 
-    refused(tiny(mask=both), "its mask is none of causal, sliding window, chunk")
+    refused(tiny(mask=both), "its mask is none of causal, sliding window, chunk|reaches too far")
 
 
 def test_a_window_beside_another_large_constant_is_refused() -> None:
@@ -111,7 +111,7 @@ def test_a_window_beside_another_large_constant_is_refused() -> None:
         i, j = pair(position_ids)
         return ((j <= i) & (j > i - 4096) & (i < 1_000_000))[:, None]
 
-    refused(tiny(mask=mask), "its mask is none of")
+    refused(tiny(mask=mask), "its mask is none of|computes with positions")
 
 
 def test_a_window_given_as_a_float() -> None:
@@ -299,12 +299,12 @@ def dilated(module, position_ids):
 
 
 @pytest.mark.parametrize("mask, message", [
-    (alibi, "its mask differs between heads or sequences"),
-    (relative_bias, "a float bias is added to the scores"),
+    (alibi, "how far it reaches cannot be told .ALiBi|differs between heads"),
+    (relative_bias, "a float bias is added to the scores|computes with positions"),
     (prefix, "its mask is none of causal, sliding window, chunk"),
-    (not_own, "its mask is none of"),
-    (dilated, "its mask is none of"),
-    (bias(causal, -5.0), "a float bias is added to the scores"),
+    (not_own, "its mask is none of|computes with positions"),
+    (dilated, "its mask is none of|computes with positions"),
+    (bias(causal, -5.0), "a float bias is added to the scores|computes with positions"),
 ], ids=["alibi", "relative", "prefix", "not_own", "dilated", "soft"])
 def test_other_masks_are_refused(mask, message) -> None:
     refused(tiny(mask=mask), message)
@@ -312,7 +312,7 @@ def test_other_masks_are_refused(mask, message) -> None:
 
 def test_the_refusal_names_the_layer() -> None:
     model = Tiny(Attention(4, 2, is_causal=True), Attention(4, 2, mask=alibi)).eval()
-    refused(model, r"cannot be paged:\n  layers.1: its mask differs between heads")
+    refused(model, r"cannot be paged:\n  layers.1: its mask computes with positions .mul")
 
 
 def test_dropout_is_refused() -> None:
@@ -463,7 +463,7 @@ def test_identify_mask() -> None:
     (node,) = find_sdpa(graph)
     tokens = node.args[0].meta["example_value"].shape[2]
     assert identify_mask(node.kwargs["attn_mask"], tokens, {}) == MaskKind(causal=True, window=8)
-    with pytest.raises(Refusal, match=r"its mask has shape \(1, 4, 21, 4\)|could not be executed|depends on"):
+    with pytest.raises(Refusal, match=r"its mask has shape|could not be executed|depends on|computes with positions"):
         identify_mask(node.args[0], tokens, {})
 
 
@@ -473,3 +473,33 @@ def test_one_backend_object_raises_each_graph_apart() -> None:
         torch.compile(tiny(mask=window(size)), backend=backend, dynamic=True)(
             torch.zeros(1, 9, dtype=torch.long), torch.arange(9)[None])
     assert [{s.window for s in g.sites()} for g in backend.graphs] == [{8}, {16}]
+
+
+
+def of_pairs(visible):
+    """A mask from a function of query and key positions."""
+
+    def mask(module, position_ids):
+        return visible(*pair(position_ids))[:, None]
+
+    return mask
+
+
+@pytest.mark.parametrize("size", [40, 1025, 2048, 4096, 131072])
+def test_a_window_with_its_end_included(size) -> None:
+    """``i - j <= w`` is a window of w + 1 keys, also where w is too large to be probed as it is."""
+    site = trace(tiny(mask=of_pairs(lambda i, j: (i - j <= size) & (j <= i)))).sites()[0]
+    assert (site.window, site.chunk) == (size + 1, None)
+
+
+@pytest.mark.parametrize("far", [
+    lambda i, j: (i // 64 - j // 64 < 3) & (j <= i),
+    lambda i, j: (i // 16 - j // 16 < 16) & (j <= i),
+    lambda i, j: ((i - j) / 60.0 < 3) & (j <= i),
+    lambda i, j: ((i - j) * 0.01 < 1) & (j <= i),
+    lambda i, j: ((i - j).clamp(min=0).sqrt() < 12) & (j <= i),
+    lambda i, j: (torch.log2((i - j).clamp(min=0) + 1).floor() < 7) & (j <= i),
+    lambda i, j: ((i - j) * (i - j) < 90 * 90) & (j <= i),
+], ids=["blocks", "blocks16", "quotient", "product", "sqrt", "log", "square"])
+def test_a_mask_that_reaches_further_than_its_numbers_is_refused(far) -> None:
+    refused(tiny(mask=of_pairs(far)), "none of causal|computes with positions|reaches too far")
