@@ -8,7 +8,6 @@ whose result is dropped; how a request ends by length is known ahead.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from graph_runner.block_allocator import BlockAllocator
 from graph_runner.detokenizer import Detokenizer
 from graph_runner.loading import capture_progress, default_compiler, eos_token_ids, kv_dtype, load, model_length, vocab_size
 from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
+from graph_runner.paged_forward import own_forward
 from graph_runner.request import (
     FinishReason,
     Prompt,
@@ -32,8 +32,8 @@ from graph_runner.request import (
 )
 from graph_runner.sampling_params import SamplingParams
 from graph_runner.scheduler import NeedsDrain, Scheduler
+from graph_runner.watch import ModelWatch
 
-logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -78,7 +78,7 @@ class Engine:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is a share of the GPU's memory, in (0, 1]; got {gpu_memory_utilization}")
+            raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {gpu_memory_utilization}")
         self.model, self.tokenizer = load(model, tokenizer)
         device = next(self.model.parameters()).device
         on_gpu = device.type == "cuda"
@@ -86,15 +86,16 @@ class Engine:
         if num_pages is not None:
             length = min(length, (num_pages - 1) * page_size)
         max_num_batched_tokens = min(max_num_batched_tokens, max(length * max_num_seqs, 1))
-        forward = getattr(self.model.forward, "__quire_plain__", None)  # of a forward that quire.paged wrapped
-        self.runner = ModelRunner(self.model, RunnerConfig(
+        config = RunnerConfig(
             attention=attention, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, kv_cache_dtype=kv_dtype(kv_cache_dtype),
             layout=kv_layout, gpu_memory_utilization=gpu_memory_utilization, cudagraph_capture_sizes=cudagraph_capture_sizes,
             cudagraph_token_sizes=cudagraph_token_sizes, compiler=default_compiler(compiler, device),
             fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions,
-            progress=capture_progress if on_gpu else None,
-        ), forward=None if forward is None else forward.__get__(self.model))
+            progress=capture_progress if on_gpu else None)
+        with own_forward(self.model):
+            self.runner = ModelRunner(self.model, config)
+        self.watch = ModelWatch(self.model, addresses=on_gpu)
         self.max_model_len = min(length, (self.runner.cache.num_pages - 1) * page_size)
         self.scheduler = Scheduler(BlockAllocator(self.runner.cache.num_pages), page_size=page_size,
                                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
@@ -120,6 +121,8 @@ class Engine:
         """
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
+        if not self._requests and (change := self.watch.change()) is not None:
+            raise RuntimeError(f"the model was changed after the engine traced it ({change}); close it and make a new one")
         params = params or SamplingParams()
         ids = token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
         if params.stop and self.tokenizer is None:
@@ -174,7 +177,10 @@ class Engine:
         if batch is not None:
             try:
                 self._in_flight.append(self.runner.launch(batch))
-            except torch.OutOfMemoryError as error:
+            except BaseException as error:
+                self.scheduler.take_back(batch)
+                if not isinstance(error, torch.OutOfMemoryError):
+                    raise
                 for row in batch.rows:
                     events.append(self._finish(row.request, FinishReason.ERROR, error=(
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
@@ -185,8 +191,9 @@ class Engine:
         """Take in the results of all launched steps but the last ``leave``."""
         events = []
         while len(self._in_flight) > leave:
-            launched = self._in_flight.popleft()
-            for row, token in zip(launched.batch.rows, launched.tokens(), strict=True):
+            launched, tokens = self._in_flight[0], self._in_flight[0].tokens()
+            self._in_flight.popleft()
+            for row, token in zip(launched.batch.rows, tokens, strict=True):
                 if row.samples:
                     row.request.num_pending -= 1
                     if not row.request.finished:

@@ -10,24 +10,20 @@ On a forward: inside ``quire.step`` it is traced, lowered to paged attention and
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import types
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attn_ops.backend import UnsupportedAttention
 from attn_ops.step import current_step
 from graph_runner.engine import Engine
+from graph_runner.paged_forward import PagedForward, restore_attribute
 from graph_runner.sampling_params import SamplingParams
+from passes.capture import unwrapped
 from passes.dynamo_backend import QuireBackend, QuireOptions
-from passes.hf_interface import interface_active, uses_interface
-from passes.sites import check_config
 
 logger = logging.getLogger(__name__)
 #: Arguments of ``generate`` beside the generation config that the engine honours.
@@ -55,59 +51,38 @@ def paged(model: Any = None, **options: Any) -> Any:
         if isinstance(model.generate, PagedGenerate):
             model.generate.close()
         object.__setattr__(model, "generate", PagedGenerate(model, options))
-        object.__setattr__(model, "forward", _PagedForward(model, options.get("attention", "auto")))
+        object.__setattr__(model, "forward", PagedForward(model, options.get("attention", "auto")))
         return model
     if callable(model):
         return _decorate(model, options)
     raise TypeError(f"quire.paged takes a model or a forward function, got {type(model).__name__}")
 
 
-class _PagedForward:
-    """A transformers model's forward after ``quire.paged(model)``: inside a paged step its attention is paged."""
-
-    def __init__(self, model: torch.nn.Module, attention: str) -> None:
-        self._model = weakref.ref(model)
-        self._plain = type(model).forward
-        self._attention = attention
-        functools.update_wrapper(self, self._plain)
-        self.__quire_plain__ = self._plain
-        self.__signature__ = inspect.signature(functools.partial(self._plain, model))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PagedForward:
-        model: Any = memo.get(id(self._model()), self._model())
-        return _PagedForward(model, self._attention)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
-        step = None if torch.compiler.is_compiling() else current_step()
-        if step is None or not uses_interface(model):  # type: ignore[arg-type]
-            return self._plain(model, *args, **kwargs)
-        check_config(model.config)  # type: ignore[union-attr]
-        if self.__signature__.bind_partial(*args, **kwargs).arguments.get("attention_mask") is not None:
-            raise UnsupportedAttention("an attention_mask in a paged step: the batch is ragged, so pass no mask and no padding")
-        if step.attention == "auto":
-            step.attention = self._attention
-        with interface_active(model):  # type: ignore[arg-type]
-            return self._plain(model, *args, **kwargs)
-
-
 class PagedGenerate:
     """``model.generate`` after ``quire.paged``. Callable like transformers' own."""
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
-        self._model, self._options = weakref.ref(model), options
-        self._plain: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        self._model, self._options = model, options
+        self._original = model.__dict__.get("generate")
         self._engine: Engine | None = None
         self._warned: set[str] = set()
-        functools.update_wrapper(self, self._plain)
+        self._class_generate: Callable[..., Any] = getattr(type(model), "generate")  # noqa: B009
+        functools.update_wrapper(self, self._class_generate)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if self._original is not None:
+            return self._original(*args, **kwargs)
+        return self._class_generate(self._model, *args, **kwargs)
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, made when first asked for."""
+        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer)."""
+        if self._engine is not None and (change := self._engine.watch.change()) is not None:
+            logger.info("a new engine for %s: %s", type(self._model).__name__, change)
+            self._engine.close()
+            self._engine = None
         if self._engine is None:
-            model = self._model()
-            assert model is not None
-            self._engine = Engine(model, **self._options)
+            self._engine = Engine(self._model, **self._options)
         return self._engine
 
     def close(self) -> None:
@@ -115,18 +90,18 @@ class PagedGenerate:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        model = self._model()
-        if model is not None:
-            for name in ("generate", "forward"):
-                model.__dict__.pop(name, None)
+        forward = self._model.__dict__.get("forward")
+        if isinstance(forward, PagedForward):
+            restore_attribute(self._model, "forward", forward.original)
+        if self._model.__dict__.get("generate") is self:
+            restore_attribute(self._model, "generate", self._original)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedGenerate:
-        """For a copy of the model: its own ``generate``, and an engine of its own when it needs one."""
-        copy = object.__new__(PagedGenerate)
-        model: Any = memo.get(id(self._model()), self._model())
-        copy.__dict__.update(self.__dict__, _model=weakref.ref(model), _engine=None, _warned=set(self._warned))
-        copy._plain = types.MethodType(self._plain.__func__, model)  # type: ignore[attr-defined]
-        return copy
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and copying: all but the engine, which a copy makes for itself, and the wrapped function's looks."""
+        return {name: self.__dict__[name] for name in ("_model", "_options", "_original", "_warned")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _engine=None, _class_generate=type(state["_model"]).generate)
 
     def __call__(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         why, job = self._understand(inputs, kwargs)
@@ -139,7 +114,7 @@ class PagedGenerate:
 
     def _understand(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Any]:
         """The call as the arguments of ``_run``; or None and the reason it cannot be served."""
-        model: Any = self._model()
+        model: Any = self._model
         given = {k: v for k, v in kwargs.items() if v is not None}
         ids = inputs if inputs is not None else given.get("input_ids", given.get("inputs"))
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
@@ -170,6 +145,10 @@ class PagedGenerate:
         mask = given.get("attention_mask")
         if mask is not None and mask.shape != ids.shape:
             return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}", None
+        if mask is not None and bool((mask.bool().long().diff(dim=1) < 0).any()):
+            return "the prompts are padded on the right (set tokenizer.padding_side = 'left')", None
+        if mask is not None and not bool(mask.bool().any(dim=1).all()):
+            return "a row of the attention_mask is empty", None
         streamer = given.get("streamer")
         if streamer is not None and (len(ids) > 1 or params.n > 1):
             return "a streamer with several sequences", None
@@ -177,6 +156,8 @@ class PagedGenerate:
         eos = [] if eos is None else [eos] if isinstance(eos, int) else [int(e) for e in eos]
         if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
             mask = ids != pad  # transformers infers the mask so
+            if bool((mask.long().diff(dim=1) < 0).any()) or not bool(mask.any(dim=1).all()):
+                return "the prompts have padding that is not on the left", None
         rows = ids.tolist()
         keep = [[True] * ids.shape[1]] * len(rows) if mask is None else mask.bool().tolist()
         prompts = [[t for t, k in zip(row, ks, strict=True) if k] for row, ks in zip(rows, keep, strict=True)]
@@ -225,9 +206,11 @@ def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[
             return forward(self, *args, **kwargs)
         if "call" not in compiled:
             compiled["call"] = torch.compile(forward, backend=QuireBackend(opts), fullgraph=True)
-        return compiled["call"](self, *args, **kwargs)
+        try:
+            return compiled["call"](self, *args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise unwrapped(error, self) from error
 
-    wrapper.__quire_plain__ = forward  # type: ignore[attr-defined]
     return wrapper
 
 

@@ -92,6 +92,12 @@ class Scheduler:
             row.request.num_pending += row.samples
         return ScheduledBatch(rows, sum(r.num_new for r in rows), sum(r.request.slot >= 0 for r in decodes))
 
+    def take_back(self, batch: ScheduledBatch) -> None:
+        """The batch scheduled last was not run: its tokens are to be computed still."""
+        for row in batch.rows:
+            row.request.num_computed -= row.num_new
+            row.request.num_pending -= row.samples
+
     def _chunk(self, request: Request, budget: int) -> int:
         left = request.num_uncomputed
         if left > 1 and self.prefill_chunk_size is not None:

@@ -61,14 +61,17 @@ class PagedModel:
         self._call = call
         self.backend = QuireBackend(options, config=self.config, trace_only=True, guards_dropped=True,
                                     compile_ahead=options.page_size is not None)
-        self._was_training = [m for m in model.modules() if m.training]
-        for module in self._was_training:
+        training = [m for m in model.modules() if m.training]
+        for module in training:
             module.training = False  # dropout would be traced into the graph
         try:
             self._compiled = self._trace()
         except BaseException:
             self.close()
             raise
+        finally:
+            for module in training:
+                module.training = True
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor
                  ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +107,7 @@ class PagedModel:
             except Traced:
                 pass
             except Exception as error:
-                raise _unwrapped(error, self.model) from error
+                raise unwrapped(error, self.model) from error
         self.graph.sites()
         return compiled
 
@@ -140,8 +143,6 @@ class PagedModel:
 
     def close(self) -> None:
         """Undo what tracing and fusion did to the model."""
-        for module in self._was_training:
-            module.training = True
         self.backend.weights.restore()
 
 
@@ -154,7 +155,7 @@ def _with_own_code(method: Any) -> Any:
     return types.MethodType(copy, method.__self__)
 
 
-def _unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
+def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
     """Dynamo wraps what a backend raises; users get our own error, or one that names the model."""
     cause: BaseException | None = error
     while cause is not None:
@@ -181,4 +182,4 @@ def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
 
 attn_ops.kv_cache.find_sites = find_sites
 
-__all__ = ["PagedModel", "find_sites"]
+__all__ = ["PagedModel", "find_sites", "unwrapped"]

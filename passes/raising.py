@@ -62,14 +62,14 @@ _DIRECT = 1024  # stored numbers up to here are probed as they are
 _LONGEST = 4200  # positions of a probe: 17 Mi entries
 _OFFSET = 2  # ``<= w`` for ``< w``, and the like
 _MAX_STORED = 8192  # positions of a stored mask that is probed whole: 64 Mi entries
-_ALLOWED = {
-    # positions, and sums of them; comparisons; whole-number division; logic; shapes; constants; indexing
-    "arange", "add", "iadd", "sub", "isub", "rsub", "neg", "diff", "cumsum", "le", "lt", "ge", "gt", "eq", "ne", "floordiv",
-    "floor_divide", "and_", "or_", "xor", "invert", "not_", "logical_and", "logical_or", "logical_not", "bitwise_and",
-    "bitwise_or", "bitwise_not", "__and__", "__or__", "iand", "ior", "where", "masked_fill", "masked_fill_", "full", "full_like",
-    "new_full", "new_ones", "new_zeros", "ones", "zeros", "ones_like", "zeros_like", "tril", "triu", "to", "bool", "float",
-    "long", "int", "type", "type_as", "half", "bfloat16", "clone", "contiguous", "detach", "getattr", "size", "sym_size",
-    "tensor", "as_tensor", "finfo", "item", "any", "tril_", "triu_", "fill_", "copy_", "setitem", "new_tensor", "empty", "scalar_tensor",
+_ALLOWED = {  # positions and sums of them, comparisons, whole-number division, logic, shapes, constants, indexing
+    "arange", "add", "iadd", "sub", "isub", "rsub", "neg", "diff", "cumsum", "le", "lt", "ge", "gt", "eq", "ne",
+    "floordiv", "floor_divide", "and_", "or_", "xor", "invert", "not_", "logical_and", "logical_or", "logical_not",
+    "bitwise_and", "bitwise_or", "bitwise_not", "__and__", "__or__", "iand", "ior", "where", "masked_fill",
+    "masked_fill_", "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "zeros", "ones_like",
+    "zeros_like", "tril", "triu", "to", "bool", "float", "long", "int", "type", "type_as", "half", "bfloat16", "clone",
+    "contiguous", "detach", "getattr", "size", "sym_size", "tensor", "as_tensor", "finfo", "item", "any", "tril_",
+    "triu_", "fill_", "copy_", "setitem", "new_tensor", "empty", "scalar_tensor",
 } | _VIEWS
 _FILLS = {"where", "masked_fill", "masked_fill_", "full", "full_like", "new_full", "fill_", "mul", "imul", "scatter"}
 
@@ -271,7 +271,8 @@ def _reach(nodes: list[fx.Node], numbers: list[int], small: dict[int, int] | Non
             counts = name == "cumsum" and value(node.args[0]).dtype != torch.bool
             fills = name in ("mul", "imul") and _fills(node)
             if (name not in _ALLOWED and not whole and not fills) or counts:
-                raise Refusal(f"its mask computes with positions ({name}), so that how far it reaches cannot be told (ALiBi or a bias?)")
+                raise Refusal(f"its mask computes with positions ({name}), so that how far it reaches cannot be told "
+                              "(ALiBi or a bias?)")
         divisors[node] = deepest
     return max(divisors.values(), default=1) * (sum(numbers) + 34) + 5
 

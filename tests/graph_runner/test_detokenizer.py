@@ -154,6 +154,7 @@ def test_stop_strings_before_min_tokens() -> None:
     # One that came too early does not count later, and one that is completed in time does.
     assert stream(["a.b", "c", "d"], (".b", "bcd"), may_stop_from=2) == (["a", ".", ""], "", "bcd")
     assert stream(["a.b", "c", "d"], (".b",), may_stop_from=1) == (["a.b", "c", "d"], "", None)
+    assert stream(["a.b", "c", "d"], (".b", "xyz"), may_stop_from=1) == (["a", ".bc", "d"], "", None)
 
 
 def test_stop_strings_at_random() -> None:

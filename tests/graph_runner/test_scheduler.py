@@ -260,6 +260,18 @@ def test_the_last_to_arrive_is_preempted_and_recomputed() -> None:
     assert rows(s.schedule()) == [(1, 0, 3, True), (2, 0, 1, True)]  # its tokens so far are its prompt now
 
 
+def test_a_victim_does_not_take_its_pages_right_back() -> None:
+    s = scheduler(num_pages=4, page_size=2, chunk=2)
+    a, b = request(0, 2, 4), request(1, 3, 3)
+    s.add(a)
+    s.add(b)
+    for _ in range(2):
+        batch = s.schedule()
+        take(batch)
+    # a needed a second page in that step, and b left one more than that: enough for b's first chunk.
+    assert rows(batch) == [(0, 2, 1, True)] and (b.slot, s.allocator.num_free) == (-1, 1)
+
+
 def test_a_victim_with_a_token_on_the_device_must_wait() -> None:
     s = scheduler(num_pages=4, page_size=2, seqs=3)
     a, b = request(0, 2, 4), request(1, 2, 4)

@@ -1,0 +1,61 @@
+"""Notices that a model is no longer the one that was traced.
+
+A traced graph has the model's modules, hooks and settings built in. Weights updated in place reach it; a hook added later, a
+layer exchanged or a setting changed would be ignored without a word. So the engine compares before it takes new work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _facts(module: torch.nn.Module, addresses: bool) -> tuple[Any, ...]:
+    own = vars(module)
+    return (
+        type(module), id(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks), id(own.get("forward")),
+        tuple((k, v) for k, v in own.items() if type(v) in _PLAIN and k != "training"),
+        tuple((n, p.dtype, p.device, p.data_ptr() if addresses else 0)
+              for n, p in module._parameters.items() if p is not None),
+    )
+
+
+_WHAT = ("its class", "the module itself", "its forward hooks", "its forward pre-hooks", "its forward", "its settings",
+         "its parameters")
+
+
+class ModelWatch:
+    """The facts of a model that a trace has built in.
+
+    Args:
+        model: as it was traced.
+        addresses: parameters must stay where they are in memory (a captured CUDA graph reads addresses).
+    """
+
+    def __init__(self, model: torch.nn.Module, *, addresses: bool) -> None:
+        self._model, self._addresses = model, addresses
+        self._then = self._look()
+
+    def _look(self) -> dict[str, tuple[Any, ...]]:
+        return {name: _facts(module, self._addresses) for name, module in self._model.named_modules()}
+
+    def change(self) -> str | None:
+        """What has changed since, in words; None if nothing."""
+        now = self._look()
+        if now == self._then:
+            return None
+        for name in {**self._then, **now}:
+            before, after = self._then.get(name), now.get(name)
+            where = name or type(self._model).__name__
+            if before is None or after is None:
+                return f"module {where} was {'added' if before is None else 'removed'}"
+            for what, a, b in zip(_WHAT, before, after, strict=True):
+                if a != b:
+                    return f"{where}: {what} changed"
+        return "its modules changed"
+
+
+__all__ = ["ModelWatch"]
