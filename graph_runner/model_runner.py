@@ -76,7 +76,8 @@ class ModelRunner:
         self.config, self.device = config, next(model.parameters()).device
         self.paged = PagedModel(model, QuireOptions(
             attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
-            kv_cache_dtype=config.kv_cache_dtype, layout=config.layout), forward=forward)
+            kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
+            max_model_len=config.max_model_len), forward=forward)
         try:
             self._set_up()
         except BaseException:

@@ -145,10 +145,8 @@ class PagedGenerate:
         mask = given.get("attention_mask")
         if mask is not None and mask.shape != ids.shape:
             return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}", None
-        if mask is not None and bool((mask.bool().long().diff(dim=1) < 0).any()):
-            return "the prompts are padded on the right (set tokenizer.padding_side = 'left')", None
-        if mask is not None and not bool(mask.bool().any(dim=1).all()):
-            return "a row of the attention_mask is empty", None
+        if mask is not None and not bool(mask[:, -1].bool().all()):
+            return "the last token of a prompt is masked (set tokenizer.padding_side = 'left')", None
         streamer = given.get("streamer")
         if streamer is not None and (len(ids) > 1 or params.n > 1):
             return "a streamer with several sequences", None
@@ -156,8 +154,8 @@ class PagedGenerate:
         eos = [] if eos is None else [eos] if isinstance(eos, int) else [int(e) for e in eos]
         if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
             mask = ids != pad  # transformers infers the mask so
-            if bool((mask.long().diff(dim=1) < 0).any()) or not bool(mask.any(dim=1).all()):
-                return "the prompts have padding that is not on the left", None
+            if not bool(mask[:, -1].all()):
+                return "the last token of a prompt is padding (set tokenizer.padding_side = 'left')", None
         rows = ids.tolist()
         keep = [[True] * ids.shape[1]] * len(rows) if mask is None else mask.bool().tolist()
         prompts = [[t for t, k in zip(row, ks, strict=True) if k] for row, ks in zip(rows, keep, strict=True)]

@@ -47,7 +47,7 @@ class PagedModel:
             get_backend(options.attention)  # a wrong name raises ValueError now, not from inside Dynamo
         self.model, self.config = model, getattr(model, "config", None)
         if self.config is not None:
-            check_config(self.config)
+            check_config(self.config, options.max_model_len)
         call = forward or model
         parameters = inspect.signature(call.forward if isinstance(call, torch.nn.Module) else call).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -46,6 +46,7 @@ class QuireOptions:
         compiler: "inductor", or "eager" to run the lowered graph op by op (no C++ compiler needed; for debugging).
         fusions: names of fusion passes to run, or "all" / "none" (``passes/fusion.py`` lists them).
         page_size, kv_cache_dtype, layout, device: of the cache; None: taken from the step in progress.
+        max_model_len: no sequence will be longer; some models can be served only up to a length.
     """
 
     attention: str = "auto"
@@ -54,6 +55,7 @@ class QuireOptions:
     page_size: int | None = None
     kv_cache_dtype: torch.dtype | None = None
     layout: Layout = "NHD"
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         if self.compiler not in ("inductor", "eager"):
@@ -164,7 +166,7 @@ class QuireGraph:
                     f"{len(found) - len(numbered)} as F.scaled_dot_product_attention; quire does not mix the two in one model")
             verify(gm.graph, found, self.owner.config, refusals)
             tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
-            check_positions(gm.graph, tokens)
+            check_positions(gm.graph, tokens, self.owner.config is not None)
             check_mixing(gm.graph, tokens)
             self._check_shape_conditions(gm, raised > 0)
             self._raised = gm, found

@@ -72,15 +72,16 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
     _verify_config(sites, config)
 
 
-def check_positions(graph: fx.Graph, tokens: Any) -> None:
+def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
     """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence.
 
     Args:
         graph: the traced graph after raising, when what only served a mask is gone.
         tokens: the size of the token dimension.
+        has_config: it is a transformers model.
 
     Raises:
-        UnsupportedAttention: the graph reads no positions, and makes something as long as the row out of nothing.
+        UnsupportedAttention: the graph makes something as long as the row out of nothing.
     """
 
     def long_as_row(n: Any) -> bool:
@@ -88,7 +89,8 @@ def check_positions(graph: fx.Graph, tokens: Any) -> None:
         return isinstance(val, torch.Tensor) and any(str(s) == str(tokens) for s in val.shape)
 
     ids = [n for n in placeholders(graph) if n.users and long_as_row(n) and not value(n).is_floating_point()]
-    if len(ids) > 1 or any("pos" in source_name(n) for n in ids) or not symbolic(tokens):
+    reads = len(ids) > 1 or any("pos" in source_name(n) for n in ids)
+    if (reads and has_config) or not symbolic(tokens):  # a transformers model that reads positions may also number tokens
         return
     for node in graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
@@ -96,29 +98,85 @@ def check_positions(graph: fx.Graph, tokens: Any) -> None:
         made = (cut or name in ("arange", "linspace")) and not any(long_as_row(n) for n in node.all_input_nodes)
         if node.op.startswith("call") and node.users and long_as_row(node) and (made or name == "cumsum"):
             raise UnsupportedAttention(
-                f"the model makes positions of its own ({name} at {module_path(node) or node.name}) and reads none; in a "
+                f"the model makes positions of its own ({name} at {module_path(node) or node.name}); in a "
                 "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
 
 
+_ALONG = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "sort", "argsort", "softmax",
+                    "log_softmax", "diff", "unfold", "mean", "sum", "amax", "amin", "prod", "std", "var", "norm", "logsumexp",
+                    "median"})
+_ARITHMETIC = frozenset({"add", "iadd", "sub", "isub", "rsub", "mul", "imul", "div", "truediv", "itruediv", "pow"})
+
+
 def check_mixing(graph: fx.Graph, tokens: Any) -> None:
-    """Refuse a graph in which tokens of the row still meet outside the attention sites: a tensor of (tokens, tokens).
+    """Refuse a graph in which tokens of the row still meet outside the attention sites: sequences would see each other.
+
+    Seen are: a tensor of (tokens, tokens); sums, means, scans, sorts and shifts along the row; a row cut, padded or
+    lengthened; arithmetic with the length of the row.
+
+    Args:
+        graph: the traced graph after raising, when what only served a mask is gone.
+        tokens: the size of the token dimension; nothing can be told if it is a number.
 
     Raises:
-        UnsupportedAttention: names where; the sequences of a batch would see each other there.
+        UnsupportedAttention: names the operation and the module.
     """
     if not symbolic(tokens):
         return
     for node in graph.nodes:
-        val = value(node)
-        if node.op.startswith("call") and node.users and isinstance(val, torch.Tensor) \
-                and sum(str(s) == str(tokens) for s in val.shape) > 1:
+        if node.op.startswith("call") and node.users and (how := _mixes(node, tokens)) is not None:
             raise UnsupportedAttention(
-                f"{module_path(node) or 'the model'} mixes the tokens of the batch outside F.scaled_dot_product_attention ("
-                f"{node.name} has shape {tuple(val.shape)}), so sequences would see each other. Is it attention by hand?")
+                f"{module_path(node) or 'the model'} mixes the tokens of the batch outside attention ({node.name}: {how}), so "
+                "sequences of a packed batch would see each other. Is it attention, a convolution or a recurrence by hand?")
 
 
-def check_config(config: Any) -> None:
-    """What can be told from a transformers config before any tracing. Raises UnsupportedAttention."""
+def _mixes(node: fx.Node, tokens: Any) -> str | None:
+    """How an operation makes tokens of the row meet; None if it treats each token for itself, as far as can be seen."""
+    val = value(node)
+    symbol = tokens.node.expr
+    if isinstance(val, torch.Tensor):
+        if sum(str(s) == str(tokens) for s in val.shape) > 1:
+            return f"shape {tuple(val.shape)}"
+        for size in val.shape:
+            if symbolic(size) and symbol in size.node.expr.free_symbols and (size.node.expr / symbol).free_symbols:
+                return f"a row of {size} tokens"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    data = node.args[0] if node.args else None
+    before = value(data) if isinstance(data, fx.Node) else None
+    if not isinstance(before, torch.Tensor):
+        return None
+    along = [d for d, size in enumerate(before.shape) if str(size) == str(tokens)]
+    if not along:
+        return None
+    if name in _ALONG and before.is_floating_point() | (name in ("roll", "cumsum", "flip", "diff")):
+        given = node.kwargs.get("dim", node.kwargs.get("dims", node.kwargs.get("dimension")))
+        place = 2 if name in ("roll", "diff") else 1
+        given = node.args[place] if given is None and len(node.args) > place else given
+        dims = [given] if isinstance(given, int) else list(given) if isinstance(given, (list, tuple)) else None
+        if dims is None or any(isinstance(d, int) and d % before.dim() in along for d in dims):
+            return f"{name} along the row"
+    if name == "getitem" and isinstance(val, torch.Tensor):
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if Ellipsis not in index and not any(isinstance(i, fx.Node) for i in index) and None not in index:
+            at = index[along[0]] if along[0] < len(index) else slice(None)
+            if isinstance(at, int) or (isinstance(at, slice) and (at.start, at.stop, at.step) != (None, None, None)
+                                       and not any(str(s) == str(tokens) for s in val.shape)):
+                return "one token taken for the whole row"
+    numbers = [value(a) for a in node.args if isinstance(value(a), (torch.SymInt, torch.SymFloat))]
+    if name in _ARITHMETIC and any(symbol in n.node.expr.free_symbols for n in numbers):  # not a scale that is a symbol
+        return "arithmetic with the length of the row"
+    return None
+
+
+def check_config(config: Any, max_length: int | None = None) -> None:
+    """What can be told from a transformers config before any tracing.
+
+    Args:
+        max_length: no sequence will be longer than this; None: unknown.
+
+    Raises:
+        UnsupportedAttention: the model cannot be served.
+    """
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedAttention(f"{kind} is an encoder-decoder model; quire serves decoder-only models.")
@@ -132,9 +190,16 @@ def check_config(config: Any) -> None:
     if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedAttention(f"{kind} is configured with bidirectional attention; quire serves causal models.")
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
-        raise UnsupportedAttention(f"{kind} has rope_type 'dynamic', whose frequencies depend on the longest sequence of the "
-                                   "batch; set another rope_type (yarn, linear, llama3) to serve it.")
+    for each in [rope, *(r for r in rope.values() if isinstance(r, dict))] if isinstance(rope, dict) else []:
+        name = each.get("rope_type") or each.get("type")
+        if name == "dynamic":
+            raise UnsupportedAttention(f"{kind} has rope_type 'dynamic', whose frequencies depend on the longest sequence of "
+                                       "the batch; set another rope_type (yarn, linear, llama3) to serve it.")
+        short = each.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        if name == "longrope" and (max_length is None or short is None or max_length > short):
+            raise UnsupportedAttention(
+                f"{kind} has rope_type 'longrope', which takes other frequencies for all sequences of a batch once one of them "
+                f"is longer than {short} tokens; quire serves it up to that length: max_model_len={short}.")
 
 
 def text_config(config: Any) -> Any:

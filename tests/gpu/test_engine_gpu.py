@@ -24,10 +24,12 @@ from tests.tiny import (
     GREEDY,
     PROMPTS,
     assert_idle,
+    assert_unchanged,
     check_padded_bucket,
     hf_greedy,
     load_model,
     load_tokenizer,
+    snapshot,
     tokens,
     unchanged,
 )
@@ -39,6 +41,7 @@ pytestmark = [
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens=20)
 SMALL = dict(num_pages=400, max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 8], cudagraph_token_sizes=[16, 64])
+QUICK = {**SMALL, "compiler": "eager"}  # captured as it is, for what has nothing to do with Inductor
 
 
 @pytest.fixture(autouse=True)
@@ -101,13 +104,13 @@ def engine(request, model, tokenizer) -> Iterator[Engine]:
 def test_same_tokens(engine, prompts, expected) -> None:
     stats = engine.runner.graphs.stats
     assert engine._depth == 1 and stats.captured >= 5 and stats.capture_seconds > 0
-    before = stats.replayed
+    before, fell_back = stats.replayed, stats.fell_back.total()
     assert tokens(engine.generate(prompts, GREEDY)) == expected
     assert_idle(engine)
     assert stats.replayed - before >= GREEDY.max_tokens - 1
     for prompt, want in zip(prompts, expected, strict=True):
         assert tokens(engine.generate([prompt], GREEDY)) == [want]
-    assert not stats.fell_back, "a step ran without a graph"
+    assert stats.fell_back.total() == fell_back, "a step ran without a graph"
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(engine, prompts) -> None:
@@ -165,7 +168,9 @@ def test_captured_at_length_1_replayed_at_1000(engine, model, long_prompt) -> No
 
 def test_nothing_waits_for_the_device(engine, prompts) -> None:
     """Launching a step makes the host wait for nothing, so that steps overlap."""
-    engine.generate(prompts, SAMPLED)  # whatever is compiled or made once, is now
+    several = (GREEDY, SAMPLED, replace(SAMPLED, min_tokens=5))
+    for params in several:  # whatever is compiled or made once, is now
+        engine.generate(prompts, params)
     launch = engine.runner.launch
 
     def checked(batch: Any) -> Any:
@@ -177,7 +182,7 @@ def test_nothing_waits_for_the_device(engine, prompts) -> None:
 
     engine.runner.launch = checked
     try:
-        for params in (GREEDY, SAMPLED, replace(SAMPLED, min_tokens=5)):
+        for params in several:
             assert not [o.error for o in engine.generate(prompts, params) if o.error]
     finally:
         del engine.runner.launch
@@ -189,9 +194,9 @@ def test_same_tokens_otherwise(name, model, tokenizer, prompts, expected) -> Non
         "tiny_cache": dict(page_size=4, num_pages=19), "chunks": dict(prefill_chunk_size=3, max_num_batched_tokens=16),
         "hnd": dict(kv_layout="HND", page_size=32),
         "no_graphs": dict(cudagraph_capture_sizes=[], cudagraph_token_sizes=[]),
-        "sync": dict(async_stepping=False, compiler="eager", fusions="none"),
+        "sync": dict(async_stepping=False, fusions="none"),
     }[name]
-    options = {**SMALL, "attention": need("triton"), **options}
+    options = {**QUICK, "attention": need("triton"), **options}
     if name == "chunks":
         options["cudagraph_token_sizes"] = [16]
     with Engine(model, tokenizer, **options) as engine:
@@ -209,10 +214,10 @@ def test_nan_fails_one_request_only(model, prompts) -> None:
         poisoned.model.embed_tokens.weight[1700] = float("nan")
     good = prompts[:2]
     expected = [hf_greedy(model, p, 12) for p in good]
-    with Engine(poisoned, attention=need("triton"), **SMALL | dict(num_pages=12)) as engine:
+    with Engine(poisoned, attention=need("triton"), **QUICK | dict(num_pages=8)) as engine:
         for _ in range(2):
             params = replace(GREEDY, max_tokens=12)
-            first, failed, second = engine.generate([good[0], [5] * 30 + [1700], good[1]], params)
+            first, failed, second = engine.generate([good[0], [1700] * 40, good[1]], params)
             assert "contain NaN" in failed.error
             assert tokens([first, second]) == expected
             assert tokens(engine.generate(good, params)) == expected  # on pages that held NaN
@@ -228,13 +233,12 @@ def check_likely(model: Any, prompt: list[int], found: list[int]) -> None:
     with torch.no_grad():
         want = exact(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         own = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    allowed = 4 * (own - want).abs().amax(-1)
+    allowed = 4 * (own - want).abs().max()
     behind = want.amax(-1) - want[torch.arange(len(found)), found]
     assert (behind <= allowed).all(), f"{(behind / allowed).max():.2f} times the error allowed"
 
 
-@pytest.mark.parametrize("fusions", ["all", "none"])
-@pytest.mark.parametrize("backend", ["flashinfer", "triton", "torch_native"])
+@pytest.mark.parametrize(("backend", "fusions"), [("flashinfer", "all"), ("triton", "all"), ("torch_native", "none")])
 def test_bfloat16(backend, fusions, half, tokenizer, prompts, long_prompt) -> None:
     params = replace(GREEDY, ignore_eos=True)
     with unchanged(half), Engine(half, tokenizer, attention=need(backend), fusions=fusions, **SMALL) as engine:
@@ -251,7 +255,7 @@ def test_bfloat16(backend, fusions, half, tokenizer, prompts, long_prompt) -> No
 
 
 def test_auto_takes_a_gpu_backend(half, tokenizer, prompts) -> None:
-    with Engine(half, tokenizer, **SMALL) as engine:
+    with Engine(half, tokenizer, **QUICK) as engine:
         assert engine.runner.backend.name != "torch_native"
         for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
             check_likely(half, prompt, output.token_ids)
@@ -262,7 +266,7 @@ def test_auto_takes_a_gpu_backend(half, tokenizer, prompts) -> None:
 
 def test_the_model_afterwards(model, prompts, expected) -> None:
     ours = copy.deepcopy(model).train()
-    with unchanged(ours), Engine(ours, attention=need("triton"), **SMALL) as engine:
+    with unchanged(ours), Engine(ours, attention=need("triton"), **QUICK) as engine:
         assert tokens(engine.generate(prompts, GREEDY)) == expected
 
 
@@ -274,7 +278,7 @@ def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
                 p.mul_(0.5)
     changed = [hf_greedy(donor, p, GREEDY.max_tokens) for p in prompts]
     assert changed != expected
-    with Engine(ours, attention=need("triton"), **SMALL) as engine:
+    with Engine(ours, attention=need("triton"), **QUICK) as engine:
         assert tokens(engine.generate(prompts, GREEDY)) == expected
         ours.load_state_dict(donor.state_dict())
         assert tokens(engine.generate(prompts, GREEDY)) == changed
@@ -293,7 +297,7 @@ def test_cache_is_sized_by_free_memory(model, tokenizer, prompts, expected) -> N
     total = torch.cuda.get_device_properties(0).total_memory
     share = (used() + half_a_gib) / total
     options = dict(attention=need("triton"), max_num_seqs=256, max_num_batched_tokens=512,
-                   cudagraph_capture_sizes=[1, 8], cudagraph_token_sizes=[])
+                   cudagraph_capture_sizes=[1, 4], cudagraph_token_sizes=[], compiler="eager")
     with Engine(model, tokenizer, gpu_memory_utilization=share, **options) as engine:
         size = engine.runner.cache.num_bytes
         # Half a GiB, less what the largest step takes: 512 tokens, of 1848 logits for 256 rows, are a few MiB.
@@ -309,8 +313,7 @@ def test_cache_is_sized_by_free_memory(model, tokenizer, prompts, expected) -> N
 
 
 def test_close_frees_the_memory(model, tokenizer, prompts) -> None:
-    options = dict(attention=need("triton"), num_pages=16384, max_num_seqs=8, cudagraph_capture_sizes=[1, 8],
-                   cudagraph_token_sizes=[64])
+    options = {**QUICK, "attention": need("triton"), "num_pages": 16384}  # of 64 KiB: a GiB
 
     def serve() -> int:
         with Engine(model, tokenizer, **options) as engine:
@@ -328,10 +331,13 @@ def test_close_frees_the_memory(model, tokenizer, prompts) -> None:
 def test_out_of_memory_while_sizing_leaves_the_model_alone(model) -> None:
     free, _ = torch.cuda.mem_get_info()
     pages = 2 * free // (16 * 2 * 128 * 4 * 4)
-    with unchanged(model), pytest.raises(torch.OutOfMemoryError):
+    before = snapshot(model)
+    with pytest.raises(torch.OutOfMemoryError):
         Engine(model, attention=need("triton"), num_pages=int(pages), max_num_seqs=2, cudagraph_capture_sizes=[],
-               compiler="eager", fusions="none")
-    assert used() > 0 and torch.cuda.mem_get_info()[0] > free // 2
+               compiler="eager")
+    used()  # collects what the exception held
+    assert_unchanged(model, before)
+    assert torch.cuda.mem_get_info()[0] > free // 2
 
 
 # -- the other ways in
@@ -351,7 +357,7 @@ def test_paged_generate(model, tokenizer) -> None:
 def test_step_by_hand(backend, compiler, model, prompts) -> None:
     from passes.dynamo_backend import quire_backend
 
-    torch._dynamo.reset_code_caches()
+    torch._dynamo.reset()  # so that each case has its own trace; no engine of this file is used any more
     compiled = torch.compile(copy.deepcopy(model), backend=quire_backend, options={"compiler": compiler})
     cache = quire.PagedKVCache.for_model(model, num_pages=16, page_size=16)
     a, b = torch.tensor(prompts[3], device="cuda"), torch.tensor(prompts[2], device="cuda")

@@ -474,7 +474,7 @@ def test_max_tokens_0() -> None:
     (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
     (dict(max_num_batched_tokens=-1), "max_num_batched_tokens must be at least 1, got -1"),
     (dict(prefill_chunk_size=-1), "prefill_chunk_size must be at least 1, got -1"),
-    (dict(gpu_memory_utilization=0), r"gpu_memory_utilization is a share of the GPU's memory, in \(0, 1\]; got 0"),
+    (dict(gpu_memory_utilization=0), r"gpu_memory_utilization is a share of the memory, in \(0, 1\]; got 0"),
     (dict(max_model_len=1), "max_model_len must be at least 2"),
     (dict(max_model_len=5000), "max_model_len=5000, but the model has 1024 positions"),
     (dict(num_pages=1), "at least 2 pages"),

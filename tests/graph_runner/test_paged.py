@@ -97,11 +97,11 @@ def test_ends_at_different_places(no_warnings, plain, model, batch) -> None:
 
 
 def test_mask(no_warnings, plain, model, batch, tokenizer) -> None:
-    """Masked tokens are as if they were not there, wherever they are."""
+    """Masked tokens are as if they were not there, wherever they are before the last one."""
     alone = [plain.generate(tokenizer(p, return_tensors="pt").input_ids, max_new_tokens=NEW)[0, -NEW:]
              for p in PROMPTS[:2]]
     ids, mask = torch.full((2, 9), 5), torch.zeros(2, 9, dtype=torch.long)
-    for row, at, text in ((0, [0, 2, 3, 7], PROMPTS[0]), (1, [5, 6], PROMPTS[1])):
+    for row, at, text in ((0, [0, 2, 3, 8], PROMPTS[0]), (1, [5, 8], PROMPTS[1])):
         ids[row, at] = torch.tensor(tokenizer(text)["input_ids"])
         mask[row, at] = 1
     for m in (mask, mask.bool()):
@@ -176,11 +176,12 @@ def test_tokenizer_for_the_engine(model, tokenizer) -> None:
     assert len(tokens(model.generate.engine.generate([[5, 6, 7]], params))[0]) == 3
 
 
-def test_a_row_that_cannot_be_served(model, batch) -> None:
-    with pytest.raises(ValueError, match="row 1: the prompt is empty; give at least one token"):
-        mask = batch.attention_mask.clone()
-        mask[1] = 0
-        model.generate(batch.input_ids, attention_mask=mask, max_new_tokens=4)
+def test_a_masked_last_token_goes_to_transformers(plain, model, batch) -> None:
+    """transformers continues from the masked token: not what anyone wants, but what its generate does."""
+    mask = batch.attention_mask.clone()
+    mask[1, -1] = 0
+    with pytest.warns(UserWarning, match="the last token of a prompt is masked"):
+        same(plain, model, batch.input_ids, attention_mask=mask, max_new_tokens=4)
 
 
 # -- what goes to transformers
