@@ -35,7 +35,6 @@ from graph_runner.scheduler import NeedsDrain, Scheduler
 from graph_runner.watch import ModelWatch
 
 
-
 class Engine:
     """Serves one causal LM in this process. Use as a context manager, or call ``close``: the model is then as it was.
 
@@ -148,7 +147,7 @@ class Engine:
         """End a request now; its output so far stays, with finish_reason "abort". Unknown and finished ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None and not request.finished:
-            self._deliver([self._finish(request, FinishReason.ABORT)])
+            self._deliver(self._finish(request, FinishReason.ABORT))
 
     @property
     def has_unfinished(self) -> bool:
@@ -163,16 +162,14 @@ class Engine:
         events, self._unclaimed = self._unclaimed, []
         return events
 
-    def _deliver(self, events: list[StreamEvent]) -> None:
-        for event in events:
-            self._inboxes.get(event.index, self._unclaimed).append(event)
+    def _deliver(self, event: StreamEvent) -> None:
+        self._inboxes.get(event.index, self._unclaimed).append(event)
 
     def _turn(self) -> None:
-        events: list[StreamEvent] = []
         try:
             batch = self.scheduler.schedule()
         except NeedsDrain:
-            events += self._collect(0)
+            self._collect(0)
             batch = self.scheduler.schedule()
         if batch is not None:
             try:
@@ -182,14 +179,13 @@ class Engine:
                 if not isinstance(error, torch.OutOfMemoryError):
                     raise
                 for row in batch.rows:
-                    events.append(self._finish(row.request, FinishReason.ERROR, error=(
+                    self._deliver(self._finish(row.request, FinishReason.ERROR, error=(
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
                         "gpu_memory_utilization.")))
-        self._deliver(events + self._collect(self._depth if batch is not None else 0))
+        self._collect(self._depth if batch is not None else 0)
 
-    def _collect(self, leave: int) -> list[StreamEvent]:
+    def _collect(self, leave: int) -> None:
         """Take in the results of all launched steps but the last ``leave``."""
-        events = []
         while len(self._in_flight) > leave:
             launched, tokens = self._in_flight[0], self._in_flight[0].tokens()
             self._in_flight.popleft()
@@ -197,8 +193,7 @@ class Engine:
                 if row.samples:
                     row.request.num_pending -= 1
                     if not row.request.finished:
-                        events.append(self._take(row.request, token))
-        return events
+                        self._deliver(self._take(row.request, token))
 
     def _take(self, request: Request, token: int) -> StreamEvent:
         """A new token of a request: append it, decode it, see whether it ends the request."""

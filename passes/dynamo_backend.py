@@ -166,6 +166,11 @@ class QuireGraph:
                     f"{len(found) - len(numbered)} as F.scaled_dot_product_attention; quire does not mix the two in one model")
             verify(gm.graph, found, self.owner.config, refusals)
             tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
+            for node, site in zip(site_nodes(gm.graph), found, strict=True):
+                if self.owner.guards_dropped and str(value(node.args[0]).shape[0]) != "1":
+                    raise UnsupportedAttention(
+                        f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
+                        f"{tuple(value(node.args[0]).shape)} for one row of tokens; need (1, H, S, D)")
             check_positions(gm.graph, tokens, self.owner.config is not None)
             check_mixing(gm.graph, tokens)
             self._check_shape_conditions(gm, raised > 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from attn_ops.step import current_step
 from passes.eager import paged_eager
 
 NAME = "quire"
+_HERE: ContextVar[bool] = ContextVar("quire_interface_active", default=False)  # in this thread
 
 # Keyword arguments that do not change what attention computes for one call of ours: bookkeeping of transformers' own
 # caches and kernels. Anything else that is not None (or False) is refused, so that a new feature cannot be dropped.
@@ -61,10 +63,18 @@ def attention_function(
     args = (query, key, value, s_aux)
     options: dict[str, Any] = {"layer": layer, "scale": scale, "window": window, "softcap": cap, "chunk": _chunk(module, layer),
                "causal": bool(causal)}
-    if not torch.compiler.is_compiling() and (step := current_step()) is not None:
-        out = paged_eager(step, *args, **options)
-    else:
+    if torch.compiler.is_compiling():
         out = attention(*args, **options)
+    elif (step := current_step()) is not None:
+        out = paged_eager(step, *args, **options)
+    elif _HERE.get():
+        out = attention(*args, **options)
+    else:
+        # No mask was built for our name, so a padded batch would come out wrong.
+        raise RuntimeError(
+            f"{where} runs with attention implementation {NAME!r} outside quire: either another thread is making an engine or "
+            "running a paged step of this model (run the model in one thread at that time), or the implementation was set by "
+            "hand (set_attn_implementation('sdpa') puts it back; quire sets it by itself).")
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -109,9 +119,11 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
     before = [c._attn_implementation_internal for c in configs]
     for config in configs:
         config._attn_implementation_internal = NAME
+    token = _HERE.set(True)
     try:
         yield
     finally:
+        _HERE.reset(token)
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
 

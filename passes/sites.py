@@ -137,6 +137,7 @@ def _mixes(node: fx.Node, tokens: Any) -> str | None:
     if isinstance(val, torch.Tensor):
         if sum(str(s) == str(tokens) for s in val.shape) > 1:
             return f"shape {tuple(val.shape)}"
+        size: Any
         for size in val.shape:
             if symbolic(size) and symbol in size.node.expr.free_symbols and (size.node.expr / symbol).free_symbols:
                 return f"a row of {size} tokens"

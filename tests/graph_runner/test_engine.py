@@ -571,6 +571,58 @@ def test_out_of_memory_in_a_step(engine, prompts, expected, monkeypatch) -> None
     assert tokens(engine.generate(prompts[:2], GREEDY)) == expected[:2]
 
 
+@pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
+def test_an_interrupted_step_is_taken_back(depth, model, prompts, expected, sampled, monkeypatch) -> None:
+    """Whatever comes out of a step (Ctrl-C, an error of a kernel), the requests go on as if it had not been tried."""
+    with Engine(model, num_pages=14, page_size=8, max_num_seqs=8, async_stepping=depth) as engine:
+        launch, calls = engine.runner.launch, Counter()
+
+        def interrupted(batch):
+            calls["launch"] += 1
+            if calls["launch"] % 3 == 0:
+                raise KeyboardInterrupt
+            return launch(batch)
+
+        monkeypatch.setattr(engine.runner, "launch", interrupted)
+        for params, want in ((GREEDY, expected), (SAMPLED, sampled)):
+            ids = [engine.add_request(p, params)[0] for p in prompts]
+            found: dict[int, list[int]] = {i: [] for i in ids}
+            while engine.has_unfinished:
+                try:
+                    for event in engine.step():
+                        found[event.index] += event.token_ids
+                except KeyboardInterrupt:
+                    pass
+            assert list(found.values()) == want
+            assert_idle(engine)
+        stream = engine.stream(prompts[:2], GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+        assert_idle(engine)
+
+
+def test_a_changed_model_is_noticed(one_layer) -> None:
+    """What the trace has built in would be ignored without a word."""
+    ours = copy.deepcopy(one_layer)
+    attention = ours.model.layers[0].self_attn
+    with Engine(ours, num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[]) as engine:
+        want = tokens(engine.generate([3, 4], GREEDY))
+        hook = attention.register_forward_hook(lambda module, args, out: None)
+        message = "changed after the engine traced it .model.layers.0.self_attn: its forward hooks changed"
+        with pytest.raises(RuntimeError, match=message):
+            engine.generate([3, 4], GREEDY)
+        hook.remove()
+        assert tokens(engine.generate([3, 4], GREEDY)) == want
+        attention.scaling *= 2
+        with pytest.raises(RuntimeError, match="self_attn: its settings changed"):
+            engine.add_request([3, 4], GREEDY)
+        attention.scaling /= 2
+        ours.model.layers[0].mlp = copy.deepcopy(ours.model.layers[0].mlp)
+        with pytest.raises(RuntimeError, match="mlp.*: the module itself changed"):
+            engine.add_request([3, 4], GREEDY)
+        assert_idle(engine)
+
+
 def test_dynamo_reset(one_layer) -> None:
     """A trace that is gone is not replaced by a different one."""
     with unchanged(one_layer), Engine(one_layer, num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[]) as engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -11,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 import quire
 from graph_runner.engine import Engine
@@ -20,6 +28,7 @@ from graph_runner.sampling_params import SamplingParams
 from tests.tiny import PROMPTS, assert_idle, assert_unchanged, load_model, load_tokenizer, snapshot, tokens
 
 NEW = 16
+SMALL = dict(num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
 OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[8])
 
 
@@ -266,6 +275,14 @@ def test_what_transformers_refuses_it_still_refuses(options, message, plain, mod
     assert str(got.value) == str(want.value)
 
 
+def test_padding_on_the_right(plain, model, batch) -> None:
+    """transformers goes on after the padding; that is its own business."""
+    ids, mask = batch.input_ids.flip(1), batch.attention_mask.flip(1)
+    with pytest.warns(UserWarning, match="because the last token of a prompt is masked .set tokenizer.padding_side"):
+        got = model.generate(ids, attention_mask=mask, max_new_tokens=4)
+    assert torch.equal(got, plain.generate(ids, attention_mask=mask, max_new_tokens=4))
+
+
 def test_training_mode(plain, model, batch) -> None:
     """Dropout is transformers' business; and the mode stays."""
     engine = model.generate.engine
@@ -343,6 +360,71 @@ def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> N
     copied.generate.close()
     assert torch.equal(copied.generate(**batch, max_new_tokens=NEW), changed)
     assert torch.equal(model.generate(**batch, max_new_tokens=NEW), want)
+
+
+def small() -> nn.Module:
+    """Quick to trace."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, max_position_embeddings=128, eos_token_id=None, pad_token_id=0)).eval()
+    for p in model.parameters():
+        if p.dim() == 2:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+def generated(model: nn.Module) -> list[int]:
+    return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12)[0].tolist()
+
+
+def test_a_changed_model_gets_a_new_engine() -> None:
+    model, plain = small(), small()
+    quire.paged(model, **SMALL)
+    assert generated(model) == generated(plain)
+    first = model.generate.engine
+    hooks = [m.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 3) for m in (model, plain)]
+    changed = generated(plain)
+    assert generated(model) == changed
+    assert model.generate.engine is not first and first._closed
+    for hook in hooks:
+        hook.remove()
+    assert generated(model) == generated(plain) != changed
+    model.generate.close()
+
+
+def test_pickled() -> None:
+    model, want = quire.paged(small(), **SMALL), generated(small())
+    assert generated(model) == want
+    copied = pickle.loads(pickle.dumps(model))
+    assert isinstance(copied.generate, PagedGenerate) and copied.generate._engine is None
+    assert generated(copied) == want and copied.generate.engine is not model.generate.engine
+    for m in (model, copied):
+        m.generate.close()
+        assert not isinstance(m.generate, PagedGenerate) and generated(m) == want
+
+
+def test_a_forward_patched_on_the_instance_stays() -> None:
+    """As accelerate and others do it: it is traced, called outside of steps, and there again in the end."""
+    model, plain = small(), small()
+    forwards = []
+    for m in (model, plain):
+        def patched(*args, _own=m.forward, **kwargs):
+            out = _own(*args, **kwargs)
+            out.logits = out.logits * -1
+            return out
+
+        m.forward = patched
+        forwards.append(patched)
+    want = generated(plain)
+    assert want != generated(small())
+    quire.paged(model, **SMALL)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    assert generated(model) == want
+    model.generate.close()
+    assert model.forward is forwards[0] and generated(model) == want
 
 
 def test_not_kept_alive() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -45,6 +46,7 @@ class Simulation:
     in_flight: deque[ScheduledBatch] = field(default_factory=deque)
     admitted: list[int] = field(default_factory=list)
     drains: int = 0
+    fails: Callable[[], bool] = lambda: False  # does the next step fail before it runs?
 
     def turn(self) -> ScheduledBatch | None:
         try:
@@ -56,6 +58,10 @@ class Simulation:
             batch = self.scheduler.schedule()
         if batch is not None:
             self.check(batch)
+            if self.fails():
+                self.scheduler.take_back(batch)
+                self.check_pages()
+                return None
             self.write(batch)
             self.in_flight.append(batch)
         self.collect(self.depth if batch is not None else 0)
@@ -119,10 +125,12 @@ class Simulation:
 
 
 def simulate(seed: int, *, num_pages: int, page_size: int, seqs: int, budget: int, chunk: int | None, depth: int,
-             count: int, aborts: bool) -> Simulation:
+             count: int, aborts: bool, failures: bool = False) -> Simulation:
     """Requests arrive at random times; all must end, within a bound on the steps."""
     rng = random.Random(seed)
     sim = Simulation(scheduler(num_pages, page_size, seqs, budget, chunk), depth)
+    if failures:
+        sim.fails = lambda: rng.random() < 0.2
     longest = (num_pages - 1) * page_size
     requests = []
     for i in range(count):
@@ -161,8 +169,8 @@ def simulate(seed: int, *, num_pages: int, page_size: int, seqs: int, budget: in
 @settings(max_examples=500, deadline=None)
 @given(seed=st.integers(0, 2**32), num_pages=st.integers(2, 14), page_size=st.integers(1, 5), seqs=st.integers(1, 5),
        budget=st.integers(1, 20), chunk=st.none() | st.integers(1, 6), depth=st.integers(0, 1), count=st.integers(1, 9),
-       aborts=st.booleans())
-@example(seed=0, num_pages=3, page_size=1, seqs=5, budget=1, chunk=None, depth=1, count=4, aborts=False)
+       aborts=st.booleans(), failures=st.booleans())
+@example(seed=0, num_pages=3, page_size=1, seqs=5, budget=1, chunk=None, depth=1, count=4, aborts=False, failures=False)
 def test_random_traffic(**options) -> None:
     if (options["num_pages"] - 1) * options["page_size"] < 2:
         options["page_size"] = 2

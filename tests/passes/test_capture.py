@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from attn_ops.backend import UnsupportedAttention
@@ -162,3 +163,57 @@ def test_what_was_found_must_agree_with_the_config(name, changes, message) -> No
         setattr(model.config, key, value)
     with pytest.raises(UnsupportedAttention, match=message):
         PagedModel(model, EAGER)
+
+
+class Mixing(torch.nn.Module):
+    """One attention layer, and before it something that lets tokens meet, or something they need each other for."""
+
+    def __init__(self, before) -> None:
+        super().__init__()
+        self.embed, self.place = torch.nn.Embedding(32, 16), torch.nn.Embedding(64, 16)
+        self.qkv, self.head, self.before = torch.nn.Linear(16, 48), torch.nn.Linear(16, 32), before
+
+    def forward(self, input_ids, position_ids):
+        x = self.before(self, self.embed(input_ids) + self.place(position_ids), position_ids)
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("before", [
+    lambda m, x, p: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1],
+    lambda m, x, p: torch.roll(x, 1, 1),
+    lambda m, x, p: x.cumsum(1),
+    lambda m, x, p: x - x.mean(1, keepdim=True),
+    lambda m, x, p: x + x[:, :1],
+    lambda m, x, p: x + m.place(torch.arange(x.shape[1])),
+    lambda m, x, p: x * (x.shape[1] ** 0.25),
+    lambda m, x, p: x + m.place(p - p[:, :1]),
+    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
+], ids=["shift", "pad", "roll", "cumsum", "mean", "first", "arange", "length", "relative", "unfold"])
+def test_tokens_that_meet_outside_attention_are_refused(before) -> None:
+    with pytest.raises(UnsupportedAttention, match="mixes the tokens of the batch|positions of its own"):
+        PagedModel(Mixing(before).eval(), EAGER)
+
+
+def test_token_wise_work_is_not_refused() -> None:
+    paged = PagedModel(Mixing(lambda m, x, p: (x - x.mean(-1, keepdim=True)).softmax(-1) * p[..., None]).eval(), EAGER)
+    assert len(paged.sites) == 1
+    paged.close()
+
+
+@pytest.mark.parametrize("length", [None, 41, 40])
+def test_longrope_is_served_up_to_its_short_length(length) -> None:
+    """Its frequencies depend on the longest sequence of the batch from then on."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
+        num_key_value_heads=2, original_max_position_embeddings=40, max_position_embeddings=160,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40,
+                         "short_factor": [1.0] * 4, "long_factor": [4.0] * 4})).eval()
+    options = QuireOptions(compiler="eager", max_model_len=length)
+    if length != 40:
+        with pytest.raises(UnsupportedAttention, match="'longrope'.*max_model_len=40"):
+            PagedModel(model, options)
+    else:
+        PagedModel(model, options).close()

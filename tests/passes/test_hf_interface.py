@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from types import SimpleNamespace
 
@@ -15,11 +16,25 @@ from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step, running
 from passes.capture import find_sites
-from passes.hf_interface import NAME, attention_function, configs_of, interface_active, register, uses_interface
+from passes.hf_interface import _HERE, NAME, attention_function, configs_of, interface_active, register, uses_interface
 from tests.zoo.configs import SERVED, build
 
 # Two float32 forwards in different orders of summation, relative to the largest logit: see tests/zoo/harness.py.
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def inside():
+    """As where ``interface_active`` is: the function is called by a model that quire has switched over."""
+    token = _HERE.set(True)
+    yield
+    _HERE.reset(token)
+
+
+def test_outside_quire_it_is_refused() -> None:
+    """No mask is built for our name: a padded batch would come out wrong, silently, in another thread for example."""
+    with pytest.raises(RuntimeError, match="outside quire: either another thread is making an engine"):
+        contextvars.Context().run(attention_function, layer(), *qkv(), None)
 
 
 def layer(**options) -> SimpleNamespace:
