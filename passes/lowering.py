@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,6 +119,8 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
                        add_input(f"v_cache_{site.layer}", shapes.v[i], pages)))
     prepared: Any = []
     if target.backend.prepare is not None:
+        if fake.shape_env is not None:  # what it returns may have sizes of its own; Dynamo allows that with fullgraph only
+            fake.shape_env.settings = replace(fake.shape_env.settings, allow_dynamic_output_shape_ops=True)
         with gm.graph.inserting_after(last):
             prepared = gm.graph.call_function(target.backend.prepare, (*tables, target.page_size))
     for node, site, cache in zip(nodes, sites, caches, strict=True):

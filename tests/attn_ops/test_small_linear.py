@@ -1,0 +1,90 @@
+"""The linear layer for decode batches, against its definition in fp32; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from attn_ops.small_linear import (
+    MAX_TOKENS,
+    TABLE,
+    Config,
+    config_for,
+    small_linear,
+    small_linear_cuda,
+    small_linear_eager,
+)
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+
+
+def case(tokens, n, k, *, norm=False, bias=False, residual=False, swiglu=False, dtype=torch.float16):
+    torch.manual_seed(tokens + n + k)
+    made = dict(dtype=dtype, device=DEVICE)
+    rows = 2 * n if swiglu else n
+    return (torch.randn(1, tokens, k, **made), torch.randn(rows, k, **made) * k**-0.5,
+            torch.randn(rows, **made) if bias else None, torch.rand(k, **made) + 0.5 if norm else None, EPS,
+            torch.randn(1, tokens, n, **made) if residual else None, swiglu)
+
+
+def close(out, args) -> None:
+    """Two fp16 roundings of results of order 1 (the norm's, the sum's) and their reach through SwiGLU: 4e-3 is 8 ulp."""
+    wide = small_linear_eager(*[a.float() if isinstance(a, torch.Tensor) else a for a in args])
+    assert out.shape == wide.shape and out.dtype == args[0].dtype
+    torch.testing.assert_close(out.float(), wide, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(norm=True), dict(bias=True), dict(residual=True), dict(swiglu=True),
+    dict(norm=True, bias=True, residual=True, swiglu=True),
+], ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize("tokens, n, k", [(1, 64, 128), (1, 40, 200), (3, 64, 128), (16, 40, 200), (17, 64, 128)])
+def test_kernel(tokens, n, k, options) -> None:
+    args = case(tokens, n, k, **options)
+    close(small_linear_cuda(*args), args)
+
+
+@pytest.mark.parametrize("config", [Config(1, 64, 4, 1), Config(4, 256, 4, 2), Config(16, 64, 4, 2), Config(64, 128, 4, 3)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_any_tile(tokens, config) -> None:
+    if tokens > 1 and config.block_n < 16:
+        pytest.skip("the matrix unit's smallest tile is 16 rows")
+    args = case(tokens, 40, 96, norm=True, residual=True)
+    close(small_linear_cuda(*args, config), args)
+
+
+@pytest.mark.parametrize("tokens, dtype", [(MAX_TOKENS + 1, torch.float16), (2, torch.float32), (0, torch.float16)])
+def test_outside_its_range_it_is_the_definition(tokens, dtype) -> None:
+    args = case(tokens, 8, 16, norm=True, dtype=dtype)
+    assert torch.equal(small_linear_cuda(*args), small_linear_eager(*args))
+
+
+def test_a_weight_that_is_a_view_of_a_larger_one() -> None:
+    args = list(case(2, 32, 64))
+    args[1] = torch.cat([args[1], args[1]])[16:48]
+    close(small_linear_cuda(*args), args)
+
+
+def test_leading_dimensions_are_kept() -> None:
+    x, *rest = case(6, 32, 64)
+    out = small_linear_cuda(x.view(2, 3, 64), *rest)
+    assert out.shape == (2, 3, 32)
+    assert torch.equal(out.view(1, 6, 32), small_linear_cuda(x, *rest))
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(small_linear, case(3, 16, 32, norm=True, bias=True, residual=True, swiglu=True))
+    torch.library.opcheck(small_linear, case(3, 16, 32))
+
+
+def test_the_table_is_of_configs_that_can_be() -> None:
+    for key, values in json.loads(TABLE.read_text()).items():
+        tokens, n, k = key.rstrip("s").split("x")
+        config = Config(*values)
+        assert config_for(int(tokens), int(n), int(k), key.endswith("s")) == config
+        assert all(v & (v - 1) == 0 for v in config[:3])
+        assert int(tokens) == 1 or config.block_n >= 16

@@ -1,0 +1,50 @@
+"""The linear layer for decode batches on a GPU: real sizes, bf16, every parameter set of the table, in a CUDA graph."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from attn_ops.small_linear import MAX_TOKENS, TABLE, small_linear, small_linear_eager
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def arguments(tokens: int, n: int, k: int, swiglu: bool):
+    torch.manual_seed(0)
+    made = dict(dtype=torch.bfloat16, device="cuda")
+    out = n // 2 if swiglu else n
+    return (torch.randn(tokens, k, **made), torch.randn(n, k, **made) * k**-0.5, None, torch.rand(k, **made) + 0.5, 1e-5,
+            torch.randn(tokens, out, **made), swiglu)
+
+
+def error(out: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((out.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("key", sorted(json.loads(TABLE.read_text())))
+def test_every_parameter_set(key) -> None:
+    """No further from fp64 than twice the separate bf16 kernels are."""
+    padded, n, k = (int(x) for x in key.rstrip("s").split("x"))
+    for tokens in {padded, max(1, padded - 3)}:
+        args = arguments(tokens, n, k, key.endswith("s"))
+        truth = small_linear_eager(*[a.double() if isinstance(a, torch.Tensor) else a for a in args])
+        assert error(small_linear(*args), truth) <= 2 * error(small_linear_eager(*args), truth)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, MAX_TOKENS])
+def test_in_a_cuda_graph(tokens) -> None:
+    args = arguments(tokens, 4096, 4096, False)
+    small_linear(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = small_linear(*args)
+    args[0].normal_()
+    graph.replay()
+    assert torch.equal(out, small_linear(*args))

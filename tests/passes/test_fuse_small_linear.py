@@ -1,0 +1,125 @@
+"""The fusion for decode batches: what becomes one kernel, what must not, and that the numbers stay."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes.dynamo_backend import QuireBackend, QuireOptions
+from passes.fuse_projections import fuse_projections
+from passes.fuse_small_linear import fuse_small_linear
+from passes.fusion import Fusion, has_small_passes
+from passes.graph_tools import copy_graph
+
+
+class Norm(nn.Module):
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.rand(32) + 0.5), offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype) if not self.offset else (wide * (self.offset + self.weight.float())).to(x.dtype)
+
+
+class Layer(nn.Module):
+    """The two halves of a Llama layer, without the attention."""
+
+    def __init__(self, act=F.silu, norm: nn.Module | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.act = norm or Norm(), act
+        self.gate, self.up = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
+        self.down = nn.Linear(48, 32, bias=False)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(self.act(self.gate(y)) * self.up(y))
+
+
+def fused(model: nn.Module, x: torch.Tensor):
+    """(matches, the graph after, its result) of tracing the model and running both passes."""
+    backend = QuireBackend(QuireOptions(compiler="eager"), trace_only=False)
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    graph = backend.graphs[0]
+    gm = copy_graph(graph.gm)
+    work = Fusion(gm, graph.example_inputs, backend.weights)
+    groups = fuse_projections(work)
+    matches = fuse_small_linear(work)
+    gm.graph.lint()
+    gm.recompile()
+    with torch.no_grad():
+        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.example_inputs], *work.added)[0]
+    backend.weights.restore()
+    return (groups, matches), gm, out
+
+
+def listing(gm) -> str:
+    names = {n: f"%{i}" for i, n in enumerate(gm.graph.nodes)}
+    lines = []
+    for n in gm.graph.nodes:
+        if n.op in ("call_function", "call_method"):
+            name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+            lines.append(f"{name}({', '.join('*' if a in names else str(a) for a in n.args)})")
+    return "\n".join(lines)
+
+
+def test_a_layer_becomes_two_kernels() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    model = Layer()
+    matches, gm, out = fused(model, x)
+    assert matches == (1, 2)
+    expecttest.assert_expected_inline(listing(gm), """\
+small_linear.default(*, *, None, *, 1e-06, None, True)
+small_linear.default(*, *, None, None, 0.0, *, False)""")
+    with torch.no_grad():
+        assert torch.equal(out, model(x))  # on a CPU the op runs its definition, in the order the model has it
+
+
+@pytest.mark.parametrize("model, ops", [
+    (Layer(act=F.gelu), "gelu"),  # no SwiGLU
+    (Layer(norm=Norm(offset=1.0)), "rsqrt"),  # Gemma's norm
+    (Layer(norm=nn.LayerNorm(32)), "layer_norm"),
+], ids=["gelu", "gemma_norm", "layer_norm"])
+def test_what_is_spelled_otherwise_stays(model, ops) -> None:
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), gm, out = fused(model, x)
+    assert matches == 2 and ops in listing(gm)
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+def test_float32_is_left_alone() -> None:
+    (_, matches), _, _ = fused(Layer(dtype=torch.float32), torch.randn(1, 5, 32))
+    assert matches == 0
+
+
+class Shared(Layer):
+    """The norm's result, the product and the sum's other side have users of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        z = self.down(self.act(self.gate(y)) * self.up(y))
+        return (x + z) * z.sigmoid() + y
+
+
+def test_nothing_that_others_need_disappears() -> None:
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    model = Shared()
+    (_, matches), gm, out = fused(model, x)
+    assert matches == 2 and "rsqrt" in listing(gm) and "add" in listing(gm)
+    with torch.no_grad():
+        assert torch.equal(out, model(x))
+
+
+def test_the_switch() -> None:
+    assert has_small_passes("all") and has_small_passes(["small_linear"])
+    assert not has_small_passes("none") and not has_small_passes(["projections"])
