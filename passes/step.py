@@ -40,7 +40,8 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
         raise ValueError(f"the metadata is on {metadata.slot_mapping.device}, the cache on {cache.device}")
     current = Step(cache, metadata, attention if attention == "auto" else get_backend(attention))
     # Traces made inside a step are dynamic from the start: a static one could not tell a window from plain causal.
-    with torch._dynamo.config.patch(assume_static_by_default=False), running(current):
+    # Not so the numbers that modules hold, such as a scale: as inputs of the graph they would not be constants.
+    with torch._dynamo.config.patch(assume_static_by_default=False, specialize_float=True), running(current):
         yield current
     missing = [layer for layer in cache.layer_ids if layer not in current.served]
     if missing:

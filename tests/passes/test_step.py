@@ -319,3 +319,17 @@ def test_attention_mask_in_a_step() -> None:
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(quire.UnsupportedAttention, match="no mask and no padding"), quire.step(cache, meta):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    """With the options that torch.compile has by default, graph breaks allowed."""
+    try:
+        pytest.importorskip("torch._inductor.cpp_builder").get_cpp_compiler()
+    except Exception:
+        pytest.skip("no C++ compiler")
+    model = llama()
+    ids = sequences()
+    want = [plain(model, i) for i in ids]
+    for got, w in zip(in_steps(torch.compile(model, backend=quire_backend), cache_for(model), ids), want, strict=True):
+        assert (got - w).abs().max() <= 1e-5 * w.abs().max()
