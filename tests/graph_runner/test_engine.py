@@ -81,12 +81,11 @@ def sampled(shared_engine, prompts):
 
 OPTIONS = {
     "defaults": {},
-    "chunks_of_1": dict(prefill_chunk_size=1, page_size=4),
+    "chunks_of_1_pages_of_4": dict(prefill_chunk_size=1, page_size=4, kv_layout="HND"),
     "chunks_of_3": dict(prefill_chunk_size=3, async_stepping=True),
     "chunks_of_16_no_graphs": dict(prefill_chunk_size=16, kv_layout="HND", cudagraph_capture_sizes=[]),
     "step_of_5_tokens": dict(max_num_batched_tokens=5),
     "page_of_1": dict(page_size=1, num_pages=500),
-    "page_of_4_hnd": dict(page_size=4, kv_layout="HND", async_stepping=True),
     "one_at_a_time": dict(max_num_seqs=1),
     "two_at_a_time": dict(max_num_seqs=2, async_stepping=True, max_num_batched_tokens=7),
     "page_larger_than_all": dict(page_size=128, num_pages=20, cudagraph_capture_sizes=[1, 4]),
