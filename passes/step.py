@@ -19,7 +19,8 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
 
     The model must reach quire: compiled with ``torch.compile(model, backend="quire")``, its forward decorated with
     ``quire.paged``, or a transformers model after ``quire.paged(model)``. Give it the ragged row ``input_ids[None]`` (1, T) and
-    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask.
+    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask. A compiled or
+    decorated model refuses a step of one token in all (Dynamo traces that length apart): pad it, ``metadata.padded(2, 1)``.
 
     Args:
         cache: from ``PagedKVCache.for_model``.
