@@ -26,7 +26,7 @@ turn -inf into -softcap). ``sinks`` (H,) are logits that take part in the softma
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,9 +76,6 @@ class AttentionSite:
         words += [f"{n}={getattr(self, n):g}" for n in ("window", "softcap", "chunk") if getattr(self, n) is not None]
         words += ["sinks"] * self.sinks + ["non-causal"] * (not self.causal)
         return ", ".join(words)
-
-    def renumbered(self, layer: int) -> AttentionSite:
-        return replace(self, layer=layer)
 
 
 def visible(

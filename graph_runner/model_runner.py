@@ -72,12 +72,12 @@ class Launched:
 class ModelRunner:
     """See the module's docstring. Raises UnsupportedAttention for a model that cannot be served."""
 
-    def __init__(self, model: torch.nn.Module, config: RunnerConfig, *, forward: Any = None) -> None:
+    def __init__(self, model: torch.nn.Module, config: RunnerConfig) -> None:
         self.config, self.device = config, next(model.parameters()).device
         self.paged = PagedModel(model, QuireOptions(
             attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
             kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
-            max_model_len=config.max_model_len), forward=forward)
+            max_model_len=config.max_model_len))
         try:
             self._set_up()
         except BaseException:

@@ -34,22 +34,20 @@ class PagedModel:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
             returns logits (1, T, V), as a tensor or as ``.logits``.
         options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
-        forward: what to call instead of ``model`` (the plain forward under a decorator).
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.
         ValueError: there is no backend of the name in ``options``.
     """
 
-    def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, forward: Any = None) -> None:
+    def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None) -> None:
         options = options or QuireOptions()
         if options.attention != "auto":
             get_backend(options.attention)  # a wrong name raises ValueError now, not from inside Dynamo
         self.model, self.config = model, getattr(model, "config", None)
         if self.config is not None:
             check_config(self.config, options.max_model_len)
-        call = forward or model
-        parameters = inspect.signature(call.forward if isinstance(call, torch.nn.Module) else call).parameters
+        parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
         if missing:
@@ -58,7 +56,7 @@ class PagedModel:
                 "quire serves causal LMs whose forward takes input_ids and position_ids.")
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
-        self._call = call
+        self._call = model  # by a name of its own, which graph_tools.module_path drops from the paths of modules
         self.backend = QuireBackend(options, config=self.config, trace_only=True, guards_dropped=True,
                                     compile_ahead=options.page_size is not None)
         training = [m for m in model.modules() if m.training]

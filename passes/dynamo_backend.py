@@ -121,6 +121,7 @@ class QuireGraph:
     def __init__(self, gm: fx.GraphModule, example_inputs: list[Any], owner: QuireBackend) -> None:
         self.gm, self.example_inputs, self.owner = gm, example_inputs, owner
         self.context = TracingContext.try_get()
+        self._unfused = False
         self._plain: Callable[..., Any] | None = None
         self._paged: dict[Any, _Paged] = {}
         self._raised: tuple[fx.GraphModule, list[AttentionSite]] | None = None
@@ -139,6 +140,9 @@ class QuireGraph:
             check_step(step, tokens)
         fused = self.owner.weights.tensors_of(self)
         if fused and not self.owner.weights.hold(self, args):
+            if not self._unfused:
+                self._unfused = True
+                logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
             paged, fused = self.paged(step, fusions=False), []
         ensure_planned(step, paged.backend, list(paged.lowered.sites))
         step.served.update(paged.lowered.inputs.layers)
@@ -208,7 +212,7 @@ class QuireGraph:
             q = value(site_nodes(self._raised_graph()[0].graph)[0].args[0])
             for i, node in enumerate(placeholders(self.gm.graph)):
                 val = value(node)
-                if isinstance(val, torch.Tensor) and val.dtype == torch.int64 and val.dim() == 2 \
+                if isinstance(val, torch.Tensor) and not val.is_floating_point() and val.dim() == 2 \
                         and str(val.shape) == str(torch.Size((q.shape[0], q.shape[2]))):
                     self._row_index = i
                     break

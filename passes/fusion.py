@@ -54,11 +54,6 @@ class FusedWeights:
         module of the same class, or if a parameter was replaced (``p.data = ...``, ``load_state_dict(assign=True)``)."""
         return all(inputs[i].data_ptr() == address for i, address in self.inputs_of_graph.get(id(graph), ()))
 
-    def detached(self) -> int:
-        """Parameters whose ``.data`` was replaced since, so that the fused tensor no longer follows them."""
-        return sum(p.untyped_storage().data_ptr() != self.fused[key].untyped_storage().data_ptr()
-                   for key, group in self.parameters.items() for p in group)
-
     def restore(self) -> None:
         """Give every parameter memory of its own."""
         with torch.no_grad():

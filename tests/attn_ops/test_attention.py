@@ -224,9 +224,3 @@ def test_site_needs(options, words) -> None:
     site = AttentionSite(**{**dict(layer=3, num_heads=8, num_kv_heads=2, head_dim=64, head_dim_v=64, scale=0.1,
                                    dtype=torch.float16), **options})
     assert site.needs() == words
-
-
-def test_site_renumbered() -> None:
-    site = AttentionSite(layer=3, num_heads=8, num_kv_heads=2, head_dim=64, head_dim_v=64, scale=1.0,
-                         dtype=torch.float16)
-    assert site.renumbered(5).layer == 5 and site.layer == 3
