@@ -9,6 +9,7 @@ Order of the passes on the paged way: raise_sdpa, verify, select the backend, lo
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,9 +29,14 @@ from passes.fusion import FusedWeights, apply_fusions, fusion_names, has_small_p
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
 from passes.raising import raise_sdpa
+from passes.regions import compile_by_regions
 from passes.sites import check_mixing, check_positions, site_nodes, site_of, verify
+from passes.size_guards import checked, watched
 
 logger = logging.getLogger(__name__)
+
+
+COMPILERS = ("inductor", "inductor-whole", "eager")
 
 
 class Traced(Exception):
@@ -43,8 +49,9 @@ class QuireOptions:
 
     Args:
         attention: backend name, or "auto".
-        compiler: "inductor", or "eager" to run the lowered graph op by op (no C++ compiler needed; for debugging).
-        fusions: names of fusion passes to run, or "all" / "none" (``passes/fusion.py`` lists them).
+        compiler: "inductor", which compiles each distinct layer once (``passes/regions.py``); "inductor-whole", the whole graph
+            at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
+        fusions: fusion passes to run: a name, several, or "all" / "none" (``passes/fusion.py`` lists them).
         page_size, kv_cache_dtype, layout, device: of the cache; None: taken from the step in progress.
         max_model_len: no sequence will be longer; some models can be served only up to a length.
     """
@@ -58,8 +65,10 @@ class QuireOptions:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
-        if self.compiler not in ("inductor", "eager"):
-            raise ValueError(f"compiler must be 'inductor' or 'eager', got {self.compiler!r}")
+        if self.compiler not in COMPILERS:
+            raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
+        if isinstance(self.fusions, str) and self.fusions not in ("all", "none"):
+            object.__setattr__(self, "fusions", (self.fusions,))
         names = () if self.fusions in ("all", "none") else self.fusions
         unknown = [n for n in names if n not in fusion_names()]
         if unknown:
@@ -254,9 +263,9 @@ class QuireGraph:
         gm = copy_graph(self._raised_graph()[0])
         apply_fusions(self, gm, self.example_inputs, fusions, self.owner.weights, small)
         lowered = lower(gm, target)
-        inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
-        with torch.no_grad(), _traced_in(self.context):
-            return lowered, _compile(lowered.gm, inputs, self.owner.options.compiler)
+        with torch.no_grad(), _traced_in(self.context), watched(lowered.gm.graph) as assumed:
+            run = _compile(lowered, self.owner.options.compiler)
+        return lowered, checked(run, assumed)
 
     def _compile_plain(self) -> Callable[..., Any]:
         if self.owner.options.compiler == "eager":
@@ -271,13 +280,30 @@ def _traced_in(context: TracingContext | None) -> Any:
     return tracing(context)
 
 
-def _compile(gm: fx.GraphModule, inputs: list[Any], compiler: str) -> Callable[..., Any]:
+def _compile(lowered: Lowered, compiler: str) -> Callable[..., Any]:
     if compiler == "eager":
-        return gm.forward
+        return lowered.gm.forward
+    if compiler == "inductor-whole":
+        return _inductor(lowered.gm, [value(n) for n in placeholders(lowered.gm.graph)])
+    return compile_by_regions(lowered, _inductor)
+
+
+def _inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile for fake ``inputs``. CUDA graphs are ours to capture; Inductor's own would record again for every new cache."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
     from torch._inductor.compile_fx import compile_fx
 
-    # CUDA graphs are ours to capture (graph_runner); Inductor's own would record again for every new cache.
-    return compile_fx(gm, inputs, config_patches={"triton.cudagraphs": False})  # type: ignore[return-value]
+    compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches={"triton.cudagraphs": False})
+    before = set(TensorifyState.force_specializations)
+    try:
+        return compiled()
+    except TensorifyScalarRestartAnalysis:
+        # Floats that Dynamo made inputs (dynamic=True does so) and that must be constants are noted by now. Dynamo would trace
+        # anew; the second try makes guards of their values, which ``watched`` sees.
+        return compiled()
+    finally:
+        TensorifyState.force_specializations.intersection_update(before)
 
 
 def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,

@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from passes.fusion import Fusion
+from passes.graph_tools import written_by
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "setitem"}
 
 
 def fuse_projections(fusion: Fusion) -> int:
@@ -48,9 +48,7 @@ def _bias(node: fx.Node) -> fx.Node | None:
 def _mutates_between(first: fx.Node, last: fx.Node) -> bool:
     node = first
     while (node := node.next) is not last:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__")
-        if node.op.startswith("call") and (in_place or name in _IN_PLACE or node.kwargs.get("out") is not None):
+        if written_by(node):
             return True
     return False
 

@@ -67,6 +67,26 @@ def is_pure(node: fx.Node) -> bool:
     return target not in ("setitem", "copy_", "index_put_") and not node.is_impure()
 
 
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "setitem"}
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ops that say so."""
+    if not node.op.startswith("call"):
+        return []
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | node.kwargs
+        written: list[Any] = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    else:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
+        in_place = name in _IN_PLACE or (name.endswith("_") and not plain)
+        written = [node.args[0]] if in_place and node.args else []
+        written.append(node.kwargs.get("out"))
+    return [x for x in written if isinstance(x, fx.Node)]
+
+
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
     """Erase those candidates that have no user, then their inputs as they become unused. Never a full dead-code sweep."""
     todo, erased = list(candidates), 0

@@ -6,7 +6,7 @@ Before::
 
 After, with the cache and the batch metadata as new graph inputs::
 
-    prepared = quire.<backend>_prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)   # once
+    prepared = quire.<backend>_prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)   # once; a list
     q_, k_, v_ = (flatten(transpose(x, 1, 2), 0, 1) for x in (q, k, v))                                  # (T, heads, dim)
     out_ = quire.<backend>_paged_attention(q_, k_, v_, k_cache_3, v_cache_3, slot_mapping, ..., sinks, prepared, scale=s, ...)
     out = transpose(view(out_, B, -1, H, Dv), 1, 2)
@@ -18,13 +18,16 @@ shape and every cache size. There is one K and one V input a layer: slices of on
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -71,6 +74,7 @@ class Lowered:
     """A lowered graph. ``example_inputs`` are fakes of the added inputs, for the compiler."""
 
     gm: fx.GraphModule
+    target: LoweringTarget
     inputs: LoweredInputs
     sites: tuple[AttentionSite, ...]
     example_inputs: tuple[torch.Tensor, ...]
@@ -97,7 +101,7 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
 
     def add_input(name: str, like: torch.Tensor, dynamic: tuple[bool, ...]) -> fx.Node:
         nonlocal last
-        example = _fake_input(fake, f"quire_{name}", like, dynamic, device)
+        example = fake_input(fake, f"quire_{name}", like, dynamic, device)
         with gm.graph.inserting_after(last):
             last = gm.graph.placeholder(f"quire_{name}")
         last.meta["example_value"] = example
@@ -121,14 +125,17 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     if target.backend.prepare is not None:
         if fake.shape_env is not None:  # what it returns may have sizes of its own; Dynamo allows that with fullgraph only
             fake.shape_env.settings = replace(fake.shape_env.settings, allow_dynamic_output_shape_ops=True)
-        with gm.graph.inserting_after(last):
-            prepared = gm.graph.call_function(target.backend.prepare, (*tables, target.page_size))
+        with fake, enable_python_dispatcher(), any_sizes(fake):
+            count = len(target.backend.prepare(*(t.meta["example_value"] for t in tables), target.page_size))
+        with gm.graph.inserting_before(last.next):
+            made = gm.graph.call_function(target.backend.prepare, (*tables, target.page_size))
+            prepared = [gm.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
     for node, site, cache in zip(nodes, sites, caches, strict=True):
         _lower_one(node, site, target.backend, tables, cache, prepared)
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)
-    return Lowered(gm, LoweredInputs(tuple(s.layer for s in sites)), tuple(sites), tuple(examples))
+    return Lowered(gm, target, LoweredInputs(tuple(s.layer for s in sites)), tuple(sites), tuple(examples))
 
 
 def _lower_one(node: fx.Node, site: AttentionSite, backend: AttentionBackend, tables: Sequence[fx.Node],
@@ -159,7 +166,12 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     raise ValueError("the graph has no fake tensor inputs; it must come from Dynamo")
 
 
-def _fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tuple[bool, ...],
+def any_sizes(fake: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
+    """Sizes that depend on data may come and go here without anybody keeping track of them."""
+    return fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else contextlib.nullcontext()
+
+
+def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tuple[bool, ...],
                 device: torch.device) -> torch.Tensor:
     """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
     context: Any = StatelessSymbolicContext(
@@ -173,4 +185,4 @@ def _fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tu
         return torch.empty_strided(meta[0], meta[1], dtype=like.dtype, device=device)
 
 
-__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "lower"]
+__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "any_sizes", "fake_input", "lower"]

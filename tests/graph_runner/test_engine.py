@@ -483,7 +483,7 @@ def test_max_tokens_0() -> None:
     (dict(attention="nope"), "unknown attention backend 'nope'; there are: auto, .*torch_native"),
     (dict(attention="flashinfer"),
      "(?s)attention='flashinfer' cannot serve this model on cpu.*Can serve it here: .*torch_native"),
-    (dict(compiler="gcc"), "compiler must be 'inductor' or 'eager', got 'gcc'"),
+    (dict(compiler="gcc"), "compiler must be one of inductor, inductor-whole, eager; got 'gcc'"),
     (dict(fusions=["all_of_it"]), r"unknown fusions \['all_of_it'\]; there are \['projections'"),
     (dict(max_num_seqs=4, cudagraph_capture_sizes=[8]), "batch size 8 in the list to capture is larger than any batch"),
     (dict(max_num_batched_tokens=64, cudagraph_token_sizes=[65]), "token count 65 in the list to capture is larger"),

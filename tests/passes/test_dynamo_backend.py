@@ -287,7 +287,7 @@ def test_options() -> None:
     assert QuireOptions.of({"attention": "triton", "page_size": 8}).page_size == 8
     with pytest.raises(TypeError, match=r"unknown options for backend 'quire': \['atention'\]; it takes \['attention'"):
         QuireOptions.of({"atention": "triton"})
-    with pytest.raises(ValueError, match="compiler must be 'inductor' or 'eager', got 'gcc'"):
+    with pytest.raises(ValueError, match="compiler must be one of inductor, inductor-whole, eager; got 'gcc'"):
         QuireOptions(compiler="gcc")
     with pytest.raises(ValueError, match=r"unknown fusions \['nope'\]; there are .*, 'all' and 'none'"):
         QuireOptions(fusions=["nope"])

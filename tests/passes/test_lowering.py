@@ -86,6 +86,9 @@ quire_k_cache_0: [s6, 16, 2, 4]
 quire_v_cache_0: [s7, 16, 2, 4]
 torch_native_prepare_default = torch_native_prepare.default(quire_slot_mapping, quire_block_table,
     quire_query_start_loc, quire_seq_lens, 16)
+getitem = getitem(torch_native_prepare_default, 0)
+getitem_1 = getitem(torch_native_prepare_default, 1)
+getitem_2 = getitem(torch_native_prepare_default, 2)
 view = view(l_x_, 1, -1, 8, 4)
 transpose = transpose(view, 1, 2)
 split = split(transpose, [4, 2, 2], dim=1)
@@ -100,7 +103,7 @@ transpose_4 = transpose(v, 1, 2)
 flatten_3 = flatten(transpose_4, 0, 1)
 torch_native_paged_attention_default = torch_native_paged_attention.default(flatten_1, flatten_2, flatten_3,
     quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
-    quire_seq_lens, None, torch_native_prepare_default, scale=0.3, window=None, softcap=None, chunk=None)
+    quire_seq_lens, None, [getitem, getitem_1, getitem_2], scale=0.3, window=None, softcap=None, chunk=None)
 view_1 = view(torch_native_paged_attention_default, 1, -1, 4, 4)
 transpose_5 = transpose(view_1, 1, 2)
 transpose_1 = transpose(transpose_5, 1, 2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from attn_ops.backend import UnsupportedAttention, get_backend
 from passes.capture import PagedModel, QuireOptions
+from passes.regions import compile_by_regions
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 
@@ -68,6 +71,25 @@ def test_mutations_are_seen(zoo: Specimen) -> None:
         got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", mutation=mutation)
         assert error(got, zoo.batch) > 1e-3, f"{name}: not seen"
     assert error(serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native"), zoo.batch) <= TOLERANCE
+
+
+def test_cut_into_pieces(zoo: Specimen) -> None:
+    """Cut behind every attention op (``passes/regions.py``), the graph computes the same to the last bit."""
+    whole = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")
+    (paged,) = (p for key, p in zoo.paged.graph._paged.items() if key[0] == "torch_native" and key[1] == 16 and key[3] == "NHD")
+    inputs: list[int] = []
+
+    def op_by_op(gm: fx.GraphModule, fakes: list[Any]) -> Any:
+        inputs.append(len(fakes))
+        return gm.forward
+
+    run, paged.run = paged.run, compile_by_regions(paged.lowered, op_by_op, always=True)
+    try:
+        pieces = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")
+    finally:
+        paged.run = run
+    assert 3 <= len(inputs) <= len(zoo.paged.sites) + 1
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 
 
 @pytest.mark.parametrize("name", TRITON)

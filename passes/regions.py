@@ -1,0 +1,283 @@
+"""Compile each distinct layer once: a lowered graph is cut behind every attention op, and equal pieces share one compilation.
+
+A model of 32 equal layers has 33 pieces, but only three different ones: up to the first attention, from one attention to the
+next, and from the last to the logits. So the compiler sees three small graphs and not one of 32 layers::
+
+    prepared = prepare(...)                           run as it is, before all pieces
+    piece 0: embed, norm, q/k/v, rope, attention      compiled
+    piece 1: o, residual, norm, mlp, residual, norm, q/k/v, rope, attention      compiled
+    piece 2 to 31: the code of piece 1, given the weights and caches of other layers
+    piece 32: o, residual, norm, mlp, residual, norm, LM head      compiled
+
+Nothing is lost at the cuts: an attention op is opaque to the compiler, which fuses nothing across it.
+
+Two pieces are equal if they run the same operations with the same constants on inputs of the same dtypes, devices, strides and
+(symbolic) sizes: ``_signature``. Compiled whole, with the reason logged: graphs whose pieces all differ, graphs that change in
+place what another piece made (a compiler of pieces does not see all users of that memory), graphs with nested graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch.utils._pytree import tree_leaves
+
+from passes.graph_tools import placeholders, value, written_by
+from passes.lowering import Lowered, any_sizes, fake_input
+
+logger = logging.getLogger(__name__)
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+class _Whole(Exception):
+    """The graph cannot be cut; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some nodes in graph order, what they read from before, and what later nodes read from them."""
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False) -> Callable[..., Any]:
+    """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable.
+
+    Args:
+        always: cut the graph also if no two of its pieces are equal.
+
+    Returns:
+        A callable like the graph: its placeholders' values in order, then what its output node gives.
+    """
+    graph = lowered.gm.graph
+    try:
+        place = _places(lowered)
+        values = _propagate(lowered, place)
+        pieces = _cut(graph, place, values)
+        signatures = [_signature(p, values) for p in pieces]
+        different = len(set(signatures))
+        if different == len(pieces) and not always:
+            raise _Whole(f"its {different} pieces all differ")
+    except _Whole as why:
+        logger.info("regions: compiled whole: %s", why)
+        return compile(lowered.gm, [value(n) for n in placeholders(graph)])
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for piece, signature in zip(pieces, signatures, strict=True):
+        if signature not in compiled:
+            compiled[signature] = compile(_graph_of(piece, values), [values[n] for n in piece.inputs])
+    logger.info("regions: %d pieces, %d different", len(pieces), different)
+    return _Joined(graph, [n for n in graph.nodes if place.get(n) == _BEFORE], pieces, [compiled[s] for s in signatures])
+
+
+# -- where each node goes ---------------------------------------------------------------------------------------------------
+
+_BEFORE = -1  # the place of what runs uncompiled, before all pieces
+
+
+def _places(lowered: Lowered) -> dict[fx.Node, int]:
+    """The number of each node's piece. A part of a tuple goes where the tuple is made, so that only tensors cross."""
+    place: dict[fx.Node, int] = {}
+    at = 0
+    for node in lowered.gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise _Whole(f"it holds a constant or a nested graph ({node.op} {node.target})")
+        if node.op in ("placeholder", "output"):
+            continue
+        source = node.args[0] if node.target is operator.getitem else None
+        if node.target is lowered.target.backend.prepare:
+            place[node] = _BEFORE
+        elif isinstance(source, fx.Node) and source in place and not isinstance(value(source), torch.Tensor):
+            place[node] = place[source]
+        else:
+            place[node] = at
+        at += node.target is lowered.target.backend.op
+    return place
+
+
+def _cut(graph: fx.Graph, place: dict[fx.Node, int], values: dict[fx.Node, Any]) -> list[_Piece]:
+    members: dict[int, list[fx.Node]] = {}
+    for node, at in place.items():
+        members.setdefault(at, []).append(node)
+    symbols = [n for n in placeholders(graph) if isinstance(values[n], torch.SymInt)]
+    pieces = []
+    for at in sorted(members.keys() - {_BEFORE}):
+        nodes, own = members[at], set(members[at])
+        read = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own)
+        # A size that the tensors have only inside an expression must reach the piece as a number of its own.
+        sized = {str(s) for n in read for s in _symbols(values[n])}
+        read = dict.fromkeys([*(s for s in symbols if str(values[s]) in sized), *read])
+        pieces.append(_Piece(nodes, list(read), [n for n in nodes if any(u not in own for u in n.users)]))
+    return pieces
+
+
+def _symbols(x: Any) -> set[Any]:
+    if not isinstance(x, torch.Tensor):
+        return set()
+    return {s for n in (*x.shape, *x.stride()) if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+
+
+# -- values -----------------------------------------------------------------------------------------------------------------
+
+
+def _propagate(lowered: Lowered, place: dict[fx.Node, int]) -> dict[fx.Node, Any]:
+    """The fake value of every node, computed anew: those that passes left behind may have other strides."""
+    fake: Any = lowered.example_inputs[0].fake_mode  # type: ignore[attr-defined]
+    caches = {_storage(t) for t in lowered.example_inputs}
+    values: dict[fx.Node, Any] = {}
+    made_in: dict[int, int] = {}  # storage -> the piece that made it
+
+    class Interpreter(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            for written in written_by(n):
+                storage = _storage(values[written])
+                if storage not in caches and made_in.get(storage) != place[n]:
+                    raise _Whole(f"{n.name} changes in place what it did not make")
+            result = super().run_node(n)
+            if n.target is lowered.target.backend.prepare:
+                result = [_of_any_size(t, f"quire_prepared_{i}", fake) for i, t in enumerate(result)]
+            values[n] = result
+            for t in tree_leaves(result) if n in place else ():
+                if isinstance(t, torch.Tensor):
+                    made_in.setdefault(_storage(t), place[n])
+            return result
+
+    with fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(fake):
+        Interpreter(lowered.gm).run(*(value(n) for n in placeholders(lowered.gm.graph)))
+    return values
+
+
+_SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
+
+
+def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
+    """A fake like ``tensor``, a result of prepare, whose sizes may depend on data: a piece takes it as an input."""
+    dynamic = tuple(isinstance(s, torch.SymInt) for s in tensor.shape)
+    shape = [next(_SIZES) if d else s for s, d in zip(tensor.shape, dynamic, strict=True)]
+    return fake_input(fake, name, torch.empty(shape, dtype=tensor.dtype, device="meta"), dynamic, tensor.device)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
+    """The piece as a graph of its own, which returns the tuple of its outputs."""
+    graph, new = fx.Graph(), {}
+    for i, node in enumerate(piece.inputs):
+        holder = new[node] = graph.placeholder(f"in_{i}")
+        holder.meta["example_value"] = values[node]
+        holder._dynamo_source = getattr(node, "_dynamo_source", None) or ConstantSource(f"quire_{node.name}")
+    for node in piece.nodes:
+        new[node] = graph.node_copy(node, lambda n: new[n])
+    graph.output(tuple(new[n] for n in piece.outputs))
+    return fx.GraphModule({}, graph)
+
+
+# -- which pieces are equal -------------------------------------------------------------------------------------------------
+
+
+def _signature(piece: _Piece, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
+    """Equal for two pieces only if the compiled code of one is right for the other."""
+    names: dict[str, str] = {}
+    storages: dict[int, int] = {}
+    number = {n: i for i, n in enumerate([*piece.inputs, *piece.nodes])}
+
+    def sizes(numbers: Sequence[Any]) -> str:  # names of symbols do not matter, but which of them are the same
+        return re.sub(r"\b[a-z]+\d+\b", lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
+
+    def described(x: Any) -> tuple[Any, ...]:
+        if isinstance(x, torch.Tensor):
+            alias = storages.setdefault(_storage(x), len(storages))
+            where = sizes([*x.shape, *x.stride(), x.storage_offset()])
+            return type(x), x.dtype, x.device, x.requires_grad, alias, where
+        if isinstance(x, (int, torch.SymInt)):
+            return type(x), sizes([x])
+        raise _Whole(f"a {type(x).__name__} crosses a cut")
+
+    def argument(a: Any) -> Any:
+        if isinstance(a, fx.Node):
+            return fx.Node, number[a]
+        if isinstance(a, (list, tuple)):
+            return (type(a), *map(argument, a))
+        if isinstance(a, dict):
+            return (dict, *((k, argument(x)) for k, x in a.items()))
+        if isinstance(a, slice):
+            return slice, argument(a.start), argument(a.stop), argument(a.step)
+        if isinstance(a, float):
+            return float, a.hex()  # 0.0 is not -0.0
+        if a is None or a is Ellipsis or isinstance(a, _CONSTANTS):
+            return type(a), a
+        raise _Whole(f"an operation has an argument of type {type(a).__name__}")
+
+    inputs = tuple(described(values[n]) for n in piece.inputs)
+    for node in piece.outputs:
+        described(values[node])
+    nodes = tuple((n.op, n.target, argument(n.args), argument(n.kwargs)) for n in piece.nodes)
+    return inputs, nodes, tuple(number[n] for n in piece.outputs)
+
+
+_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+# -- running ----------------------------------------------------------------------------------------------------------------
+
+
+class _Joined:
+    """The pieces as one callable. Values live in a list by number, and are dropped after their last reader."""
+
+    def __init__(self, graph: fx.Graph, before: list[fx.Node], pieces: list[_Piece], compiled: list[Callable[..., Any]]
+                 ) -> None:
+        output = graph.output_node()
+        number = {n: i for i, n in enumerate([*placeholders(graph), *before, *(n for p in pieces for n in p.outputs)])}
+        self._size = len(number)
+
+        def slots(arg: Any) -> Any:
+            return fx.node.map_arg(arg, lambda x: _Slot(number[x]))
+
+        self._before: list[tuple[Any, int, Any, Any]] = [(n.target, number[n], slots(n.args), slots(n.kwargs)) for n in before]
+        last = {n: i for i, p in enumerate(pieces) for n in p.inputs}
+        kept = {*output.all_input_nodes, *placeholders(graph)}
+        self._steps = [(fn, [number[n] for n in p.inputs], [number[n] for n in p.outputs],
+                        [number[n] for n in p.inputs if last[n] == i and n not in kept])
+                       for i, (fn, p) in enumerate(zip(compiled, pieces, strict=True))]
+        self._result = slots(output.args[0])
+
+    def __call__(self, *args: Any) -> Any:
+        values = [*args, *[None] * (self._size - len(args))]
+        for target, slot, a, k in self._before:
+            values[slot] = target(*_filled(a, values), **_filled(k, values))
+        for fn, reads, writes, dead in self._steps:
+            for slot, result in zip(writes, fn(*[values[i] for i in reads]), strict=True):
+                values[slot] = result
+            for slot in dead:
+                values[slot] = None
+        return _filled(self._result, values)
+
+
+class _Slot(int):
+    """Stands for a value in the arguments of what runs outside the pieces."""
+
+
+def _filled(arg: Any, values: list[Any]) -> Any:
+    if isinstance(arg, _Slot):
+        return values[arg]
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_filled(a, values) for a in arg)
+    if isinstance(arg, dict):
+        return {k: _filled(a, values) for k, a in arg.items()}
+    return arg
+
+
+__all__ = ["compile_by_regions"]

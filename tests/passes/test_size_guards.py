@@ -1,0 +1,44 @@
+"""What a compiler assumes about sizes is checked for every batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import passes.dynamo_backend
+from passes.graph_tools import placeholders, value
+from tests.passes.models import served, tiny, trace
+
+
+def assuming(*conditions: Any) -> Any:
+    """A compiler that decides something by the number of tokens while it compiles."""
+
+    def compile(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        tokens = next(value(n) for n in placeholders(gm.graph) if isinstance(value(n), torch.SymInt))
+        for condition in conditions:
+            assert condition(tokens)  # evaluating it makes the guard
+        return gm.forward
+
+    return compile
+
+
+def test_an_assumption_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(lambda t: t * 4096 <= 2**31 - 1, lambda t: t < 10**6))
+    model = tiny()
+    assert served(trace(model, compiler="inductor"), model) <= 1e-5
+
+
+@pytest.mark.parametrize("condition, text", [
+    (lambda t: t * 100 <= 2900, "100*"),  # traced with 23 tokens, served with 30
+    (lambda t: t == 23, "== 23"),
+    (lambda t: t % 23 == 0, "23"),
+])
+def test_a_batch_that_breaks_one(condition: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(condition))
+    model = tiny()
+    with pytest.raises(RuntimeError, match="the compiled graph assumes .*30.*max_num_batched_tokens") as error:
+        served(trace(model, compiler="inductor"), model)
+    assert text in str(error.value)
