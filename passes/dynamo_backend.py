@@ -25,7 +25,7 @@ from attn_ops.kv_cache import Layout
 from attn_ops.small_linear import MAX_TOKENS
 from attn_ops.step import Step, current_step, ensure_planned
 from passes.eager import check_step
-from passes.fusion import FusedWeights, apply_fusions, fusion_names, has_small_passes
+from passes.fusion import FusedWeights, apply_fusions, apply_lowered_fusions, fusion_names, has_small_passes
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
 from passes.raising import raise_sdpa
@@ -263,6 +263,7 @@ class QuireGraph:
         gm = copy_graph(self._raised_graph()[0])
         apply_fusions(self, gm, self.example_inputs, fusions, self.owner.weights, small)
         lowered = lower(gm, target)
+        apply_lowered_fusions(lowered, fusions, small)
         with torch.no_grad(), _traced_in(self.context), watched(lowered.gm.graph) as assumed:
             run = _compile(lowered, self.owner.options.compiler)
         return lowered, checked(run, assumed)
@@ -270,7 +271,9 @@ class QuireGraph:
     def _compile_plain(self) -> Callable[..., Any]:
         if self.owner.options.compiler == "eager":
             return self.gm.forward
-        return torch.compile(copy_graph(self.gm), backend="inductor")  # its own guards: this may be long after tracing
+        # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
+        varies = any(isinstance(x, torch.SymInt) for x in self.example_inputs)
+        return torch.compile(copy_graph(self.gm), backend="inductor", dynamic=True if varies else None)
 
 
 def _traced_in(context: TracingContext | None) -> Any:

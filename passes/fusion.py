@@ -99,17 +99,21 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Pass:
-    """One fusion pass. ``small_only``: it belongs in the graph for small batches alone."""
+    """One fusion pass. ``small_only``: it belongs in the graph for small batches alone. ``lowered``: it rewrites the lowered
+    graph, where the caches are, and not the raised one."""
 
-    run: Callable[[Fusion], int]
+    run: Callable[[Any], int]
     small_only: bool = False
+    lowered: bool = False
 
 
 def _passes() -> dict[str, Pass]:
     from passes.fuse_projections import fuse_projections
+    from passes.fuse_rope import fuse_rope
     from passes.fuse_small_linear import fuse_small_linear
 
-    return {"projections": Pass(fuse_projections), "small_linear": Pass(fuse_small_linear, small_only=True)}
+    return {"projections": Pass(fuse_projections), "small_linear": Pass(fuse_small_linear, small_only=True),
+            "rope": Pass(fuse_rope, lowered=True)}
 
 
 def has_small_passes(names: str | Sequence[str]) -> bool:
@@ -123,22 +127,33 @@ def fusion_names() -> list[str]:
 
 def apply_fusions(owner: Any, gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str],
                   weights: FusedWeights, small: bool = False) -> list[torch.Tensor]:
-    """Run the passes called ``names`` ("all", "none" or a list) in their order; the tensors of the inputs they added.
+    """Run those of the passes called ``names`` ("all", "none" or several) that rewrite the raised graph, in their order; the
+    tensors of the inputs they added.
 
     ``small``: for the graph of small batches, else without the passes that belong there only.
     """
     if names == "none":
         return []
     fusion = Fusion(gm, inputs, weights)
-    for name, each in _passes().items():
-        if (names == "all" or name in names) and (small or not each.small_only):
-            matches = each.run(fusion)
-            gm.graph.lint()
-            logger.info("%s: %d matches", name, matches)
+    _run(fusion, gm, names, small, lowered=False)
     weights.of_graph[id(owner)] = fusion.added
     fused = {id(p) for group in weights.parameters.values() for p in group}
     weights.inputs_of_graph[id(owner)] = [(i, x.data_ptr()) for i, x in enumerate(inputs) if id(x) in fused]
     return fusion.added
 
 
-__all__ = ["FusedWeights", "Fusion", "apply_fusions", "fusion_names", "has_small_passes"]
+def apply_lowered_fusions(lowered: Any, names: str | Sequence[str], small: bool = False) -> None:
+    """Run those of the passes called ``names`` that rewrite the lowered graph."""
+    _run(lowered, lowered.gm, names, small, lowered=True)
+    lowered.gm.recompile()
+
+
+def _run(subject: Any, gm: fx.GraphModule, names: str | Sequence[str], small: bool, lowered: bool) -> None:
+    for name, each in _passes().items():
+        if (names == "all" or name in names) and (small or not each.small_only) and each.lowered == lowered:
+            matches = each.run(subject)
+            gm.graph.lint()
+            logger.info("%s: %d matches", name, matches)
+
+
+__all__ = ["FusedWeights", "Fusion", "Pass", "apply_fusions", "apply_lowered_fusions", "fusion_names", "has_small_passes"]

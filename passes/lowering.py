@@ -155,6 +155,19 @@ def _lower_one(node: fx.Node, site: AttentionSite, backend: AttentionBackend, ta
     graph.erase_node(node)
 
 
+def paged_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a paged op, by name."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def set_paged_arguments(node: fx.Node, **changes: Any) -> None:
+    """Give some arguments of a paged op other values."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    node.args = tuple(changes.get(name, a) for name, a in zip(names, node.args, strict=False))
+    node.kwargs = {name: changes.get(name, a) for name, a in node.kwargs.items()}
+
+
 _FAKE_TOKENS, _FAKE_REQS, _FAKE_PAGES = 37, 5, 41
 
 
@@ -185,4 +198,5 @@ def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tup
         return torch.empty_strided(meta[0], meta[1], dtype=like.dtype, device=device)
 
 
-__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "any_sizes", "fake_input", "lower"]
+__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "any_sizes", "fake_input", "lower", "paged_arguments",
+           "set_paged_arguments"]

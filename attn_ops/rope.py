@@ -1,0 +1,109 @@
+"""Rotary embedding and the KV cache write in one kernel. ``torch.ops.quire.rope_kv_write``.
+
+Between the q/k/v projection and attention stand, for each token, small pieces of work on few bytes: an RMSNorm over each head
+of q and k (Qwen3 and others), the rotation of q and k by the token's position, and storing k and v in the cache. Apart, they
+are two to five launches a layer, each of which costs more than the bytes it moves; here they are one. Attention then finds all
+keys in the cache: the paged op is called without k and v.
+
+The rotation (Su et al., "RoFormer", 2021, in GPT-NeoX's and Hugging Face's order of dimensions): with R rotated dimensions,
+``x[i] * cos[i] - x[i + R/2] * sin[i]`` for i < R/2 and ``x[i] * cos[i] + x[i - R/2] * sin[i]`` for the other half; dimensions
+from R on are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from attn_ops.attention import LIBRARY
+
+LIBRARY.define(
+    "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, "
+    "float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x (T, H, D) rotated by cos and sin (T, R), R <= D, in x's dtype."""
+    size = cos.shape[-1]
+    x_rot, x_pass = x[..., :size], x[..., size:]
+    first, second = x_rot.chunk(2, dim=-1)
+    turned = x_rot * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return torch.cat((turned.to(x.dtype), x_pass), dim=-1)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    if weight is None:
+        return x
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rope_kv_write_eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """The definition. Returns q, normalised and rotated, (T, H, D) contiguous; writes k, likewise, and v to the caches.
+
+    Args:
+        q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).
+        cos, sin: (T, R) of each token's position, R even and at most D.
+        q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head, before the rotation; None: no norm.
+        eps: of the norms.
+        k_cache, v_cache: of the layer, (num_pages, page_size, Hkv, D or Dv); see PagedKVCache.
+        slot_mapping: (T,) int64; a token with slot -1 is not written.
+    """
+    keys = rotate(_normed(k, k_norm_weight, eps), cos, sin)
+    page, offset = slot_mapping.clamp_min(0) // k_cache.shape[1], slot_mapping.clamp_min(0) % k_cache.shape[1]
+    live = (slot_mapping >= 0)[:, None, None]
+    for cache, new in ((k_cache, keys), (v_cache, v)):  # slot -1 writes back what slot 0 of the null page holds: a no-op
+        cache[page, offset] = torch.where(live, new.to(cache.dtype), cache[page, offset])
+    return rotate(_normed(q, q_norm_weight, eps), cos, sin).contiguous()
+
+
+def _fake(q: torch.Tensor, *args: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def rope_kv_write_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """The op as one Triton kernel, computed in float32. Strided q, k, v are read as they lie."""
+    num_tokens, heads, dim = q.shape
+    kv_heads, dim_v, size = k.shape[1], v.shape[2], cos.shape[-1]
+    out = q.new_empty(q.shape)
+    if not num_tokens:
+        return out
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError(f"rope_kv_write needs KV caches whose last dim is contiguous, got strides {k_cache.stride()} and "
+                         f"{v_cache.stride()}")
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
+    # Few tokens: many small programs fill the GPU. Many tokens: larger programs, as launching them has a price, too.
+    block = 1 if num_tokens <= 8 else 4 if num_tokens <= 256 else 8
+    q_blocks, kv_blocks = -(-heads // block), -(-kv_heads // block)
+    _kernels().rope_kv_write_kernel[(num_tokens, q_blocks + 2 * kv_blocks)](
+        q, k, v, cos, sin, q_norm_weight, k_norm_weight, out, k_cache, v_cache, slot_mapping, eps,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
+        heads, kv_heads, dim, dim_v, size, k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3], block,
+        1 << (dim - 1).bit_length(), 1 << (dim_v - 1).bit_length(), num_warps=1 if block == 1 else 4)
+    return out
+
+
+@functools.cache
+def _kernels() -> Any:
+    from attn_ops._kernels import rope
+
+    return rope
+
+
+LIBRARY.impl("rope_kv_write", rope_kv_write_eager, "CPU")
+LIBRARY.impl("rope_kv_write", rope_kv_write_cuda, "CUDA")
+torch.library.register_fake("quire::rope_kv_write", _fake, lib=LIBRARY)
+rope_kv_write = torch.ops.quire.rope_kv_write.default
+
+__all__ = ["rope_kv_write", "rope_kv_write_cuda", "rope_kv_write_eager", "rotate"]

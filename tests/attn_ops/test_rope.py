@@ -1,0 +1,113 @@
+"""Rotary embedding with the cache write, against a float64 oracle; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_ops.kv_cache import PagedKVCache
+from attn_ops.rope import rope_kv_write, rope_kv_write_cuda, rope_kv_write_eager
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGES, PAGE = 7, 4
+
+
+def case(tokens=5, heads=4, kv_heads=2, dim=16, dim_v=None, rotary=None, norm=False, dtype=torch.float32, layout="NHD", seed=0):
+    """Arguments whose q, k and v are parts of one projection, as the projection fusion leaves them; slot 1 is padding."""
+    torch.manual_seed(seed)
+    dim_v, rotary, made = dim_v or dim, rotary or dim, dict(dtype=dtype, device=DEVICE)
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim_v]
+    q, k, v = (x.unflatten(1, (-1, d)) for x, d in zip(
+        torch.randn(tokens, sum(sizes), **made).split(sizes, dim=1), (dim, dim, dim_v), strict=True))
+    angles = torch.rand(tokens, rotary // 2, device=DEVICE).mul(6.3).repeat(1, 2)
+    weights = [torch.rand(dim, **made) + 0.5 if norm else None for _ in range(2)]
+    cache = PagedKVCache(num_layers=1, num_pages=PAGES, page_size=PAGE, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
+                         dtype=dtype, device=DEVICE, layout=layout)
+    for tensor in (cache.k[0], cache.v[0]):
+        tensor.normal_()
+    slots = torch.randperm(PAGES * PAGE - PAGE, device=DEVICE)[:tokens] + PAGE
+    if tokens > 1:
+        slots[1] = -1
+    return [q, k, v, angles.cos().to(dtype), angles.sin().to(dtype), *weights, 1e-6, cache.k[0], cache.v[0], slots]
+
+
+def oracle(q, k, v, cos, sin, q_weight, k_weight, eps, k_cache, v_cache, slots):
+    """(rotated q, k cache, v cache) in float64: a loop over tokens and heads."""
+    def turned(x, weight, t):
+        x = x.double()
+        if weight is not None:
+            x = x / (x.square().mean() + eps).sqrt() * weight.double()
+        half = cos.shape[1] // 2
+        out = x.clone()
+        for i in range(half):
+            a, b = x[i], x[i + half]
+            out[i] = a * cos[t, i].double() - b * sin[t, i].double()
+            out[i + half] = b * cos[t, i + half].double() + a * sin[t, i + half].double()
+        return out
+
+    k_cache, v_cache = k_cache.double(), v_cache.double()
+    out = torch.stack([torch.stack([turned(head, q_weight, t) for head in token]) for t, token in enumerate(q)])
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            k_cache[slot // PAGE, slot % PAGE] = torch.stack([turned(head, k_weight, t) for head in k[t]])
+            v_cache[slot // PAGE, slot % PAGE] = v[t].double()
+    return out, k_cache, v_cache
+
+
+def check(run, args) -> None:
+    """float32: sums of two products, and a norm, of numbers of order 1. float16: those rounded once (2**-11 of up to 8)."""
+    atol = 1e-5 if args[0].dtype == torch.float32 else 8e-3
+    expected = oracle(*args)
+    got = run(*args), args[8], args[9]
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g.double(), e, atol=atol, rtol=0)
+
+
+RUNS = [pytest.param(rope_kv_write_eager, id="eager"), pytest.param(rope_kv_write_cuda, id="kernel")]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("options", [
+    {}, dict(tokens=1), dict(tokens=13), dict(norm=True), dict(rotary=8), dict(rotary=6, norm=True), dict(dim_v=8),
+    dict(heads=6, kv_heads=1), dict(heads=3, kv_heads=3), dict(dim=24, dim_v=20), dict(dim=80, heads=2, kv_heads=1),
+    dict(layout="HND"), dict(dtype=torch.float16, norm=True),
+], ids=str)
+def test_against_the_oracle(run, options) -> None:
+    check(run, case(**options))
+
+
+def test_many_tokens() -> None:
+    """Programs of several heads, a last block that is not full."""
+    check(rope_kv_write_cuda, case(tokens=12, heads=5, kv_heads=3))
+    many = case(tokens=20, heads=5, kv_heads=3)
+    twice = [torch.cat([x] * 13) if i in (0, 1, 2, 3, 4) else x for i, x in enumerate(many)]  # 260 tokens
+    twice[10] = torch.cat([many[10], torch.full((240,), -1, device=DEVICE)])
+    check(rope_kv_write_cuda, twice)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_unmapped_slots_keep_their_bits(run) -> None:
+    args = case(tokens=3)
+    args[10][:] = torch.tensor([-1, 9, -1])
+    before = [args[8].clone(), args[9].clone()]
+    run(*args)
+    for old, new in zip(before, args[8:10], strict=True):
+        changed = (old != new).flatten(2).any(-1).nonzero().tolist()
+        assert changed == [[9 // PAGE, 9 % PAGE]]
+
+
+def test_no_tokens() -> None:
+    assert rope_kv_write_cuda(*case(tokens=0)).shape == (0, 4, 16)
+
+
+def test_a_cache_that_cannot_be_written() -> None:
+    args = case()
+    args[8] = args[8].transpose(2, 3)
+    with pytest.raises(ValueError, match="last dim is contiguous"):
+        rope_kv_write_cuda(*args)
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(rope_kv_write, case(norm=True))
+    torch.library.opcheck(rope_kv_write, case(rotary=8))

@@ -1,0 +1,252 @@
+"""The rope fusion: what it makes of a layer, what it leaves alone, and that the numbers and the caches stay."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from attn_ops.kv_cache import PagedKVCache
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step, running
+from passes.dynamo_backend import QuireBackend, QuireOptions
+from passes.fuse_rope import fuse_rope
+from tests.passes.models import listing
+
+HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 16
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
+def partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    size = cos.shape[-1]
+    return torch.cat([plain(x[..., :size], cos, sin), x[..., size:]], dim=-1)
+
+
+def widened(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return (sin * rotate_half(x) + cos * x).to(x.dtype)
+
+
+def interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # GPT-J's order
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos + turned * sin
+
+
+def wrong_sign(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # turns the other way
+    return x * cos + torch.cat((x[..., DIM // 2 :], -x[..., : DIM // 2]), dim=-1) * sin
+
+
+def uneven(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # not halves
+    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * sin
+
+
+class HeadNorm(nn.Module):
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(DIM) + 0.5), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """One layer of attention with rotated q and k."""
+
+    def __init__(self, turn=plain, *, rotary: int = DIM, norms: tuple[float, ...] = (), own_tables: bool = False,
+                 keys_too: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn, self.rotary, self.own_tables, self.keys_too = turn, rotary, own_tables, keys_too
+        self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * DIM, bias=False)
+        self.norms = nn.ModuleList(HeadNorm(eps) for eps in norms)
+
+    def tables(self, position_ids: torch.Tensor, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+        frequency = base ** -(torch.arange(self.rotary // 2) / self.rotary)
+        angles = (position_ids[..., None] * frequency).repeat(1, 1, 2)
+        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        q, k, v = (t.view(1, x.shape[1], -1, DIM) for t in self.qkv(x).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1))
+        if len(self.norms):
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        tables = self.tables(position_ids, 100.0)
+        q, k = self.turn(q, *tables), self.turn(k, *(self.tables(position_ids, 50.0) if self.own_tables else tables))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        return (out, k) if self.keys_too else out
+
+
+def run(model: nn.Module, fusions: str, compiler: str = "eager") -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """(lowered graph, result, keys cached) of two ragged rows of 9 and 4 tokens."""
+    torch._dynamo.reset()
+    backend, x = QuireBackend(QuireOptions(compiler=compiler, fusions=fusions)), torch.randn(
+        1, 13, HIDDEN, generator=torch.Generator().manual_seed(1))
+    meta = CommonAttentionMetadata.build([9, 4], [9, 4], [[1, 2, 3], [4]], page_size=4)
+    with torch.no_grad():
+        torch._dynamo.mark_dynamic(x, 1)
+        positions = meta.positions[None]
+        torch._dynamo.mark_dynamic(positions, 1)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled(x, positions)
+        cache = PagedKVCache.for_sites(backend.graphs[0].sites(), num_pages=6, page_size=4, device="cpu")
+        step = Step(cache, meta, attention="torch_native")
+        with running(step):
+            out = compiled(x, positions)
+    return backend.graphs[0].paged(step).lowered, out[0] if isinstance(out, tuple) else out, cache.k[0]
+
+
+def matches(model: nn.Module) -> int:
+    return fuse_rope(run(model, "none")[0])
+
+
+def same(model: nn.Module) -> None:
+    """float32: two products and a sum of numbers of order 1, then attention over 9 of them."""
+    (_, wanted, keys), (_, got, new_keys) = run(model, "none"), run(model, "rope")
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(new_keys, keys, atol=1e-6, rtol=0)
+    assert keys.flatten(2).any(-1).sum() == 13
+
+
+def test_before_and_after() -> None:
+    before, after = (listing(run(Rotary(), f)[0].gm.graph) for f in ("none", "rope"))
+    start = "split = split("
+    assert_expected_inline(before[before.index(start):], """\
+split = split(linear, [32, 16, 16], -1)
+t = getitem(split, 0)
+t_1 = getitem(split, 1)
+t_2 = getitem(split, 2)
+q = view(t, 1, s0, -1, 8)
+k = view(t_1, 1, s0, -1, 8)
+v = view(t_2, 1, s0, -1, 8)
+q_1 = transpose(q, 1, 2)
+k_1 = transpose(k, 1, 2)
+v_1 = transpose(v, 1, 2)
+arange = arange(4)
+truediv = truediv(arange, 8)
+neg = neg(truediv)
+frequency = pow(100.0, neg)
+getitem_12 = getitem(l_position_ids_, (Ellipsis, None))
+mul = mul(getitem_12, frequency)
+angles = repeat(mul, 1, 1, 2)
+cos = cos(angles)
+unsqueeze = unsqueeze(cos, 1)
+sin = sin(angles)
+unsqueeze_1 = unsqueeze(sin, 1)
+mul_1 = mul(q_1, unsqueeze)
+getitem_17 = getitem(q_1, (Ellipsis, slice(4, None, None)))
+neg_1 = neg(getitem_17)
+getitem_22 = getitem(q_1, (Ellipsis, slice(None, 4, None)))
+cat = cat((neg_1, getitem_22), dim=-1)
+mul_2 = mul(cat, unsqueeze_1)
+q_2 = add(mul_1, mul_2)
+mul_3 = mul(k_1, unsqueeze)
+getitem_27 = getitem(k_1, (Ellipsis, slice(4, None, None)))
+neg_2 = neg(getitem_27)
+getitem_32 = getitem(k_1, (Ellipsis, slice(None, 4, None)))
+cat_1 = cat((neg_2, getitem_32), dim=-1)
+mul_4 = mul(cat_1, unsqueeze_1)
+k_2 = add(mul_3, mul_4)
+transpose = transpose(q_2, 1, 2)
+flatten = flatten(transpose, 0, 1)
+transpose_4 = transpose(k_2, 1, 2)
+flatten_1 = flatten(transpose_4, 0, 1)
+transpose_5 = transpose(v_1, 1, 2)
+flatten_2 = flatten(transpose_5, 0, 1)
+torch_native_paged_attention_default = torch_native_paged_attention.default(flatten, flatten_1, flatten_2,
+    quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
+    quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738, window=None,
+    softcap=None, chunk=None)
+view = view(torch_native_paged_attention_default, 1, -1, 4, 8)
+transpose_6 = transpose(view, 1, 2)
+transpose_3 = transpose(transpose_6, 1, 2)
+out = flatten(transpose_3, 2)
+return (out,)""")
+    assert_expected_inline(after[after.index(start):], """\
+split = split(linear, [32, 16, 16], -1)
+t = getitem(split, 0)
+t_1 = getitem(split, 1)
+t_2 = getitem(split, 2)
+q = view(t, 1, s0, -1, 8)
+k = view(t_1, 1, s0, -1, 8)
+v = view(t_2, 1, s0, -1, 8)
+q_1 = transpose(q, 1, 2)
+k_1 = transpose(k, 1, 2)
+v_1 = transpose(v, 1, 2)
+arange = arange(4)
+truediv = truediv(arange, 8)
+neg = neg(truediv)
+frequency = pow(100.0, neg)
+getitem_12 = getitem(l_position_ids_, (Ellipsis, None))
+mul = mul(getitem_12, frequency)
+angles = repeat(mul, 1, 1, 2)
+cos = cos(angles)
+sin = sin(angles)
+transpose_5 = transpose(v_1, 1, 2)
+flatten_2 = flatten(transpose_5, 0, 1)
+flatten_3 = flatten(cos, 0, 1)
+flatten_4 = flatten(sin, 0, 1)
+transpose_7 = transpose(q_1, 1, 2)
+transpose_8 = transpose(k_1, 1, 2)
+flatten_5 = flatten(transpose_7, 0, 1)
+flatten_6 = flatten(transpose_8, 0, 1)
+rope_kv_write_default = rope_kv_write.default(flatten_5, flatten_6, flatten_2, flatten_3, flatten_4, None,
+    None, 0.0, quire_k_cache_0, quire_v_cache_0, quire_slot_mapping)
+torch_native_paged_attention_default = torch_native_paged_attention.default(rope_kv_write_default, None, None,
+    quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
+    quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738, window=None,
+    softcap=None, chunk=None)
+view = view(torch_native_paged_attention_default, 1, -1, 4, 8)
+transpose_6 = transpose(view, 1, 2)
+transpose_3 = transpose(transpose_6, 1, 2)
+out = flatten(transpose_3, 2)
+return (out,)""")
+
+
+@pytest.mark.parametrize("model", [
+    Rotary(), Rotary(partial, rotary=4), Rotary(partial, rotary=8), Rotary(widened), Rotary(norms=(1e-6, 1e-6)),
+    Rotary(norms=(1e-6, 1e-2)), Rotary(partial, rotary=4, norms=(1e-5, 1e-5)), Rotary(keys_too=True),
+], ids=["plain", "partial", "partial, all", "cast back", "norms", "norms of two eps", "partial with norms", "keys used again"])
+def test_what_is_fused(model: Rotary) -> None:
+    assert matches(model) == 1
+    same(model)
+
+
+def test_norms_go_along() -> None:
+    """Both norms with one eps leave the graph; of two kinds, they stay, and only the rotation goes."""
+    assert "rsqrt" not in listing(run(Rotary(norms=(1e-6, 1e-6)), "rope")[0].gm.graph)
+    assert listing(run(Rotary(norms=(1e-6, 1e-2)), "rope")[0].gm.graph).count(" = rsqrt(") == 2
+
+
+@pytest.mark.parametrize("model", [
+    Rotary(interleaved), Rotary(wrong_sign), Rotary(uneven), Rotary(own_tables=True), Rotary(lambda x, cos, sin: x),
+], ids=["GPT-J", "other sign", "not halves", "tables of their own", "no rope"])
+def test_what_is_not(model: Rotary) -> None:
+    assert matches(model) == 0
+    same(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_inductor_does_not_copy_the_cache() -> None:
+    """Two ops write the cache of a layer, one after the other, and both in place."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        (_, out, keys), code = run_and_get_code(run, Rotary(), "rope", "inductor")
+    _, wanted, wanted_keys = run(Rotary(), "none")
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(keys, wanted_keys, atol=1e-6, rtol=0)
+    paged = next(c for c in code if "rope_kv_write" in c)
+    assert len(re.findall(r"torch\.ops\.quire\.rope_kv_write\.default\(", paged)) == 1
+    assert not re.findall(r"empty_strided\w*\(\(s\d+, 4, 2, 8\)", paged), "a buffer of the cache's shape: Inductor copies it"
