@@ -79,7 +79,7 @@ class Engine:
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {gpu_memory_utilization}")
         self.model, self.tokenizer = load(model, tokenizer)
-        device = next(self.model.parameters()).device
+        device, self._vocab_size = next(self.model.parameters()).device, vocab_size(self.model)
         on_gpu = device.type == "cuda"
         length = model_length(self.model, max_model_len)
         if num_pages is not None:
@@ -87,11 +87,11 @@ class Engine:
         max_num_batched_tokens = min(max_num_batched_tokens, max(length * max_num_seqs, 1))
         config = RunnerConfig(
             attention=attention, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, kv_cache_dtype=kv_dtype(kv_cache_dtype),
-            layout=kv_layout, gpu_memory_utilization=gpu_memory_utilization, cudagraph_capture_sizes=cudagraph_capture_sizes,
-            cudagraph_token_sizes=cudagraph_token_sizes, compiler=default_compiler(compiler, device),
-            fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions,
-            progress=capture_progress if on_gpu else None)
+            max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, vocab_size=self._vocab_size,
+            kv_cache_dtype=kv_dtype(kv_cache_dtype), layout=kv_layout, gpu_memory_utilization=gpu_memory_utilization,
+            cudagraph_capture_sizes=cudagraph_capture_sizes, cudagraph_token_sizes=cudagraph_token_sizes,
+            compiler=default_compiler(compiler, device), progress=capture_progress if on_gpu else None,
+            fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions)
         with own_forward(self.model):
             self.runner = ModelRunner(self.model, config)
         self.watch = ModelWatch(self.model, addresses=on_gpu)
@@ -99,7 +99,7 @@ class Engine:
         self.scheduler = Scheduler(BlockAllocator(self.runner.cache.num_pages), page_size=page_size,
                                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                                    prefill_chunk_size=prefill_chunk_size)
-        self._eos, self._vocab_size = eos_token_ids(self.model, self.tokenizer), vocab_size(self.model)
+        self._eos = eos_token_ids(self.model, self.tokenizer)
         self._depth = int(on_gpu if async_stepping is None else async_stepping)
         self._random = random.Random(seed)
         self._in_flight: deque[Launched] = deque()

@@ -21,6 +21,7 @@ from attn_ops.step import Step, StepLimits
 from graph_runner.batch import BatchShape, StepBuffers
 from graph_runner.buckets import decode_buckets, token_buckets
 from graph_runner.cuda_graph import CudaGraphRunner
+from graph_runner.packing_check import check_packing
 from graph_runner.request import ScheduledBatch
 from graph_runner.sampler import Sampler
 from passes.capture import PagedModel
@@ -45,6 +46,7 @@ class RunnerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    vocab_size: int
     kv_cache_dtype: torch.dtype | None
     layout: Layout
     gpu_memory_utilization: float
@@ -106,6 +108,9 @@ class ModelRunner:
             num_pages = self._pages_that_fit(most)
         self.cache = PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=config.page_size,
                                             device=self.device, dtype=config.kv_cache_dtype, layout=config.layout)
+        check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=config.kv_cache_dtype,
+                      layout=config.layout, device=self.device, vocab_size=config.vocab_size,
+                      max_model_len=config.max_model_len)
         self._new_states(self.cache)
         self.graphs = CudaGraphRunner(self._run_captured, self._buckets(), self.device,
                                       before_capture=self._before_capture, progress=config.progress)

@@ -20,6 +20,7 @@ from attn_ops.attention import AttentionSite
 from attn_ops.backend import Selection, UnsupportedAttention, get_backend, select_backend
 from attn_ops.step import Step, running
 from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions, Traced
+from passes.graph_tools import value
 from passes.hf_interface import interface_active, uses_interface
 from passes.sites import check_config
 
@@ -117,6 +118,12 @@ class PagedModel:
     def sites(self) -> list[AttentionSite]:
         """The attention sites, in the order of the graph."""
         return self.graph.sites()
+
+    @property
+    def num_logits(self) -> int:
+        """Logits a token has: V."""
+        logits = self.graph.gm.graph.output_node().args[0][0]  # type: ignore[index]
+        return int(value(logits).shape[-1])
 
     @property
     def selection(self) -> Selection:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from attn_ops.backend import UnsupportedAttention, get_backend
+from graph_runner.packing_check import check_packing
 from passes.capture import PagedModel, QuireOptions
 from passes.regions import compile_by_regions
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
@@ -90,6 +91,12 @@ def test_cut_into_pieces(zoo: Specimen) -> None:
         paged.run = run
     assert 3 <= len(inputs) <= len(zoo.paged.sites) + 1
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_packing_check(zoo: Specimen) -> None:
+    """The engine's trial batch finds nothing wrong with a model that is right."""
+    check_packing(zoo.paged, zoo.paged.sites, get_backend("torch_native"), page_size=4, kv_dtype=None, layout="NHD",
+                  device=torch.device("cpu"), vocab_size=64, max_model_len=64)
 
 
 @pytest.mark.parametrize("name", TRITON)

@@ -1,0 +1,85 @@
+"""A trial before serving: do sequences that share a batch leave each other alone, and tokens those before them?
+
+Engines pack sequences into one row of tokens, and only attention is told where each begins. The passes refuse graphs with
+operations they know to mix tokens (``passes/sites.py``); this is the check that knows no operations. It runs two short
+sequences three times through the compiled model: once as they are, once with the later tokens of the first one changed, once
+in the other order. Whatever a token must not depend on has changed then, and its logits must not have.
+
+Equal kernels on equal shapes give equal bits, so most models are exact here. Where the order of sums depends on other rows (a
+mixture of experts gathers tokens by expert), the difference is rounding: it is measured against what the changed tokens did
+to the logits of their own sequence, which is what a leak would be like.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import AttentionBackend, UnsupportedAttention
+from attn_ops.kv_cache import Layout, PagedKVCache, pages_for
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step
+from passes.capture import PagedModel
+
+logger = logging.getLogger(__name__)
+_LENGTHS, _SAME = (6, 5), 2  # tokens of the two sequences; of the first one, so many at its start are never changed
+#: Largest change that is rounding, as a share of the change in the sequence's own logits.
+_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
+_ROUNDING_OF_HALVES = 0.1
+
+
+def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
+                  kv_dtype: torch.dtype | None, layout: Layout, device: torch.device, vocab_size: int, max_model_len: int
+                  ) -> None:
+    """Run the trial.
+
+    Raises:
+        UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention.
+    """
+    sizes, vocab_size = [min(n, max_model_len) for n in _LENGTHS], min(vocab_size, paged.num_logits)
+    if sizes[0] <= _SAME or vocab_size < 2:
+        logger.info("packing check: left out, sequences of %d tokens tell nothing", sizes[0])
+        return
+    generator = torch.Generator().manual_seed(0)
+    first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))
+    changed = torch.cat([first[:_SAME], (first[_SAME:] + 1 + shift[_SAME:] % (vocab_size - 1)) % vocab_size])
+
+    def logits(*sequences: torch.Tensor) -> list[torch.Tensor]:
+        lengths = [len(s) for s in sequences]
+        pages = [pages_for(n, page_size) for n in lengths]
+        cache = PagedKVCache.for_sites(sites, num_pages=1 + sum(pages), page_size=page_size, device=device, dtype=kv_dtype,
+                                       layout=layout)
+        table = [list(range(1 + sum(pages[:i]), 1 + sum(pages[: i + 1]))) for i in range(len(pages))]
+        meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
+        ids = torch.cat(sequences).to(device)
+        out = paged(Step(cache, meta, backend), ids, meta.positions, torch.arange(len(ids), device=device))
+        return list(out.float().split(lengths))
+
+    (one, two), (one_changed, two_beside_changed), (two_in_front, _) = (
+        logits(first, second), logits(changed, second), logits(second, first))
+    effect = (one - one_changed)[_SAME:].abs().max().item()
+    if not effect > 0:  # NaN too: the engine reports it for each request
+        logger.info("packing check: the logits do not depend on the tokens, nothing can be told")
+        return
+    limit = _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
+    found: dict[str, Any] = {
+        "its neighbour in the batch": two - two_beside_changed,
+        "its place in the batch": two - two_in_front,
+        "tokens after it": (one - one_changed)[:_SAME],
+    }
+    for what, difference in found.items():
+        share = difference.abs().max().item() / effect
+        if share > limit:
+            raise UnsupportedAttention(
+                f"a trial batch of two short sequences shows that a token's logits depend on {what}: they change by "
+                f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "
+                "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
+                "cannot serve such a model in packed batches.")
+    logger.info("packing check: passed")
+
+
+__all__ = ["check_packing"]

@@ -1,0 +1,123 @@
+"""The trial batch: it sees any way by which tokens of one sequence reach another, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import passes.dynamo_backend
+from attn_ops.backend import UnsupportedAttention, get_backend
+from graph_runner.packing_check import check_packing
+from passes.capture import PagedModel, QuireOptions
+
+VOCAB, HIDDEN, HEADS = 31, 16, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(1, x.shape[1], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def shift(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # RWKV's: half of each token comes from the one before
+    before = F.pad(x, (0, 0, 1, -1))
+    return torch.cat([x[..., : HIDDEN // 2], before[..., HIDDEN // 2 :]], dim=-1)
+
+
+def centre(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+def ahead(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # looks at the token after
+    return x + F.pad(x, (0, 0, -1, 1))
+
+
+def unfolded(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # a window of two tokens
+    return F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).mean(-1)
+
+
+def counted(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # positions counted from the start of the row
+    return x + torch.ones_like(x).cumsum(1).sin()
+
+
+def fourier(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return torch.fft.fft(x, dim=1).real
+
+
+def innocent(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (HIDDEN,)).roll(1, dims=-1)
+
+
+class Model(nn.Module):
+    def __init__(self, mix, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = mix
+        self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
+        self.attention, self.head = Attention(), nn.Linear(HIDDEN, VOCAB)
+        self.to(dtype)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        return self.head(self.mix(x + self.attention(x), position_ids))
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch):
+    """The trial of a model whose graph was not searched for operations that mix tokens."""
+    for check in ("check_mixing", "check_positions"):
+        monkeypatch.setattr(passes.dynamo_backend, check, lambda *args: None)
+
+    def run(mix, dtype: torch.dtype = torch.float32, **options) -> None:
+        torch._dynamo.reset()
+        paged = PagedModel(Model(mix, dtype), QuireOptions(compiler="eager"))
+        given = dict(page_size=4, kv_dtype=None, layout="NHD", device=torch.device("cpu"), vocab_size=VOCAB, max_model_len=64)
+        check_packing(paged, paged.sites, get_backend("torch_native"), **{**given, **options})
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mix", [shift, centre, ahead, unfolded, counted, fourier])
+def test_leaks_are_found(mix, dtype, trial) -> None:
+    if mix is fourier and dtype is torch.bfloat16:
+        pytest.skip("PyTorch has no bfloat16 Fourier transform")
+    with pytest.raises(UnsupportedAttention, match="a trial batch of two short sequences"):
+        trial(mix, dtype)
+
+
+def ahead_at_the_start(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # never into the next sequence
+    return x + F.pad(x, (0, 0, -1, 1)) * (positions < 3)[..., None]
+
+
+@pytest.mark.parametrize("mix, what", [(shift, "its neighbour in the batch"), (counted, "its place in the batch"),
+                                       (ahead_at_the_start, "tokens after it")])
+def test_what_kind(mix, what, trial) -> None:
+    with pytest.raises(UnsupportedAttention, match=f"depend on {what}: they change by"):
+        trial(mix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_found_where_nothing_is(dtype, trial) -> None:
+    trial(innocent, dtype)
+
+
+@pytest.mark.parametrize("options", [dict(max_model_len=2), dict(vocab_size=1)])
+def test_too_short_to_tell(options, trial, caplog) -> None:
+    with caplog.at_level(logging.INFO, "graph_runner.packing_check"):
+        trial(shift, **options)
+    assert "left out" in caplog.text
+
+
+def test_logits_that_depend_on_nothing(trial, caplog) -> None:
+    with caplog.at_level(logging.INFO, "graph_runner.packing_check"):
+        trial(lambda x, positions: x * 0)
+    assert "nothing can be told" in caplog.text
