@@ -108,7 +108,7 @@ class Engine:
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # events of requests that a stream waits for
         self._unclaimed: list[StreamEvent] = []  # events of the others, for the next ``step``
         self._next_id = 0
-        self._closed = False
+        self._closed = self._failed = False
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -166,6 +166,9 @@ class Engine:
         self._inboxes.get(event.index, self._unclaimed).append(event)
 
     def _turn(self) -> None:
+        if self._failed:  # that step may have replaced newest tokens on the device; from here the host has them all
+            self._collect(0)
+            self._failed = False
         try:
             batch = self.scheduler.schedule()
         except NeedsDrain:
@@ -175,6 +178,7 @@ class Engine:
             try:
                 self._in_flight.append(self.runner.launch(batch))
             except BaseException as error:
+                self._failed = True
                 self.scheduler.take_back(batch)
                 if not isinstance(error, torch.OutOfMemoryError):
                     raise

@@ -41,7 +41,7 @@ def host(spec: ModelSpec, attention: str, options: dict[str, Any], batches: tupl
     spec = spec if spec.layers is not None or spec.is_path else replace(spec, layers=1)
     for length in LENGTHS:
         model = build(spec, positions=length)
-        vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+        vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         for batch, tokens in [*((n, 0) for n in batches), (PREFILL_BATCH, PREFILL_TOKENS)]:
             row: Row = {"variant": "prefill" if tokens else "decode", "batch": batch, "max_model_len": length}
             try:
@@ -57,6 +57,8 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
     from graph_runner.sampling_params import SamplingParams
 
     steps = repeats * (STEPS + WARMUPS)
+    if steps > length - 2 * _PROMPT:
+        raise ValueError(f"{repeats} repeats are {steps} steps, too many for sequences of at most {length} tokens")
     page_size = options.get("page_size", 16)
     row_pages = pages_for(min(length, _PROMPT + 16 + steps), page_size)
     chosen: dict[str, Any] = {
