@@ -1,8 +1,8 @@
 """Runs scheduled batches on a traced model: sizes the KV cache, captures graphs, stages inputs, launches, samples.
 
 One step, all of it asynchronous on a GPU: pack the batch into a pinned buffer, copy it over, plan (backends that need it),
-replay the graph of the bucket (or run the compiled graph for a shape that has none), sample on the device, write each
-sampled token where the next step will read it, and copy the tokens back to be looked at later.
+replay the graph of the bucket (or run the compiled graph for a shape that has none), which chooses the tokens too and writes
+them where the next step will read them, sample anew for rows with filters, and copy the tokens back to be looked at later.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModelRunner:
         self.paged = PagedModel(model, QuireOptions(
             attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
             kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
-            max_model_len=config.max_model_len))
+            max_model_len=config.max_model_len), draws=config.compiler == "inductor")
         try:
             self._set_up()
         except BaseException:
@@ -99,7 +99,7 @@ class ModelRunner:
         most = BatchShape(max(config.max_num_batched_tokens, rows), rows)
         self.limits = StepLimits(most.num_reqs, most.num_tokens, width)
         self.buffers = StepBuffers(most, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
-                                   page_size=config.page_size, device=self.device)
+                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda") for _ in range(4)]
         self._turn = 0
         self._states: dict[str, Any] = {}
@@ -179,13 +179,14 @@ class ModelRunner:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def _forward(self, step: Step, shape: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (num_reqs, V) and greedy tokens (num_reqs,) of the batch in the static buffers; stores the tokens too."""
+        """Logits (num_reqs, V) and tokens (num_reqs,) of the batch in the static buffers; stores the tokens too."""
         if not self._plans:
             self.buffers.update_table(shape)
         v = self.buffers.views(shape)
         source = v["token_source"]
         ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
-        logits, tokens = self.paged.run(step, ids, v["positions"], v["logits_indices"])
+        sampling = (v["temperature"], v["seed"], v["sample_position"]) if self.paged.draws else None
+        logits, tokens = self.paged.run(step, ids, v["positions"], v["logits_indices"], sampling)
         self._store(shape, tokens)
         return logits, tokens
 

@@ -139,7 +139,17 @@ def test_compiled_by_inductor(model, tokenizer, prompts, expected) -> None:
         pytest.skip("no C++ compiler")
     with unchanged(model), Engine(model, tokenizer, num_pages=40, max_num_seqs=8, compiler="inductor", fusions="all",
                                   cudagraph_capture_sizes=[4]) as engine:
+        sampler = engine.runner.sampler
+        engine.runner.sampler = None  # not needed where no row has a filter: the graph draws the tokens
         assert tokens(engine.generate(prompts, GREEDY)) == expected
+        drawn = [replace(GREEDY, temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
+        found = tokens(engine.generate(prompts, drawn))
+        assert found[::2] == expected[::2] and found[1] != expected[1]
+        engine.runner.sampler = sampler
+        # Beside a row with filters each keeps its own.
+        assert tokens(engine.generate([prompts[0], *prompts], [SAMPLED, *drawn]))[1:] == found
+    with Engine(model, tokenizer, num_pages=40, max_num_seqs=8) as engine:
+        assert tokens(engine.generate(prompts, drawn)) == found  # op by op, by the sampler
 
 
 def test_default_arguments_and_a_path(expected) -> None:
