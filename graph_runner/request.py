@@ -45,8 +45,14 @@ class RequestOutput:
     error: str | None = None
     stop_reason: str | int | None = None
 
+    @classmethod
+    def refused(cls, index: int, prompt: Prompt, error: Exception) -> RequestOutput:
+        """Of a prompt that cannot be served."""
+        ids = list(prompt) if isinstance(prompt, (list, tuple)) else []
+        return cls(index, prompt if isinstance(prompt, str) else None, ids, finish_reason="error", error=str(error))
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)  # not frozen: one is made for every token, and that would take three times as long
 class StreamEvent:
     """New tokens of one request. ``output`` is the request's result so far; ``finished`` says that it is final."""
 
