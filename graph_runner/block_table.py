@@ -80,7 +80,7 @@ class BlockTable:
             fits = at.shape[0]
             if count > fits:  # pages that steps before did not get sent, because they failed
                 logger.debug("%d new pages in a step with room for %d: the others are sent by themselves", count, fits)
-                self._write(*(torch.from_numpy(x[fits:]).to(self.device.device) for x in (places, pages)))
+                self._write(*(self._sent_now(x[fits:]) for x in (places, pages)))
                 places, pages, count = places[:fits], pages[:fits], fits
             at[:count], page[:count] = places, pages
         at[count:], page[count:] = self.dummy_slot * self.width, NULL_PAGE
@@ -95,6 +95,10 @@ class BlockTable:
         """Device work of a step: write its changes, then gather its rows (B,) int64. Fixed addresses, nothing to wait for."""
         self._write(at, page)
         torch.index_select(self.device, 0, row_slot, out=self.rows[: row_slot.shape[0]])
+
+    def _sent_now(self, values: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(values)
+        return (host.pin_memory() if self.device.is_cuda else host).to(self.device.device, non_blocking=True)
 
     def _write(self, at: torch.Tensor, page: torch.Tensor) -> None:
         self.device.view(-1)[at] = page
