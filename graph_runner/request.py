@@ -103,11 +103,6 @@ class Request:
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
 
-    @property
-    def wants_step(self) -> bool:
-        """Is there a token to compute whose result will be used? False once the length limit is certain to be reached."""
-        return not self.finished and self.num_tokens < self.max_total_tokens
-
 
 class ScheduledRow(NamedTuple):
     """One request's part in a step: ``num_new`` tokens from position ``start`` on. ``samples``: the row's last token is the

@@ -58,7 +58,7 @@ class Scheduler:
         for request in list(self.running):
             if budget == 0:
                 break
-            # Preempted by an earlier one in this loop, or only waiting for a result (``wants_step``, without the call).
+            # Preempted by an earlier one in this loop, or certain to reach its length with what is under way.
             start, total = request.num_computed, len(request.token_ids) + request.num_pending
             if request.slot < 0 or request.finished or total >= request.max_total_tokens:
                 continue
