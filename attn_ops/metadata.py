@@ -6,9 +6,10 @@ being in the cache already. Token t of sequence r has position p = seq_lens[r] -
 value go to slot ``block_table[r, p // page_size] * page_size + p % page_size``.
 
 NOTE [Padding]: a batch may be padded to a bucket's shape. Padding rows repeat the last ``query_start_loc`` (zero tokens) and
-have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and unused
-``block_table`` entries are 0. Kernels accept zero-length rows, never write a slot that is not mapped, and leave the outputs
-of padding tokens finite (zero). Nothing in the contract reads a device tensor on the host.
+have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding rows
+of ``block_table`` hold it. Entries behind a sequence's own pages may be any page, of others too: nothing may depend on them.
+Kernels accept zero-length rows, never write a slot that is not mapped, and leave the outputs of padding tokens finite (zero).
+Nothing in the contract reads a device tensor on the host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Staging of a step's inputs: packed on the host, one copy to the device, read there at fixed addresses.
 
-All integers and floats of a step (token ids, positions, slots, block table, lengths, sampling parameters) are packed into one
+All integers and floats of a step (token ids, positions, slots, new pages, lengths, sampling parameters) are packed into one
 flat buffer, so that a step costs one copy. ``StepLayout`` says where each field lies for a batch of a given shape; the
 device buffer is one and the same for all shapes, so a CUDA graph captured for a shape finds its fields where it left them.
 The host side is pinned and there are two of it: the host packs step n + 1 while the copy of step n may still be under way.
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from graph_runner.block_table import BlockTable, change_capacity
 from graph_runner.request import Request, ScheduledBatch
 from graph_runner.sampler import SamplingTensors
 
@@ -30,14 +31,16 @@ class BatchShape(NamedTuple):
     num_reqs: int
 
 
-def _fields(shape: BatchShape, width: int) -> list[tuple[str, str, tuple[int, ...]]]:
+def _fields(shape: BatchShape, page_size: int) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, type, shape) of each field; 8-byte ones first, so that all are aligned."""
     t, b = shape
+    changes = change_capacity(t, b, page_size)
     return [
         ("input_ids", "i8", (t,)), ("positions", "i8", (t,)), ("slot_mapping", "i8", (t,)), ("token_source", "i8", (t,)),
-        ("logits_indices", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)), ("sample_position", "i8", (b,)),
+        ("logits_indices", "i8", (b,)), ("row_slot", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)),
+        ("sample_position", "i8", (b,)), ("change_at", "i8", (changes,)), ("change_page", "i4", (changes,)),
         ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
-        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("block_table", "i4", (b, width)),
+        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)),
     ]
 
 
@@ -50,10 +53,10 @@ class StepLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, shape: BatchShape, width: int) -> StepLayout:
-        """``width``: pages of a block table row."""
+    def of(cls, shape: BatchShape, page_size: int) -> StepLayout:
+        """``page_size``: tokens a page, which bounds the pages that are new in a step."""
         fields, at = {}, 0
-        for name, kind, size in _fields(shape, width):
+        for name, kind, size in _fields(shape, page_size):
             fields[name] = (at, kind, size)
             at += int(np.prod(size)) * int(kind[1])
         return cls(shape, fields, at)
@@ -83,23 +86,25 @@ class StepBuffers:
         max_pages_per_seq: width of a block table row.
         max_num_seqs: slots; the table of newest tokens has one more, for padding rows to write to.
         device: where the step runs.
+        graph_draws: the model's graph draws tokens of rows with a temperature itself; only filters need the sampler.
     """
 
     def __init__(self, max_shape: BatchShape, *, max_pages_per_seq: int, max_num_seqs: int, page_size: int,
-                 device: torch.device) -> None:
-        self.width, self.page_size, self.device = max_pages_per_seq, page_size, device
+                 device: torch.device, graph_draws: bool = False) -> None:
+        self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
         self.dummy_slot = max_num_seqs
         # Mixed shapes reach max tokens and max rows at once, so this bounds every layout.
-        num_bytes = StepLayout.of(max_shape, max_pages_per_seq).num_bytes
+        num_bytes = StepLayout.of(max_shape, page_size).num_bytes
         pin = device.type == "cuda"
         self.host = [HostArrays(num_bytes, pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self.block_table = np.zeros((max_num_seqs, max_pages_per_seq), dtype=np.int32)
+        self.table = BlockTable(max_num_seqs, max_shape.num_reqs, max_pages_per_seq, device)
         # What a slot's request brings along, written when it gets the slot, so that a step only gathers by slot.
         self._holder: list[list[int] | None] = [None] * max_num_seqs
-        self._pages_known = [0] * max_num_seqs
         self._params = {name: np.zeros(max_num_seqs, np.dtype(kind)) for name, kind, _ in _PARAMS}
+        self._resample = np.zeros(max_num_seqs, np.bool_)
+        self._may_end_at = np.zeros(max_num_seqs, np.int64)  # tokens from which on it may end
         self._layouts: dict[BatchShape, StepLayout] = {}
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
@@ -112,7 +117,7 @@ class StepBuffers:
                 self._views.clear()
                 for host in self.host:
                     host._views.clear()
-            self._layouts[shape] = StepLayout.of(shape, self.width)
+            self._layouts[shape] = StepLayout.of(shape, self.page_size)
         return self._layouts[shape]
 
     def views(self, shape: BatchShape) -> dict[str, torch.Tensor]:
@@ -131,79 +136,74 @@ class StepBuffers:
         if event is not None:
             event.synchronize()  # the copy of two steps ago; long done
         a = host.view(self.layout(shape))
-        rows, page = batch.rows, self.page_size
-        n, t = len(rows), batch.num_tokens
-        count = np.fromiter((r.num_new for r in rows), np.int64, n)
-        start = np.fromiter((r.start for r in rows), np.int64, n)
-        slots = np.fromiter((r.request.slot for r in rows), np.int64, n)
-        samples = np.fromiter((r.samples for r in rows), np.bool_, n)
-        ends = np.cumsum(count)
-        a["query_start_loc"][0] = 0
-        a["query_start_loc"][1 : n + 1] = ends
-        a["query_start_loc"][n + 1 :] = t
-        a["seq_lens"][:n] = start + count
-        a["seq_lens"][n:] = 0
-        for row in rows:
-            self._note(row.request)
-        in_use = -(-(start + count) // page)
-        used = int(in_use.max())
-        table = a["block_table"]
-        # Behind a row's own pages the slot may still hold those of a request before it.
-        table[:n, :used] = np.where(np.arange(used) < in_use[:, None], self.block_table[slots, :used], 0)
-        table[:n, used:], table[n:] = 0, 0
+        rows, page, n, t = batch.rows, self.page_size, len(batch.rows), batch.num_tokens
+        slots, start, num_pages, first_id = self._columns(batch)
         if batch.is_decode:
+            ends, total, sample_slot = np.arange(1, n + 1), start + 1, slots
             positions = start
-            pages_of = self.block_table[slots, positions // page]
+            pages_of = self.table.host[slots, positions // page]
+            a["input_ids"][:n] = np.maximum(first_id, 0)
+            a["token_source"][:n] = np.where(first_id < 0, slots, -1)
         else:
+            count = np.fromiter((r.num_new for r in rows), np.int64, n)
+            ends, total = np.cumsum(count), start + count
+            sample_slot = np.where(np.fromiter((r.samples for r in rows), np.bool_, n), slots, self.dummy_slot)
             row_of = np.repeat(np.arange(n), count)
             positions = np.arange(t) + np.repeat(start - (ends - count), count)
-            pages_of = self.block_table[slots[row_of], positions // page]
+            pages_of = self.table.host[slots[row_of], positions // page]
+            a["token_source"][:t] = -1
+            a["input_ids"][ends - count] = np.maximum(first_id, 0)
+            a["token_source"][ends - count] = np.where(first_id < 0, slots, -1)
+            for row, end in zip(rows, ends.tolist(), strict=True):
+                if row.num_new > 1:
+                    a["input_ids"][end - row.num_new : end] = row.request.token_ids[row.start : row.start + row.num_new]
+        a["input_ids"][t:], a["token_source"][t:] = 0, -1
         a["positions"][:t], a["positions"][t:] = positions, 0
         a["slot_mapping"][:t], a["slot_mapping"][t:] = pages_of.astype(np.int64) * page + positions % page, PAD_SLOT_ID
-        a["input_ids"][t:] = 0
-        a["token_source"][:] = -1
-        self._fill_ids(a, batch, ends)
+        a["query_start_loc"][0], a["query_start_loc"][1 : n + 1], a["query_start_loc"][n + 1 :] = 0, ends, t
+        a["seq_lens"][:n], a["seq_lens"][n:] = total, 0
         a["logits_indices"][:n], a["logits_indices"][n:] = ends - 1, 0
-        a["sample_slot"][:n] = np.where(samples, slots, self.dummy_slot)
-        a["sample_slot"][n:] = self.dummy_slot
-        a["sample_position"][:n], a["sample_position"][n:] = start + count, 0
+        a["row_slot"][:n], a["row_slot"][n:] = slots, self.dummy_slot
+        a["sample_slot"][:n], a["sample_slot"][n:] = sample_slot, self.dummy_slot
+        a["sample_position"][:n], a["sample_position"][n:] = total, 0
         for name, _, pad in _PARAMS:
             a[name][:n], a[name][n:] = self._params[name][slots], pad
+        a["resample"][:n], a["resample"][n:] = self._resample[slots] | self._banned_rows(a, n), 0
+        self.table.pack(slots, num_pages, a["change_at"], a["change_page"])
         return a
 
-    def _note(self, request: Request) -> None:
-        """Keep up with what a request holds: its sampling parameters when it gets its slot, its pages as they come."""
-        slot, pages = request.slot, request.pages
-        if self._holder[slot] is not pages:  # a list of its own each time a request gets a slot, also after a preemption
-            self._holder[slot], self._pages_known[slot] = pages, 0
-            p = request.params
-            draws = p.temperature > 0  # a greedy row takes no filters
-            values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0, p.top_p if draws else 1.0,
-                      p.min_p if draws else 0.0)
-            for (name, _, _), number in zip(_PARAMS, values, strict=True):
-                self._params[name][slot] = number
-        known = self._pages_known[slot]
-        if known != len(pages):
-            self.block_table[slot, known : len(pages)] = pages[known:]
-            self._pages_known[slot] = len(pages)
+    def _columns(self, batch: ScheduledBatch) -> list[np.ndarray]:
+        """Of each row its slot, where it starts, how many pages it has, and its first token, -1 if that is still on the
+        device. The one loop over rows; it also keeps up with slots that changed hands, and with new pages."""
+        holder, note = self._holder, self.table.note
+        slots, start, num_pages, first_id = [], [], [], []
+        for request, begin, _, _ in batch.rows:
+            slot, pages, ids = request.slot, request.pages, request.token_ids
+            if holder[slot] is not pages:  # a list of its own each time a request gets a slot, also after a preemption
+                self._new_holder(request)
+            note(slot, pages)
+            slots.append(slot)
+            start.append(begin)
+            num_pages.append(len(pages))
+            first_id.append(ids[begin] if begin < len(ids) else -1)
+        return [np.array(column, np.int64) for column in (slots, start, num_pages, first_id)]
 
-    @staticmethod
-    def _fill_ids(a: dict[str, np.ndarray], batch: ScheduledBatch, ends: np.ndarray) -> None:
-        """Token ids the host knows, and for a token that is still on the device, the slot it will be read from."""
-        at = 0
-        ids, source = a["input_ids"], a["token_source"]
-        for row in batch.rows:
-            request, known = row.request, len(row.request.token_ids)
-            if row.num_new == 1:
-                if row.start < known:
-                    ids[at] = request.token_ids[row.start]
-                else:
-                    ids[at], source[at] = 0, request.slot
-                at += 1
-                continue
-            stop = row.start + row.num_new
-            ids[at : at + row.num_new] = request.token_ids[row.start : stop]
-            at += row.num_new
+    def _new_holder(self, request: Request) -> None:
+        slot, p = request.slot, request.params
+        draws = p.temperature > 0  # a greedy row takes no filters
+        values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0, p.top_p if draws else 1.0,
+                  p.min_p if draws else 0.0)
+        for (name, _, _), number in zip(_PARAMS, values, strict=True):
+            self._params[name][slot] = number
+        filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
+        self._resample[slot] = draws and (filtered or not self.graph_draws)
+        self._may_end_at[slot] = len(request.prompt_token_ids) + p.min_tokens if p.min_tokens else 0
+        self.table.new_holder(slot)
+        self._holder[slot] = request.pages  # last: what was interrupted before is done again
+
+    def _banned_rows(self, a: dict[str, np.ndarray], n: int) -> np.ndarray:
+        """(n,) bool: rows that sample a token before their ``min_tokens``, which must not be one that ends them."""
+        return (a["seq_lens"][:n] < self._may_end_at[a["row_slot"][:n]]) & (a["sample_slot"][:n] != self.dummy_slot)
 
     def upload(self, shape: BatchShape) -> None:
         """Copy the buffer packed last to the device, asynchronously, and turn to the other one."""
@@ -228,29 +228,43 @@ class StepBuffers:
             longest, tokens, reqs = int(lens.max()), batch.num_tokens, len(batch.rows)
         return CommonAttentionMetadata(
             query_start_loc=v["query_start_loc"], query_start_loc_cpu=torch.from_numpy(start), seq_lens=v["seq_lens"],
-            seq_lens_cpu=torch.from_numpy(lens), block_table_tensor=v["block_table"], slot_mapping=v["slot_mapping"],
-            num_reqs=reqs, num_actual_tokens=tokens, max_query_len=longest_query, max_seq_len=longest,
-            page_size=self.page_size)
+            seq_lens_cpu=torch.from_numpy(lens), block_table_tensor=self.table.rows[: shape.num_reqs],
+            slot_mapping=v["slot_mapping"], num_reqs=reqs, num_actual_tokens=tokens, max_query_len=longest_query,
+            max_seq_len=longest, page_size=self.page_size)
 
-    def sampling(self, shape: BatchShape, batch: ScheduledBatch) -> SamplingTensors:
-        """Sampling parameters over the device fields."""
+    def update_table(self, shape: BatchShape) -> None:
+        """Device work: bring the block table up to date and gather the batch's rows, where ``metadata`` has them."""
         v = self.views(shape)
-        params = [p for p in (r.request.params for r in batch.rows) if p.temperature > 0]
+        self.table.update(v["change_at"], v["change_page"], v["row_slot"])
+
+    def stage_padding(self, shape: BatchShape) -> None:
+        """Put a batch of nothing but padding on the device: it writes no slot, reads the null page, changes no table."""
+        self.device_bytes.zero_()
+        v = self.views(shape)
+        for name, value in (("slot_mapping", PAD_SLOT_ID), ("token_source", -1), ("sample_slot", self.dummy_slot),
+                            ("row_slot", self.dummy_slot), ("change_at", self.dummy_slot * self.width)):
+            v[name].fill_(value)
+
+    def sampling(self, shape: BatchShape, host: dict[str, np.ndarray], batch: ScheduledBatch) -> SamplingTensors | None:
+        """Sampling parameters over the device fields; None if no row needs the sampler."""
+        n = len(batch.rows)
+        if not host["resample"][:n].any():
+            return None
+        v = self.views(shape)
         return SamplingTensors(
             temperature=v["temperature"], top_k=v["top_k"], top_p=v["top_p"], min_p=v["min_p"], seed=v["seed"],
-            position=v["sample_position"], all_greedy=not params, any_top_k=any(p.top_k > 0 for p in params),
-            any_top_p=any(p.top_p < 1 for p in params), any_min_p=any(p.min_p > 0 for p in params),
-            banned=self._banned(batch))
+            position=v["sample_position"], all_greedy=not (host["temperature"][:n] > 0).any(),
+            any_top_k=bool((host["top_k"][:n] > 0).any()), any_top_p=bool((host["top_p"][:n] < 1).any()),
+            any_min_p=bool((host["min_p"][:n] > 0).any()), banned=self._banned(host, batch))
 
-    def _banned(self, batch: ScheduledBatch) -> torch.Tensor | None:
+    def _banned(self, host: dict[str, np.ndarray], batch: ScheduledBatch) -> torch.Tensor | None:
         """(row, token) pairs of the tokens that would end a request before its ``min_tokens``."""
-        pairs = [(i, token) for i, r in enumerate(batch.rows)
-                 if r.request.params.min_tokens and r.request.num_output_tokens - r.samples < r.request.params.min_tokens
-                 for token in r.request.stop_token_ids]
+        rows = np.flatnonzero(self._banned_rows(host, len(batch.rows))).tolist()
+        pairs = [(i, token) for i in rows for token in batch.rows[i].request.stop_token_ids]
         if not pairs:
             return None
-        host = torch.tensor(pairs, dtype=torch.int64)
-        return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
+        found = torch.tensor(pairs, dtype=torch.int64)
+        return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
 
 
 __all__ = ["BatchShape", "HostArrays", "StepBuffers", "StepLayout"]

@@ -19,7 +19,7 @@ class Detokenizer:
     """Incremental text of one request.
 
     ``text`` is the continuation so far: all the pieces that were returned, end to end. ``stopped_by`` is the stop string that
-    ended it, or None; no text comes after it.
+    ended it, or None; no text comes after it. ``error``: what the tokenizer raised, in words, or None; then, too, none does.
 
     Args:
         tokenizer: has ``decode(ids, skip_special_tokens=...)``.
@@ -37,6 +37,7 @@ class Detokenizer:
         self._held = ""  # decoded, and perhaps the beginning of a stop string
         self.text = ""
         self.stopped_by: str | None = None
+        self.error: str | None = None
 
     def add(self, token_ids: Sequence[int], *, may_stop: bool = True) -> str:
         """Take in new tokens; the text they add (possibly none yet). ``may_stop``: a stop string that they complete counts."""
@@ -51,8 +52,14 @@ class Detokenizer:
 
     def _decode_new(self, token_ids: Sequence[int], last: bool = False) -> str:
         self._ids += token_ids
-        before = self._decode(self._ids[self._begin : self._shown])
-        now = self._decode(self._ids[self._begin :])
+        if self.error is not None:
+            return ""
+        try:
+            before = self._decode(self._ids[self._begin : self._shown])
+            now = self._decode(self._ids[self._begin :])
+        except Exception as error:  # one request's trouble, not that of the others in its batch
+            self.error = f"the tokenizer could not decode the tokens: {type(error).__name__}: {error}"
+            return ""
         if (now.endswith(_UNFINISHED) and not last) or len(now) <= len(before):
             return ""
         self._begin = max(self._begin, self._shown - _CONTEXT)

@@ -16,20 +16,13 @@ from typing import Any
 import torch
 
 from attn_ops.kv_cache import Layout
+from graph_runner import loading
 from graph_runner.block_allocator import BlockAllocator
 from graph_runner.detokenizer import Detokenizer
-from graph_runner.loading import capture_progress, default_compiler, eos_token_ids, kv_dtype, load, model_length, vocab_size
+from graph_runner.gc_freeze import ServingFreeze
 from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
 from graph_runner.paged_forward import own_forward
-from graph_runner.request import (
-    FinishReason,
-    Prompt,
-    Request,
-    RequestOutput,
-    StreamEvent,
-    as_prompts,
-    token_ids_of,
-)
+from graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, as_prompts, token_ids_of
 from graph_runner.sampling_params import SamplingParams
 from graph_runner.scheduler import NeedsDrain, Scheduler
 from graph_runner.watch import ModelWatch
@@ -72,26 +65,24 @@ class Engine:
         cudagraph_capture_sizes: Sequence[int] | None = None, cudagraph_token_sizes: Sequence[int] | None = None,
         compiler: str = "auto", fusions: str | Sequence[str] = "auto", async_stepping: bool | None = None, seed: int = 0,
     ) -> None:
-        for name, value in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_num_batched_tokens",
-                            max_num_batched_tokens), ("prefill_chunk_size", prefill_chunk_size or 1)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {gpu_memory_utilization}")
-        self.model, self.tokenizer = load(model, tokenizer)
-        device, self._vocab_size = next(self.model.parameters()).device, vocab_size(self.model)
+        loading.check_arguments(
+            gpu_memory_utilization, page_size=page_size, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, prefill_chunk_size=prefill_chunk_size or 1)
+        self.model, self.tokenizer = loading.load(model, tokenizer)
+        device, self._vocab_size = next(self.model.parameters()).device, loading.vocab_size(self.model)
         on_gpu = device.type == "cuda"
-        length = model_length(self.model, max_model_len)
+        length = loading.model_length(self.model, max_model_len)
         if num_pages is not None:
             length = min(length, (num_pages - 1) * page_size)
         max_num_batched_tokens = min(max_num_batched_tokens, max(length * max_num_seqs, 1))
         config = RunnerConfig(
             attention=attention, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, vocab_size=self._vocab_size,
-            kv_cache_dtype=kv_dtype(kv_cache_dtype), layout=kv_layout, gpu_memory_utilization=gpu_memory_utilization,
+            max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, vocab_size=self._vocab_size, layout=kv_layout,
+            kv_cache_dtype=loading.kv_dtype(kv_cache_dtype), gpu_memory_utilization=gpu_memory_utilization,
             cudagraph_capture_sizes=cudagraph_capture_sizes, cudagraph_token_sizes=cudagraph_token_sizes,
-            compiler=default_compiler(compiler, device), progress=capture_progress if on_gpu else None,
-            fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions)
+            compiler=loading.default_compiler(compiler, device),
+            fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions,
+            progress=loading.capture_progress if on_gpu else None)
         with own_forward(self.model):
             self.runner = ModelRunner(self.model, config)
         self.watch = ModelWatch(self.model, addresses=on_gpu)
@@ -99,16 +90,18 @@ class Engine:
         self.scheduler = Scheduler(BlockAllocator(self.runner.cache.num_pages), page_size=page_size,
                                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                                    prefill_chunk_size=prefill_chunk_size)
-        self._eos = eos_token_ids(self.model, self.tokenizer)
+        self._eos = loading.eos_token_ids(self.model, self.tokenizer)
         self._depth = int(on_gpu if async_stepping is None else async_stepping)
         self._random = random.Random(seed)
         self._in_flight: deque[Launched] = deque()
+        self._arrived: deque[tuple[Any, int]] = deque()  # their results, as yet to be looked at
+        self._gc = ServingFreeze()
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, Detokenizer] = {}
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # events of requests that a stream waits for
         self._unclaimed: list[StreamEvent] = []  # events of the others, for the next ``step``
         self._next_id = 0
-        self._closed = False
+        self._closed = self._failed = False
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -148,6 +141,8 @@ class Engine:
         request = self._requests.get(request_id)
         if request is not None and not request.finished:
             self._deliver(self._finish(request, FinishReason.ABORT))
+        if not self._requests:
+            self._gc.release()
 
     @property
     def has_unfinished(self) -> bool:
@@ -166,15 +161,20 @@ class Engine:
         self._inboxes.get(event.index, self._unclaimed).append(event)
 
     def _turn(self) -> None:
+        if self._failed:  # that step may have replaced newest tokens on the device; from here the host has them all
+            self._collect(0)
+            self._failed = False
         try:
             batch = self.scheduler.schedule()
         except NeedsDrain:
             self._collect(0)
             batch = self.scheduler.schedule()
         if batch is not None:
+            self._gc.turn()
             try:
                 self._in_flight.append(self.runner.launch(batch))
             except BaseException as error:
+                self._failed = True
                 self.scheduler.take_back(batch)
                 if not isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -183,13 +183,17 @@ class Engine:
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
                         "gpu_memory_utilization.")))
         self._collect(self._depth if batch is not None else 0)
+        if not self._requests:
+            self._gc.release()
 
     def _collect(self, leave: int) -> None:
         """Take in the results of all launched steps but the last ``leave``."""
-        while len(self._in_flight) > leave:
-            launched, tokens = self._in_flight[0], self._in_flight[0].tokens()
-            self._in_flight.popleft()
-            for row, token in zip(launched.batch.rows, tokens, strict=True):
+        while self._arrived or len(self._in_flight) > leave:
+            if not self._arrived:
+                tokens = self._in_flight[0].tokens()
+                self._arrived.extend(zip(self._in_flight.popleft().batch.rows, tokens, strict=True))
+            while self._arrived:  # interrupted in between, it goes on here
+                row, token = self._arrived.popleft()
                 if row.samples:
                     row.request.num_pending -= 1
                     if not row.request.finished:
@@ -210,6 +214,8 @@ class Engine:
         text = self._texts.get(request.request_id)
         if text is not None and not (ends and params.skip_special_tokens):
             piece = text.add([token], may_stop=count >= params.min_tokens)
+            if text.error is not None:
+                return self._finish(request, FinishReason.ERROR, [token], error=text.error)
             output.text, output.stop_reason = text.text, text.stopped_by
             if text.stopped_by is not None:
                 return self._finish(request, FinishReason.STOP, [token], piece)
@@ -223,11 +229,13 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason, tokens: list[int] | None = None, text: str = "", *,
                 error: str | None = None) -> StreamEvent:
         self.scheduler.finish(request)
-        request.output.finish_reason, request.output.error = reason.value, error
         self._requests.pop(request.request_id, None)
         if (waiting := self._texts.pop(request.request_id, None)) is not None:
             text += waiting.flush()
             request.output.text = waiting.text
+            if waiting.error is not None:
+                reason, error = FinishReason.ERROR, waiting.error
+        request.output.finish_reason, request.output.error = reason.value, error
         return StreamEvent(request.request_id, tokens or [], text, True, request.output)
 
     # -- whole runs -------------------------------------------------------------------------------------------------
@@ -251,10 +259,7 @@ class Engine:
                         self._inboxes[request_id] = inbox
                         at += 1
                 except (ValueError, TypeError) as error:
-                    failed = RequestOutput(at, prompt if isinstance(prompt, str) else None, finish_reason="error",
-                                           error=str(error),
-                                           prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [])
-                    yield StreamEvent(at, [], "", True, failed)
+                    yield StreamEvent(at, [], "", True, RequestOutput.refused(at, prompt, error))
                     at += 1
             left = len(place)
             while left:

@@ -43,6 +43,15 @@ def _text_config(model: torch.nn.Module) -> Any:
     return get(decoder=True) if get is not None else config
 
 
+def check_arguments(gpu_memory_utilization: float, **at_least_one: int) -> None:
+    """Raises ValueError for an argument of the engine that is out of range."""
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {gpu_memory_utilization}")
+
+
 def model_length(model: torch.nn.Module, asked: int | None) -> int:
     """Most tokens of a sequence. Raises ValueError if more are asked for than the model has positions."""
     config = _text_config(model)

@@ -1,8 +1,8 @@
 """Runs scheduled batches on a traced model: sizes the KV cache, captures graphs, stages inputs, launches, samples.
 
 One step, all of it asynchronous on a GPU: pack the batch into a pinned buffer, copy it over, plan (backends that need it),
-replay the graph of the bucket (or run the compiled graph for a shape that has none), sample on the device, write each
-sampled token where the next step will read it, and copy the tokens back to be looked at later.
+replay the graph of the bucket (or run the compiled graph for a shape that has none), which chooses the tokens too and writes
+them where the next step will read them, sample anew for rows with filters, and copy the tokens back to be looked at later.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn_ops.attention import AttentionSite
@@ -79,7 +80,7 @@ class ModelRunner:
         self.paged = PagedModel(model, QuireOptions(
             attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
             kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
-            max_model_len=config.max_model_len))
+            max_model_len=config.max_model_len), draws=config.compiler != "eager")
         try:
             self._set_up()
         except BaseException:
@@ -91,13 +92,16 @@ class ModelRunner:
         self.sites: list[AttentionSite] = self.paged.sites
         self.selection = self.paged.selection
         self.backend = self.selection.backend
+        # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
+        # does: then the table is brought up to date ahead of both, else inside the graph.
+        self._plans = self.backend.plan is not None
         self.sampler = Sampler()
         width = pages_for(config.max_model_len, config.page_size)
         rows = config.max_num_seqs
         most = BatchShape(max(config.max_num_batched_tokens, rows), rows)
         self.limits = StepLimits(most.num_reqs, most.num_tokens, width)
         self.buffers = StepBuffers(most, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
-                                   page_size=config.page_size, device=self.device)
+                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda") for _ in range(4)]
         self._turn = 0
         self._states: dict[str, Any] = {}
@@ -155,11 +159,10 @@ class ModelRunner:
                                        dtype=config.kv_cache_dtype, layout=config.layout)
         self._new_states(cache)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.buffers.device_bytes.zero_()
-        self.buffers.views(most)["slot_mapping"].fill_(-1)  # writes nothing, reads the null page
+        self.buffers.stage_padding(most)
         step = Step(cache, self.buffers.metadata(most, None, None), self.backend, self._states)
         allocated = torch.cuda.memory_allocated(self.device)
-        self.sampler(self._forward(step, most)[0], self.buffers.sampling(most, ScheduledBatch([], 0, 0)))
+        self._forward(step, most)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
         self._states.clear()
@@ -181,11 +184,14 @@ class ModelRunner:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def _forward(self, step: Step, shape: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (num_reqs, V) and greedy tokens (num_reqs,) of the batch in the static buffers; stores the tokens too."""
+        """Logits (num_reqs, V) and tokens (num_reqs,) of the batch in the static buffers; stores the tokens too."""
+        if not self._plans:
+            self.buffers.update_table(shape)
         v = self.buffers.views(shape)
         source = v["token_source"]
         ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
-        logits, tokens = self.paged.run(step, ids, v["positions"], v["logits_indices"])
+        sampling = (v["temperature"], v["seed"], v["sample_position"]) if self.paged.draws else None
+        logits, tokens = self.paged.run(step, ids, v["positions"], v["logits_indices"], sampling)
         self._store(shape, tokens)
         return logits, tokens
 
@@ -195,9 +201,7 @@ class ModelRunner:
 
     def _before_capture(self, bucket: BatchShape) -> None:
         """Stage an all-padding batch and plan for it; the capture then has nothing to do on the host."""
-        self.buffers.device_bytes.zero_()
-        self.buffers.views(bucket)["slot_mapping"].fill_(-1)
-        self.buffers.views(bucket)["token_source"].fill_(-1)
+        self.buffers.stage_padding(bucket)
         step = Step(self.cache, self.buffers.metadata(bucket, None, None), self.backend, self._states, graph_key=bucket,
                     capturing=True)
         ensure_planned(step, self.backend, self.sites)
@@ -208,23 +212,32 @@ class ModelRunner:
         assert step is not None
         return self._forward(step, bucket)
 
+    def _stage(self, batch: ScheduledBatch, shape: BatchShape, bucket: BatchShape | None) -> tuple[dict[str, np.ndarray], Step]:
+        """Put the batch, padded to ``shape``, where the device reads it. ``bucket``: the graph that will run it, if any."""
+        host = self.buffers.fill(batch, shape)
+        self.buffers.upload(shape)
+        if self._plans:
+            self.buffers.update_table(shape)
+        metadata = self.buffers.metadata(shape, host, batch)
+        return host, Step(self.cache, metadata, self.backend, self._states, graph_key=bucket)
+
+    def _replay(self, step: Step, bucket: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
+        self._step = step
+        ensure_planned(step, self.backend, self.sites)
+        return self.graphs.replay(bucket)
+
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; the results are in ``Launched.tokens()``."""
         live = BatchShape(batch.num_tokens, len(batch.rows))
         bucket = self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
         shape = bucket or live
-        host = self.buffers.fill(batch, shape)
-        self.buffers.upload(shape)
-        step = Step(self.cache, self.buffers.metadata(shape, host, batch), self.backend, self._states, graph_key=bucket)
-        if bucket is None:
-            logits, tokens = self._forward(step, shape)
-        else:
-            self._step = step
-            ensure_planned(step, self.backend, self.sites)
-            logits, tokens = self.graphs.replay(bucket)
-        sampling = self.buffers.sampling(shape, batch)
-        if not sampling.all_greedy or sampling.banned is not None:
-            tokens = self.sampler(logits, sampling)
+        host, step = self._stage(batch, shape, bucket)
+        logits, tokens = self._forward(step, shape) if bucket is None else self._replay(step, bucket)
+        self.buffers.table.commit()
+        sampling = self.buffers.sampling(shape, host, batch)
+        if sampling is not None:
+            # The other rows keep the graph's token, so that it does not depend on who is in the batch with them.
+            tokens = torch.where(self.buffers.views(shape)["resample"] != 0, self.sampler(logits, sampling), tokens)
             self._store(shape, tokens)
         host_tokens = self._host_tokens[self._turn]
         self._turn = (self._turn + 1) % len(self._host_tokens)

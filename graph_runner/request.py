@@ -45,8 +45,14 @@ class RequestOutput:
     error: str | None = None
     stop_reason: str | int | None = None
 
+    @classmethod
+    def refused(cls, index: int, prompt: Prompt, error: Exception) -> RequestOutput:
+        """Of a prompt that cannot be served."""
+        ids = list(prompt) if isinstance(prompt, (list, tuple)) else []
+        return cls(index, prompt if isinstance(prompt, str) else None, ids, finish_reason="error", error=str(error))
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)  # not frozen: one is made for every token, and that would take three times as long
 class StreamEvent:
     """New tokens of one request. ``output`` is the request's result so far; ``finished`` says that it is final."""
 
@@ -96,11 +102,6 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
-
-    @property
-    def wants_step(self) -> bool:
-        """Is there a token to compute whose result will be used? False once the length limit is certain to be reached."""
-        return not self.finished and self.num_tokens < self.max_total_tokens
 
 
 class ScheduledRow(NamedTuple):

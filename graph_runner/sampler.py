@@ -2,16 +2,9 @@
 
 Letters: B rows (sequences), V the vocabulary.
 
-A row is drawn by the Gumbel-max trick (Gumbel 1954; Yellott 1977): for independent exponential e_v, the token that
-maximises ``logits_v / temperature - log(e_v)`` is distributed as ``softmax(logits / temperature)``. So nothing is
-normalised, sorted or summed, and a row is one pass over its logits that torch.compile fuses into one reduction.
-Filters leave that pass as it is: top-k, top-p and min-p each keep the tokens at or above some logit, so what they
-compute is one threshold a row.
-
-NOTE [Same seed, same tokens]: the noise e_v is a function of (seed, position, v) alone: no generator has a state that
-other rows, the order of scheduling or a preemption could advance. The hash is in 64-bit integers, which agree on every
-device. Two runs can still differ where their logits do (another batch size can change the last bits of a matrix
-product) or where two scores agree to the last bits (``log`` may differ between devices).
+How a row is drawn is in ``passes/draw.py``, as the model's graph draws by itself where no row has a filter. Filters leave
+that as it is: top-k, top-p and min-p each keep the tokens at or above some logit, so what they compute is one threshold
+a row. See NOTE [Same seed, same tokens].
 """
 
 from __future__ import annotations
@@ -20,25 +13,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from graph_runner.sampling_params import SamplingParams
-
-INVALID_TOKEN = -1
-
-# SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014; this output function is
-# variant 13 of Stafford's mixers, as in java.util.SplittableRandom). Written as signed numbers: torch multiplies and
-# adds int64 modulo 2**64.
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-
-# float32 bits as int32, the lower 31 flipped where negative, order as the numbers do. See `_winner`.
-_NAN_RANK, _INF_RANK, _MINUS_INF_RANK = 0x7FFF_FFFF, 0x7F80_0000, -0x7F80_0001
+from passes.draw import INVALID_TOKEN, chunks, draw_tokens, inverse, is_greedy, on_gpu, score, winner
 
 
 @dataclass(frozen=True)
@@ -105,7 +86,7 @@ class SamplingTensors:
                 f"params, seeds, positions{' and banned' if banned is not None else ''} describe {size}, {len(seeds)}, "
                 f"{len(positions)}{f' and {len(banned)}' if banned is not None else ''} rows; they must be as many"
             )
-        draws = [not _is_greedy(p.temperature) for p in params]  # the filters of a greedy row change nothing
+        draws = [not is_greedy(p.temperature) for p in params]  # the filters of a greedy row change nothing
         temperature = np.array([p.temperature if d else 0.0 for p, d in zip(params, draws, strict=True)], np.float32)
         top_k = np.array([p.top_k if d else 0 for p, d in zip(params, draws, strict=True)], np.int64)
         top_p = np.array([p.top_p if d else 1.0 for p, d in zip(params, draws, strict=True)], np.float32)
@@ -196,7 +177,7 @@ def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Pi
         logits = logits.float()
     row_params = (params.temperature, params.seed, params.position)
     if not params.any_filter:
-        return get(_draw)(logits, *row_params)
+        return get(draw_tokens)(logits, *row_params)
     threshold = torch.full((rows,), -math.inf, device=logits.device)
     if params.any_top_k:
         threshold = get(_top_k_threshold)(logits, params.top_k)
@@ -210,23 +191,17 @@ def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Pi
 # ---- the pieces that are compiled
 
 
-def _draw(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """(B,) int64: a token of each row; of a greedy row the likeliest."""
-    x, index = _chunks(logits)
-    return _winner(_score(x, index, temperature, seed, position), index, temperature)
-
-
 def _draw_filtered(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, threshold: Tensor) -> Tensor:
-    """`_draw` among the tokens with a logit of at least `threshold` (B,), which greedy rows ignore."""
-    x, index = _chunks(logits)
-    score = _score(x, index, temperature, seed, position)
-    threshold = torch.where(_is_greedy(temperature), -math.inf, threshold)[:, None, None]
-    return _winner(torch.where(x < threshold, -math.inf, score), index, temperature)  # a NaN is not less, and stays
+    """`draw_tokens` among the tokens with a logit of at least `threshold` (B,), which greedy rows ignore."""
+    x, index = chunks(logits)
+    scores = score(x, index, temperature, seed, position)
+    threshold = torch.where(is_greedy(temperature), -math.inf, threshold)[:, None, None]
+    return winner(torch.where(x < threshold, -math.inf, scores), index, temperature)  # a NaN is not less, and stays
 
 
 def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
     """(B,) float32: the k-th largest logit of each row; -inf where `top_k` is 0 or more than there are."""
-    x, _ = _chunks(logits)
+    x, _ = chunks(logits)
 
     def count(pivot: Tensor, below: Tensor) -> Tensor:
         return (x >= pivot[:, None, None]).sum(-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
@@ -241,13 +216,13 @@ def _top_p_threshold(logits: Tensor, temperature: Tensor, top_p: Tensor, thresho
     The largest pivot such that the tokens at or above it have at least `top_p` of the probability: without the least
     likely of them they would have less.
     """
-    x, _ = _chunks(logits)
+    x, _ = chunks(logits)
     peak = x.amax((1, 2))
 
     def mass(pivot: Tensor, below: Tensor) -> Tensor:
         # What the search has found so far is never above the peak, so `maximum` changes no number. It makes
         # torch.compile compute the weights anew in each pass, instead of once into (B, V) float32 for all to read.
-        weight = torch.exp((x - torch.maximum(peak, below)[:, None, None]) * _inverse(temperature))
+        weight = torch.exp((x - torch.maximum(peak, below)[:, None, None]) * inverse(temperature))
         return torch.where(x >= pivot[:, None, None], weight, 0.0).sum(-1).sum(-1)
 
     pivot = _largest_pivot(mass, top_p * mass(threshold, threshold), threshold, logits.dtype)
@@ -259,53 +234,8 @@ def _min_p_threshold(logits: Tensor, temperature: Tensor, min_p: Tensor, thresho
 
     The likeliest is never filtered and the ratio does not depend on what was, so min_p need not wait for the others.
     """
-    peak = _chunks(logits)[0].amax((1, 2))
+    peak = chunks(logits)[0].amax((1, 2))
     return torch.maximum(threshold, torch.where(min_p > 0, peak + temperature * torch.log(min_p), -math.inf))
-
-
-# ---- noise
-
-
-def gumbel_noise(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32, a function of the three int64 arguments alone, which broadcast together."""
-    return _gumbel(random_bits(seed, position, index))
-
-
-def _gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel variates, float32, from 64 random bits each: ``-log(exponential)``."""
-    # 53 bits, never all zero, of which float32 keeps the leading 24 (and rounds the largest to 1, hence the clamp). So
-    # the uniform is dense towards 0, where the smallest exponentials come from, which are the winners; with 24 bits in
-    # all, several tokens of a large vocabulary would share the smallest one.
-    uniform = (_shift(bits, 11) | 1).float() * 2.0**-53
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
-
-
-def random_bits(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
-    """64 random bits, as int64, for every (seed, position, index); arguments int64, broadcast together.
-
-    SplitMix64 at random access, three deep: the output at place `seed` is where the outputs of the positions start, and
-    each of those is where the outputs of its indices start. Starts are random among 2**64 places, so sequences of a few
-    hundred thousand practically never overlap, and the seeds that users choose, 0, 1, 2, start unrelated ones.
-    """
-    return _split_mix(_split_mix(_split_mix(seed) + position) + index)
-
-
-def _split_mix(n: Tensor) -> Tensor:
-    """Output number `n`, from 0, of the SplitMix64 generator whose first state is 0.
-
-    (A generator with state s is the same sequence from place s / gamma on, as gamma is odd. Adding before multiplying
-    also keeps torch.compile from computing on what it knows to be an index in 32 bits: it would do so with
-    ``arange(...) * gamma``.)
-    """
-    z = (n + 1) * _GAMMA
-    z = (z ^ _shift(z, 30)) * _MULTIPLIERS[0]
-    z = (z ^ _shift(z, 27)) * _MULTIPLIERS[1]
-    return z ^ _shift(z, 31)
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; int64's own copies the sign bit."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # ---- searching a threshold
@@ -332,7 +262,7 @@ def _largest_pivot(
         dtype: of the logits: float32 or a 16-bit one.
     """
     bits = dtype.itemsize * 8
-    step = _BITS_A_PASS if _on_gpu(floor) else 1  # not compiled, pivots share nothing: measure as few as can be
+    step = _BITS_A_PASS if on_gpu(floor) else 1  # not compiled, pivots share nothing: measure as few as can be
     lowest = _rank(floor, dtype)
     found = torch.zeros_like(lowest)
     for shift in range(bits - step, -1, -step):
@@ -365,55 +295,6 @@ def _integer(dtype: torch.dtype) -> torch.dtype:
 # ---- rows
 
 
-def _chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) cut into (B, chunks, tokens a chunk), float32, padded with -inf; and the token ids, without B.
-
-    A GPU reduces the chunks of a row side by side: one row of 150 000 logits is too much for one of its processors.
-    """
-    count = 64 if _on_gpu(logits) else 1
-    missing = -logits.shape[1] % count
-    if missing:
-        logits = F.pad(logits, (0, missing), value=-math.inf)
-    x = logits.view(logits.shape[0], count, -1).float()
-    return x, torch.arange(logits.shape[1], device=logits.device).view(x.shape[1:])
-
-
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-def _is_greedy(temperature: Any) -> Any:
-    """Does a temperature, or each of a tensor of them, count as 0?"""
-    # vLLM's bound; dividing by much less would overflow. A literal, as torch.compile makes an input of a global float.
-    return temperature < 1e-5
-
-
-def _inverse(temperature: Tensor) -> Tensor:
-    """(B, 1, 1): 1 / temperature, and 1 for greedy rows."""
-    return torch.where(_is_greedy(temperature), 1.0, 1.0 / temperature)[:, None, None]
-
-
-def _score(x: Tensor, index: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """The shape of `x`, float32: logits / temperature with Gumbel noise, and the logits of greedy rows."""
-    noise = gumbel_noise(seed[:, None, None], position[:, None, None], index)
-    return x * _inverse(temperature) + torch.where(_is_greedy(temperature)[:, None, None], 0.0, noise)
-
-
-def _winner(score: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
-    """(B,) int64: the token with the highest score in each row, the first of equals, or INVALID_TOKEN.
-
-    One reduction finds score and token: the maximum of 64-bit keys with the score's rank above and the token below,
-    complemented so that of equal scores the lower token is the larger key. A NaN outranks all.
-    """
-    pattern = score.view(torch.int32)
-    rank = torch.where(score.isnan(), _NAN_RANK, pattern ^ ((pattern >> 31) & 0x7FFF_FFFF))
-    # Xor, not minus: torch.compile would do the subtraction from an index in 32 bits.
-    best = ((rank.long() << 32) | (index ^ 0xFFFF_FFFF)).amax(-1).amax(-1)
-    rank, token = best >> 32, (best & 0xFFFF_FFFF) ^ 0xFFFF_FFFF
-    below = torch.where(_is_greedy(temperature), _NAN_RANK, _INF_RANK)
-    return torch.where((rank > _MINUS_INF_RANK) & (rank < below), token, INVALID_TOKEN)
-
-
 def _without(logits: Tensor, banned: Tensor) -> Tensor:
     """A copy of the logits, -inf at the (row, token) pairs of `banned`. Ids past the vocabulary hit a spare column."""
     rows, vocabulary = logits.shape
@@ -437,4 +318,4 @@ def _to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[Tens
     ]
 
 
-__all__ = ["INVALID_TOKEN", "Sampler", "SamplingTensors", "gumbel_noise", "random_bits", "sample"]
+__all__ = ["INVALID_TOKEN", "Sampler", "SamplingTensors", "sample"]

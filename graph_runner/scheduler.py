@@ -58,10 +58,11 @@ class Scheduler:
         for request in list(self.running):
             if budget == 0:
                 break
-            if request.slot < 0 or not request.wants_step:  # preempted by an earlier one in this loop, or only waiting
+            # Preempted by an earlier one in this loop, or certain to reach its length with what is under way.
+            start, total = request.num_computed, len(request.token_ids) + request.num_pending
+            if request.slot < 0 or request.finished or total >= request.max_total_tokens:
                 continue
-            start = request.num_computed
-            if len(request.token_ids) + request.num_pending - start == 1:  # a decode: the quick way through the loop
+            if total - start == 1:  # a decode: the quick way through the loop
                 if start < len(request.pages) * self.page_size or self._make_room(request, 1):
                     budget -= 1
                     decodes.append(ScheduledRow(request, start, 1, True))
@@ -83,14 +84,16 @@ class Scheduler:
             self.running.append(request)
             budget -= count
             prefills.append(self._row(request, count))
-        # A row may have been preempted after it was planned: its pages are gone.
-        rows = [r for r in decodes + prefills if r.request.slot >= 0]
+        if preempted:  # perhaps a row that was planned already: its pages are gone
+            decodes, prefills = ([r for r in rows if r.request.slot >= 0] for rows in (decodes, prefills))
+            budget = self.max_num_batched_tokens - sum(r.num_new for r in decodes + prefills)
+        rows = decodes + prefills
         if not rows:
             return None
-        for row in rows:
-            row.request.num_computed += row.num_new
-            row.request.num_pending += row.samples
-        return ScheduledBatch(rows, sum(r.num_new for r in rows), sum(r.request.slot >= 0 for r in decodes))
+        for request, _, count, samples in rows:
+            request.num_computed += count
+            request.num_pending += samples
+        return ScheduledBatch(rows, self.max_num_batched_tokens - budget, len(decodes))
 
     def take_back(self, batch: ScheduledBatch) -> None:
         """The batch scheduled last was not run: its tokens are to be computed still."""

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import re
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import attn_ops.kv_cache
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import Selection, UnsupportedAttention, get_backend, select_backend
 from attn_ops.step import Step, running
+from passes.draw import draw_tokens
 from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions, Traced
 from passes.graph_tools import value
 from passes.hf_interface import interface_active, uses_interface
@@ -35,17 +37,19 @@ class PagedModel:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
             returns logits (1, T, V), as a tensor or as ``.logits``.
         options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
+        draws: the graph draws the tokens of rows with a temperature too (``passes/draw.py``). Compiled, that is fused into the
+            one pass over the logits that finds the greedy token; op by op, it would be some sixty passes.
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.
         ValueError: there is no backend of the name in ``options``.
     """
 
-    def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, draws: bool = False) -> None:
         options = options or QuireOptions()
         if options.attention != "auto":
             get_backend(options.attention)  # a wrong name raises ValueError now, not from inside Dynamo
-        self.model, self.config = model, getattr(model, "config", None)
+        self.model, self.config, self.draws = model, getattr(model, "config", None), draws
         if self.config is not None:
             check_config(self.config, options.max_model_len)
         parameters = inspect.signature(model.forward).parameters
@@ -72,8 +76,8 @@ class PagedModel:
             for module in training:
                 module.training = True
 
-    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
+                 *sampling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         options: dict[str, Any] = {}
         if self._use_cache:
             options["use_cache"] = False
@@ -82,7 +86,9 @@ class PagedModel:
         out = self._call(input_ids=input_ids, position_ids=position_ids, **options)
         logits = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
         logits = logits[0] if self._keep_name is not None else logits[0][logits_indices]
-        # The greedy token is taken here, where the compiler puts it into the graph; -1 where the logits have NaN.
+        # The token is chosen here, where the compiler puts it into the graph; -1 where the logits have NaN.
+        if sampling:
+            return logits, draw_tokens(logits, *sampling)
         highest, token = logits.max(dim=-1)
         return logits, torch.where(highest.isnan(), -1, token)
 
@@ -94,7 +100,8 @@ class PagedModel:
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_TOKENS, device=device)[None]
         keep = torch.arange(_REQS, device=device)
-        for tensor, dim in ((ids, 1), (positions, 1), (keep, 0)):
+        sampling = self._all_greedy(keep)
+        for tensor, dim in ((ids, 1), (positions, 1), *((each, 0) for each in (keep, *sampling))):
             torch._dynamo.mark_dynamic(tensor, dim)
         by_interface = self.config is not None and uses_interface(self.model)
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
@@ -102,7 +109,7 @@ class PagedModel:
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         with route, static, torch.no_grad():
             try:
-                compiled(ids, positions, keep)
+                compiled(ids, positions, keep, *sampling)
             except Traced:
                 pass
             except Exception as error:
@@ -140,11 +147,29 @@ class PagedModel:
         """One forward in ``step``: ids and positions (T,) int64, logits_indices (B,) int64 -> logits (B, V)."""
         return self.run(step, input_ids, positions, logits_indices)[0]
 
-    def run(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a call, and the greedy tokens (B,) int64 too: the first of the largest logits, -1 where there is NaN."""
+    def run(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor,
+            sampling: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a call, and the tokens (B,) int64 too: of a greedy row the first of the largest logits, -1 where there is NaN.
+
+        Args:
+            sampling: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows
+                are greedy. Needs ``draws``.
+
+        Raises:
+            ValueError: ``sampling`` for a graph that does not draw.
+        """
+        if sampling is not None and not self.draws:
+            raise ValueError("this PagedModel was traced with draws=False: its graph takes greedy tokens only")
         with running(step), torch.no_grad():
-            return self._compiled(input_ids[None], positions[None], logits_indices)
+            sampling = self._all_greedy(logits_indices) if sampling is None else sampling
+            return self._compiled(input_ids[None], positions[None], logits_indices, *sampling)
+
+    def _all_greedy(self, logits_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Sampling inputs of as many greedy rows; none for a graph that does not draw."""
+        if not self.draws:
+            return ()
+        like = torch.zeros_like(logits_indices)
+        return like.float(), like, torch.zeros_like(like)
 
     def close(self) -> None:
         """Undo what tracing and fusion did to the model."""

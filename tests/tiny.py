@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attn_ops.step import Step
 from graph_runner.batch import BatchShape
 from graph_runner.engine import Engine
 from graph_runner.loading import TINY_MODEL
 from graph_runner.request import RequestOutput
 from graph_runner.sampling_params import SamplingParams
-from passes.eager import ensure_planned
 
 # Of 1 to 40 tokens, so that a batch has pages and chunks that end at different places.
 PROMPTS = (
@@ -133,15 +131,9 @@ def run_batch(engine: Engine, batch: Any, bucket: Any) -> torch.Tensor:
     """Logits of the batch's rows: in the captured ``bucket``, or as it is where that is None. The cache is written."""
     runner = engine.runner
     shape = bucket or BatchShape(batch.num_tokens, len(batch.rows))
-    host = runner.buffers.fill(batch, shape)
-    runner.buffers.upload(shape)
-    step = Step(runner.cache, runner.buffers.metadata(shape, host, batch), runner.backend, runner._states,
-                graph_key=bucket)
-    if bucket is None:
-        return runner._forward(step, shape)[0].clone()
-    runner._step = step
-    ensure_planned(step, runner.backend, runner.sites)
-    return runner.graphs.replay(bucket)[0][: len(batch.rows)].clone()
+    step = runner._stage(batch, shape, bucket)[1]
+    logits = runner._forward(step, shape)[0] if bucket is None else runner._replay(step, bucket)[0]
+    return logits[: len(batch.rows)].clone()
 
 
 def check_padded_bucket(engine: Engine, prompts: Sequence[Sequence[int]], bucket: BatchShape, tolerance: float) -> None:

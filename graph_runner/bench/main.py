@@ -15,6 +15,7 @@ examples:
   quire bench decode --model llama-8b --attention triton,flashinfer --out decode.json
   quire bench decode --model llama-8b --batch 1,32 --vs vllm --plots plots
   quire bench all --model tiny --device cpu --scale 64 --context 128 --batch 1,2      # a dry run
+  quire bench host                                                                    # needs no GPU
   quire bench decode --model llama-8b --against decode.json --tolerance 5%            # exits 1 if a row got slower
 """
 
@@ -71,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``quire bench``; nothing heavy is imported for ``--help``."""
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     parser.add_argument("workload", nargs="?", default="decode",
-                        choices=("decode", "mixed256", "prefill", "start", "all"),
-                        help="what to measure (default: decode)")
+                        choices=("decode", "mixed256", "prefill", "start", "host", "all"),
+                        help="what to measure; host: the host's part of a step, without the model (default: decode)")
     parser.add_argument("--model", metavar="NAME|PATH", help=(
         "a public model's shape, with random weights: llama-8b, qwen3-0.6b, qwen3-8b, gemma2-9b, gpt-oss-20b, "
         "qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model (default: llama-8b, on a CPU "
@@ -83,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST",
                         help="attention backends of quire to measure, with commas between (default: auto)")
-    parser.add_argument("--batch", type=_ints, default=[1, 8, 32, 128], metavar="LIST",
-                        help="batch sizes of decode (default: 1,8,32,128)")
+    parser.add_argument("--batch", type=_ints, metavar="LIST",
+                        help="batch sizes of decode and host (default: 1,8,32,128, and 256 for host)")
     parser.add_argument("--context", type=int, metavar="N",
                         help="tokens a sequence in decode (default: 1024, or what the model has positions for)")
     parser.add_argument("--systems", type=_list, default=["quire"], metavar="LIST", help=(

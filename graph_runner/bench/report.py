@@ -1,10 +1,11 @@
 """The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
 
 A row has ``workload``, ``variant`` (cold or warm start), ``system``, ``attention``, ``model``, ``dtype``, ``batch``,
-``context``; the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
-``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time),
-``floor_ms`` (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect);
-``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error`` instead of numbers where it failed.
+``context``, ``max_model_len`` (of the host workload); the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None
+where the workload has none); ``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over
+the measured time), ``floor_ms`` (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is
+perfect); ``phases_ms`` (the parts of a host step) and ``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``,
+``engine_options``, ``command``; and ``error`` instead of numbers where it failed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 
 Row = dict[str, Any]
-COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "batch", "context", "ms_per_step",
+COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "batch", "context", "max_model_len", "ms_per_step",
            "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms", "share_of_floor", "peak_memory_gib",
-           "capture_s", "engine_options", "command", "error")
+           "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
+PHASES = ("schedule", "fill", "upload", "launch", "collect")  # of a host step
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -88,8 +90,7 @@ def _number(value: Any, digits: int = 2) -> str:
 
 def describe(row: Row) -> str:
     """What a row is of, in words."""
-    size = " ".join(f"{name} {row[key]}" for name, key in (("batch", "batch"), ("context", "context"))
-                    if row.get(key) is not None)
+    size = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "max_model_len") if row.get(key) is not None)
     attention = f" ({row['attention']})" if row.get("attention") else ""
     words = (row["workload"], row.get("variant"), row["model"], f"{row['system']}{attention}", size)
     return " ".join(word for word in words if word)
@@ -109,6 +110,8 @@ def result_line(row: Row) -> str:
     parts = []
     if row["ms_per_step"] is not None:
         parts.append(f"{row['ms_per_step']:.3f} ms a step")
+    if row.get("phases_ms"):
+        parts.append("of it " + ", ".join(f"{name} {ms:.3f}" for name, ms in row["phases_ms"].items()))
     if row["share_of_floor"] is not None:
         parts.append(f"{row['share_of_floor']:.0%} of the floor ({row['floor_ms']:.3f} ms)")
     if row["seconds"] is not None:
@@ -140,11 +143,13 @@ def _cells(row: Row) -> dict[str, str]:
     return {
         "workload": " ".join(filter(None, (row["workload"], row["variant"]))), "system": row["system"],
         "attention": row["attention"] or "", "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
+        "max_model_len": str(row["max_model_len"] or ""),
         "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),
+        **{name: _number((row["phases_ms"] or {}).get(name), 3) for name in PHASES},
         "tokens/s": _number(row["tokens_per_s"], 0), "seconds": _number(row["seconds"], 3),
         "TB/s": _number(row["tb_per_s"]), "floor ms": _number(row["floor_ms"], 3),
         "of floor": "" if share is None else f"{share:.0%}", "GiB": _number(row["peak_memory_gib"], 1),
     }
 
 
-__all__ = ["COLUMNS", "Row", "complete", "describe", "environment", "result_line", "table", "write"]
+__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "result_line", "table", "write"]

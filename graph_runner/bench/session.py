@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from graph_runner.bench.floor import copy_bandwidth
+from graph_runner.bench.host import BATCHES, LENGTHS, host
 from graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
 from graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
 from graph_runner.bench.start import start
@@ -39,20 +40,20 @@ class Session:
         dtype = kv_dtype(name)
         if dtype is None or not dtype.is_floating_point:
             raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
-        spec = ModelSpec(args.model or ("llama-8b" if device.type == "cuda" else "tiny"), dtype, device,
-                         layers_asked(args.layers))
+        small = device.type != "cuda" or args.workload == "host"
+        spec = ModelSpec(args.model or ("tiny" if small else "llama-8b"), dtype, device, layers_asked(args.layers))
         config = config_of(spec).get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
         self.models = Models(spec)
         most = getattr(config, "max_position_embeddings", 2 * CONTEXT) + MARGIN - LONG - 1
-        self.sizes = Sizes(tuple(args.batch), args.context or min(CONTEXT, most), args.repeats, args.scale)
+        self.sizes = Sizes(tuple(args.batch or Sizes.batches), args.context or min(CONTEXT, most), args.repeats, args.scale)
         self.systems = list(dict.fromkeys([*args.systems, *args.vs]))
         unknown = [name for name in self.systems if name not in NAMES]
         if unknown:
             raise ValueError(f"unknown systems {unknown}; there are: {', '.join(NAMES)}")
         if min(args.repeats, args.scale) < 1:
             raise ValueError("--repeats and --scale must be at least 1")
-        self.workloads = [*WORKLOADS, "start"] if args.workload == "all" else [args.workload]
+        self.workloads = [*WORKLOADS, "start", "host"] if args.workload == "all" else [args.workload]
         if "decode" in self.workloads:
             WORKLOADS["decode"].limits(self.sizes)  # the context is long enough
         self.rows: list[Row] = []
@@ -74,6 +75,8 @@ class Session:
                     try:
                         if workload == "start":
                             self._start(system, attention, options, common)
+                        elif workload == "host":
+                            self._host(system, attention, options, common)
                         else:
                             self._measure(WORKLOADS[workload], system, attention, options, common)
                     except NotMeasured as error:
@@ -99,6 +102,14 @@ class Session:
         with self._progress(common, 2) as tick:
             for row in start(self.models.spec, system, attention, options, tick):
                 self._keep({**common, "engine_options": {k: _plain(v) for k, v in options.items()}, **row})
+
+    def _host(self, system: str, attention: str, options: Row, common: Row) -> None:
+        if system != "quire":
+            raise NotMeasured("only quire's own host part can be measured without the model")
+        batches = tuple(self.args.batch or BATCHES)
+        with self._progress(common, len(LENGTHS) * (len(batches) + 1) * self.sizes.repeats) as tick:
+            for row in host(self.models.spec, attention, options, batches, self.sizes.repeats, tick):
+                self._keep({**common, **row})
 
     @contextlib.contextmanager
     def _progress(self, common: Row, total: int) -> Iterator[Callable[[], None]]:

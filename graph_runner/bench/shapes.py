@@ -140,8 +140,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(spec: ModelSpec, *, seed: int = 0) -> torch.nn.Module:
-    """The model in eval mode, on the device, in the dtype: saved weights for a path, else random ones.
+def build(spec: ModelSpec, *, seed: int = 0, positions: int = 0) -> torch.nn.Module:
+    """The model in eval mode, on the device, in the dtype: saved weights for a path, else random ones, and then with at least
+    ``positions`` positions.
 
     Random weights are made where they will be (an 8 B model in seconds on a GPU) with the model's own initialisation:
     normal with a small deviation, norms 1. Buffers such as rotary frequencies are computed as in the real model.
@@ -154,9 +155,12 @@ def build(spec: ModelSpec, *, seed: int = 0) -> torch.nn.Module:
             raise ValueError("--layers goes with a shape's random weights, not with a saved model")
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(spec.name, dtype=spec.dtype)
         return loaded.to(spec.device).eval()
+    config = config_of(spec)
+    text = config.get_text_config(decoder=True)
+    text.max_position_embeddings = max(positions, text.max_position_embeddings)
     torch.manual_seed(seed)
     with torch.device(spec.device), _default_dtype(spec.dtype), torch.no_grad(), _no_default_init():
-        model = transformers.AutoModelForCausalLM.from_config(config_of(spec), dtype=spec.dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
     if spec.device.type == "cuda":
         torch.cuda.synchronize(spec.device)
     return model.eval()

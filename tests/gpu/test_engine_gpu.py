@@ -40,6 +40,7 @@ pytestmark = [
 ]
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens=20)
+DRAWN = replace(SAMPLED, top_p=1.0, top_k=0)  # without a filter
 SMALL = dict(num_pages=400, max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 8], cudagraph_token_sizes=[16, 64])
 QUICK = {**SMALL, "compiler": "eager"}  # captured as it is, for what has nothing to do with Inductor
 
@@ -122,6 +123,21 @@ def test_sampled_tokens_do_not_depend_on_the_batch(engine, prompts) -> None:
     assert tokens(engine.generate(prompts, mixed)) == [greedy[i] if i % 2 else alone[i] for i in range(len(prompts))]
 
 
+def test_tokens_drawn_in_the_graph(engine, prompts) -> None:
+    """Are those that the sampler draws, which has nothing to do where no row has a filter."""
+    runner, params = engine.runner, [GREEDY if i % 3 == 0 else replace(DRAWN, seed=i) for i in range(len(prompts))]
+    sampler, runner.sampler = runner.sampler, None
+    try:
+        found = tokens(engine.generate(prompts, params))
+    finally:
+        runner.sampler = sampler
+    runner.buffers.graph_draws = False
+    try:
+        assert tokens(engine.generate(prompts, params)) == found
+    finally:
+        runner.buffers.graph_draws = True
+
+
 def test_ends(engine, model, prompts) -> None:
     """By the end token, by a stop string and by min_tokens, one step late."""
     whole = hf_greedy(model, prompts[0], 150)
@@ -168,7 +184,7 @@ def test_captured_at_length_1_replayed_at_1000(engine, model, long_prompt) -> No
 
 def test_nothing_waits_for_the_device(engine, prompts) -> None:
     """Launching a step makes the host wait for nothing, so that steps overlap."""
-    several = (GREEDY, SAMPLED, replace(SAMPLED, min_tokens=5))
+    several = (GREEDY, DRAWN, SAMPLED, replace(SAMPLED, min_tokens=5))
     for params in several:  # whatever is compiled or made once, is now
         engine.generate(prompts, params)
     launch = engine.runner.launch
@@ -186,6 +202,32 @@ def test_nothing_waits_for_the_device(engine, prompts) -> None:
             assert not [o.error for o in engine.generate(prompts, params) if o.error]
     finally:
         del engine.runner.launch
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_block_table_of_every_step(backend, graphs, half, prompts) -> None:
+    """The rows that the step read are the pages of its requests, also where slots change hands and pages come and go."""
+    none = {} if graphs else dict(cudagraph_capture_sizes=[], cudagraph_token_sizes=[])
+    options = {**QUICK, "attention": need(backend), "page_size": 16, "num_pages": 12, "max_num_seqs": 4,
+               "cudagraph_capture_sizes": [1, 4], **none}
+    with Engine(half, **options) as engine:
+        runner, launch, steps = engine.runner, engine.runner.launch, []
+
+        def checked(batch: Any) -> Any:
+            launched = launch(batch)
+            torch.cuda.synchronize()
+            for i, row in enumerate(batch.rows):
+                used = -(-(row.start + row.num_new) // 16)
+                assert runner.buffers.table.rows[i, :used].tolist() == row.request.pages[:used]
+            steps.append(batch)
+            return launched
+
+        runner.launch = checked
+        outputs = engine.generate([*prompts, *prompts], replace(GREEDY, max_tokens=40, ignore_eos=True))
+        assert not [o.error for o in outputs if o.error]
+        assert len(steps) > 40 and engine.scheduler.num_preemptions > 0
+        assert bool(runner.graphs.stats.replayed) == graphs
 
 
 @pytest.mark.parametrize("name", ["tiny_cache", "chunks", "hnd", "no_graphs", "sync"])

@@ -9,8 +9,9 @@ import math
 import pytest
 import torch
 
-from graph_runner.sampler import Sampler, SamplingTensors, random_bits, sample
+from graph_runner.sampler import Sampler, SamplingTensors, sample
 from graph_runner.sampling_params import SamplingParams
+from passes.draw import random_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from graph_runner.bench import host as host_bench
 from graph_runner.bench.floor import copy_bandwidth, kv_bytes, step_bytes, weight_bytes
 from graph_runner.bench.guard import compare
 from graph_runner.bench.main import engine_option, percent
-from graph_runner.bench.report import COLUMNS, complete, first_line
+from graph_runner.bench.report import COLUMNS, PHASES, complete, first_line
 from graph_runner.bench.shapes import SHAPES, ModelSpec, build, config_of, layers_asked, skeleton
 from graph_runner.bench.start import start
 from graph_runner.bench.systems import Limits, Models, NotMeasured, System
@@ -218,6 +219,25 @@ def test_plots_and_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     before.write_text(json.dumps(result))
     assert main([*arguments, "--against", str(before), "--tolerance", "10%"]) == 1
     assert "1 rows compared, 1 slower by more than 10.0%" in capsys.readouterr().out
+
+
+def test_host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is taken away, and every phase of the engine's step is seen."""
+    monkeypatch.setattr(host_bench, "STEPS", 4)
+    monkeypatch.setattr(host_bench, "WARMUPS", 2)
+    out = tmp_path / "host.json"
+    assert main(["bench", "host", "--batch", "1,3", "--repeats", "2", "--systems", "quire,hf-eager", "--out", str(out)]) == 0
+    *rows, refused = json.loads(out.read_text())["rows"]
+    assert [(r["variant"], r["batch"], r["max_model_len"]) for r in rows] == [
+        (variant, batch, length) for length in (2048, 131072)
+        for variant, batch in (("decode", 1), ("decode", 3), ("prefill", 32))]
+    for row in rows:
+        assert row["error"] is None and set(COLUMNS) <= set(row) and len(row["repeats_ms"]) == 2
+        assert set(row["phases_ms"]) == set(PHASES) and min(row["phases_ms"].values()) > 0
+        assert row["slowest_ms"] >= row["ms_per_step"] >= max(row["phases_ms"].values())
+    assert "only quire's own host part" in refused["error"]
+    said = capsys.readouterr().out
+    assert "max_model_len" in said and "upload" in said
 
 
 @pytest.mark.parametrize(("old", "new", "code"), [(100.0, 104.0, 0), (100.0, 106.0, 1), (100.0, None, 1),

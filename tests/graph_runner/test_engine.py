@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -16,6 +17,7 @@ from torch._dynamo.eval_frame import reset_code
 import quire
 from graph_runner.cuda_graph import CudaGraphRunner
 from graph_runner.engine import Engine
+from graph_runner.gc_freeze import ServingFreeze
 from graph_runner.loading import TINY_MODEL
 from graph_runner.sampling_params import SamplingParams
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer, tokens, unchanged
@@ -139,7 +141,17 @@ def test_compiled_by_inductor(model, tokenizer, prompts, expected) -> None:
         pytest.skip("no C++ compiler")
     with unchanged(model), Engine(model, tokenizer, num_pages=40, max_num_seqs=8, compiler="inductor", fusions="all",
                                   cudagraph_capture_sizes=[4]) as engine:
+        sampler = engine.runner.sampler
+        engine.runner.sampler = None  # not needed where no row has a filter: the graph draws the tokens
         assert tokens(engine.generate(prompts, GREEDY)) == expected
+        drawn = [replace(GREEDY, temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
+        found = tokens(engine.generate(prompts, drawn))
+        assert found[::2] == expected[::2] and found[1] != expected[1]
+        engine.runner.sampler = sampler
+        # Beside a row with filters each keeps its own.
+        assert tokens(engine.generate([prompts[0], *prompts], [SAMPLED, *drawn]))[1:] == found
+    with Engine(model, tokenizer, num_pages=40, max_num_seqs=8) as engine:
+        assert tokens(engine.generate(prompts, drawn)) == found  # op by op, by the sampler
 
 
 def test_default_arguments_and_a_path(expected) -> None:
@@ -364,6 +376,121 @@ def test_abandoned_stream(engine, prompts, expected) -> None:
     never_started = engine.stream(prompts, GREEDY)
     del never_started
     assert tokens(engine.generate(prompts[1], GREEDY)) == [expected[1]]
+
+
+@pytest.fixture
+def collector():
+    gc.unfreeze()
+    gc.collect()
+    yield
+    gc.unfreeze()
+
+
+def test_collector_is_frozen_while_serving_only(engine, prompts, expected, collector, monkeypatch) -> None:
+    """Not after the end, nor after an error, nor once nobody reads a stream on."""
+    turns = ServingFreeze.TURNS
+    seen = [gc.get_freeze_count() for _ in engine.stream(prompts[3], replace(GREEDY, ignore_eos=True))]
+    assert seen[turns] > 1000 > max(seen[: turns - 1]) and gc.get_freeze_count() < 1000
+
+    launch, calls = engine.runner.launch, Counter()
+
+    def fails(batch):
+        calls["launch"] += 1
+        if calls["launch"] == turns + 2:
+            assert gc.get_freeze_count() > 1000
+            raise RuntimeError("a kernel failed")
+        return launch(batch)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a kernel failed"):
+        patch.setattr(engine.runner, "launch", fails)
+        engine.generate(prompts[:2], replace(GREEDY, ignore_eos=True))
+    assert gc.get_freeze_count() < 1000
+
+    stream = engine.stream(prompts[3], replace(GREEDY, max_tokens=100, ignore_eos=True))
+    for _ in range(turns + 2):
+        next(stream)
+    assert gc.get_freeze_count() > 1000
+    stream.close()
+    assert gc.get_freeze_count() < 1000
+    assert tokens(engine.generate(prompts[:2], GREEDY)) == expected[:2]
+
+
+def test_abandoned_stream_that_only_the_collector_finds(engine, prompts, collector, monkeypatch) -> None:
+    """It is frozen itself, in a cycle. Once the engine has not turned for a while, a collection frees it all the same."""
+    class Prompts(list):
+        pass
+
+    asked = Prompts(prompts[:2])
+    asked.stream = engine.stream(asked, replace(GREEDY, max_tokens=100, ignore_eos=True))
+    for _ in range(3 * ServingFreeze.TURNS):
+        next(asked.stream)
+    del asked
+    gc.collect()
+    assert engine.has_unfinished and gc.get_freeze_count() > 1000
+    monkeypatch.setattr(ServingFreeze, "STALE_SECONDS", -1.0)
+    gc.collect()
+    assert not engine._requests and gc.get_freeze_count() < 1000
+
+
+class Picky:
+    """A tokenizer that cannot decode some tokens."""
+
+    def __init__(self, tokenizer, bad):
+        self.tokenizer, self.bad = tokenizer, bad
+
+    def decode(self, ids, **options):
+        if self.bad & set(ids):
+            raise OverflowError("no such piece")
+        return self.tokenizer.decode(ids, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
+def test_a_tokenizer_that_fails_ends_one_request_only(depth, model, tokenizer, prompts, expected) -> None:
+    def lone(which: int) -> list[int]:
+        """Places of tokens that nobody else has, and that are neither its first nor its last."""
+        others = {t for i, found in enumerate(expected) if i != which for t in found} | {t for p in prompts for t in p}
+        return [i for i, t in enumerate(expected[which][:-1]) if i and t not in others and t not in expected[which][:i]]
+
+    which = next(i for i in range(len(prompts)) if lone(i))
+    at = lone(which)[0]
+    picky = Picky(tokenizer, {expected[which][at]})
+    with Engine(model, picky, num_pages=120, max_num_seqs=8, async_stepping=depth) as engine:
+        outputs = engine.generate(prompts, GREEDY)
+        failed = outputs.pop(which)
+        assert failed.finish_reason == "error" and failed.token_ids == expected[which][: at + 1]
+        assert failed.error == "the tokenizer could not decode the tokens: OverflowError: no such piece"
+        assert tokenizer.decode(expected[which][:at]).startswith(failed.text)
+        assert tokens(outputs) == [e for i, e in enumerate(expected) if i != which]
+        assert [o.text for o in outputs] == [tokenizer.decode(o.token_ids, skip_special_tokens=True) for o in outputs]
+        assert_idle(engine)
+        assert tokens(engine.generate(prompts, replace(GREEDY, detokenize=False))) == expected
+
+
+def test_interrupted_while_results_are_taken_in(model, tokenizer, prompts, expected) -> None:
+    """The other rows of the step are not lost: whoever goes on gets all their tokens."""
+    calls = Counter()
+
+    class Interrupted(Picky):
+        def decode(self, ids, **options):
+            calls["decode"] += 1
+            if calls["decode"] == 9:
+                raise KeyboardInterrupt
+            return super().decode(ids, **options)
+
+    with Engine(model, Interrupted(tokenizer, set()), num_pages=120, max_num_seqs=8, async_stepping=True) as engine:
+        ids = [engine.add_request(p, GREEDY)[0] for p in prompts]
+        outputs = {i: engine._requests[i].output for i in ids}
+        with pytest.raises(KeyboardInterrupt):
+            while engine.has_unfinished:
+                engine.step()
+        assert engine._arrived
+        while engine.has_unfinished:
+            engine.step()
+        assert [outputs[i].token_ids for i in ids] == expected
+        assert_idle(engine)
 
 
 def test_abort_from_outside_ends_a_stream(engine, prompts, expected) -> None:

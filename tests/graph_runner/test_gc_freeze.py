@@ -1,11 +1,11 @@
-"""`freeze_gc` leaves the collector as it found it, whatever happens inside."""
+"""`freeze_gc` and `ServingFreeze` leave the collector as they found it, whatever happens inside."""
 
 import gc
 from collections.abc import Iterator
 
 import pytest
 
-from graph_runner.gc_freeze import freeze_gc
+from graph_runner.gc_freeze import ServingFreeze, freeze_gc
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +102,96 @@ def test_collects_once_on_entry() -> None:
         assert collected == ["start", "stop"]
     finally:
         gc.callbacks.pop()
+
+
+# -- while serving
+
+
+def serving() -> ServingFreeze:
+    """One that has frozen, unless something kept it from it."""
+    freeze = ServingFreeze()
+    for _ in range(ServingFreeze.TURNS):
+        freeze.turn()
+    return freeze
+
+
+def test_serving_freezes_after_some_turns_until_released() -> None:
+    before, callbacks = freeze_count(), list(gc.callbacks)
+    freeze = ServingFreeze()
+    for run in range(2):
+        for _ in range(ServingFreeze.TURNS - 1):
+            freeze.turn()
+        assert not freeze.frozen and freeze_count() == before
+        if run == 0:
+            freeze.release()  # a short run: the turns of the next one do not add to its
+    freeze.turn()
+    frozen = gc.get_freeze_count()
+    assert freeze.frozen and gc.isenabled() and frozen > before + 1000
+    for _ in range(100):
+        freeze.turn()
+    assert gc.get_freeze_count() <= frozen  # not twice: what came since is free
+    for _ in range(2):
+        freeze.release()
+        assert not freeze.frozen and gc.isenabled() and freeze_count() == before and gc.callbacks == callbacks
+
+
+def test_serving_leaves_a_collector_that_is_off_alone() -> None:
+    gc.disable()
+    freeze = serving()
+    assert not freeze.frozen and freeze_count() < 1000
+    freeze.release()
+    assert not gc.isenabled()
+
+
+def test_serving_leaves_what_others_froze() -> None:
+    gc.freeze()
+    before = freeze_count()
+    freeze = serving()
+    assert not freeze.frozen
+    freeze.release()
+    assert before - 100 < freeze_count() <= before
+
+
+def test_two_engines_freeze_once() -> None:
+    first, second = serving(), serving()
+    assert first.frozen and not second.frozen
+    second.release()
+    assert gc.get_freeze_count() > 1000
+    first.release()
+    assert freeze_count() < 1000
+
+
+def test_serving_that_stops_turning_is_noticed_by_the_next_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze = serving()
+    gc.collect()
+    assert freeze.frozen
+    monkeypatch.setattr(ServingFreeze, "STALE_SECONDS", -1.0)
+    gc.collect(0)
+    assert not freeze.frozen and freeze_count() < 1000
+    monkeypatch.undo()
+    for _ in range(ServingFreeze.TURNS):  # it goes on after all
+        freeze.turn()
+    assert freeze.frozen
+    freeze.release()
+    assert freeze_count() < 1000
+
+
+def test_garbage_among_the_frozen_is_collected_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Node:
+        pass
+
+    def nodes() -> int:
+        return len([obj for obj in gc.get_objects() if type(obj) is Node])
+
+    freeze = ServingFreeze()
+    for seconds, left in ((1000.0, 1), (-1.0, 0)):
+        node = Node()
+        node.me = node
+        for _ in range(ServingFreeze.TURNS):
+            freeze.turn()
+        del node
+        gc.collect()
+        assert freeze.frozen
+        monkeypatch.setattr(ServingFreeze, "COLLECT_SECONDS", seconds)
+        freeze.release()
+        assert nodes() == left

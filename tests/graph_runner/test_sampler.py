@@ -16,8 +16,10 @@ from transformers.generation.logits_process import (
 )
 
 from graph_runner import sampler
-from graph_runner.sampler import Sampler, SamplingTensors, gumbel_noise, random_bits, sample
+from graph_runner.sampler import Sampler, SamplingTensors, sample
 from graph_runner.sampling_params import SamplingParams
+from passes import draw
+from passes.draw import gumbel_noise, random_bits
 
 GREEDY = SamplingParams(temperature=0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -134,7 +136,7 @@ def test_neighbours_are_independent(lag: str) -> None:
 
 
 def test_noise_of_the_extreme_bits_is_finite() -> None:
-    noise = sampler._gumbel(torch.tensor([0, -1, 1 << 11, -(1 << 63), (1 << 63) - 1]))
+    noise = draw._gumbel(torch.tensor([0, -1, 1 << 11, -(1 << 63), (1 << 63) - 1]))
     assert noise.isfinite().all()
     assert noise[1] == noise.min() and noise[0] == noise.max() > math.log(2.0**52)
 
@@ -143,11 +145,11 @@ def test_noise_of_the_extreme_bits_is_finite() -> None:
 
 
 def test_split_mix_is_the_published_generator() -> None:
-    outputs = [output % 2**64 for output in sampler._split_mix(torch.arange(3)).tolist()]
+    outputs = [output % 2**64 for output in draw._split_mix(torch.arange(3)).tolist()]
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of state 0
     # State 1234567 is that sequence from another place on.
     place = torch.tensor((1234567 * pow(0x9E3779B97F4A7C15, -1, 2**64) + 2**63) % 2**64 - 2**63)
-    outputs = [output % 2**64 for output in sampler._split_mix(place + torch.arange(3)).tolist()]
+    outputs = [output % 2**64 for output in draw._split_mix(place + torch.arange(3)).tolist()]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
@@ -370,7 +372,8 @@ def test_pieces_compile_once_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch
         logits, params = random_logits(size, 200, dtype=torch.bfloat16), build(MIXED[:size], list(range(size)))
         expected = sample(logits, params).tolist()
         with monkeypatch.context() as patch, torch._dynamo.config.patch(error_on_recompile=size > 2):
-            patch.setattr(sampler, "_on_gpu", lambda tensor: True)
+            for module in (sampler, draw):
+                patch.setattr(module, "on_gpu", lambda tensor: True)
             assert sampler._sample(logits, params, get).tolist() == expected
             plain = build([SamplingParams()] * size, 3)
             assert sampler._sample(logits, plain, get).tolist() == sample(logits, plain).tolist()

@@ -302,7 +302,7 @@ def test_no_step_beyond_the_length() -> None:
     assert rows(s.schedule()) == [(0, 0, 3, True)]
     assert rows(s.schedule()) == [(0, 3, 1, True)]
     assert s.schedule() is None and s.has_work
-    assert (a.num_tokens, a.num_output_tokens, a.num_uncomputed, a.wants_step) == (5, 2, 1, False)
+    assert (a.num_tokens, a.num_output_tokens, a.num_uncomputed) == (5, 2, 1)
 
 
 def test_finish_wherever_it_is() -> None:

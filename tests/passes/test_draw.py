@@ -1,0 +1,100 @@
+"""Tokens drawn inside the model's graph: those of the sampler for the same seeds, and plain argmax for greedy rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from attn_ops.kv_cache import PagedKVCache
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step
+from graph_runner.sampler import SamplingTensors, sample
+from graph_runner.sampling_params import SamplingParams
+from passes import draw
+from passes.capture import PagedModel, QuireOptions
+from passes.draw import draw_tokens
+from tests.zoo.configs import SERVED, build
+
+TEMPERATURES = (0.0, 0.7, 1.0, 0.0, 1.8, 1e-6)
+
+
+def sampling(count: int, position: int, temperatures: Any = TEMPERATURES) -> SamplingTensors:
+    params = [SamplingParams(temperature=temperatures[i % len(temperatures)]) for i in range(count)]
+    return SamplingTensors.build(params, [2**62 + 7 * i for i in range(count)], [position + i for i in range(count)], "cpu")
+
+
+def three(tensors: SamplingTensors) -> tuple[torch.Tensor, ...]:
+    return tensors.temperature, tensors.seed, tensors.position
+
+
+def run(model: PagedModel, count: int, sampling: Any, position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and tokens of ``count`` sequences of three tokens."""
+    cache = PagedKVCache.for_sites(model.sites, num_pages=count + 1, page_size=8, device=torch.device("cpu"))
+    meta = CommonAttentionMetadata.build([3] * count, [3] * count, [[r + 1] for r in range(count)], page_size=8)
+    ids = torch.randint(0, 50, (3 * count,), generator=torch.Generator().manual_seed(position))
+    return model.run(Step(cache, meta), ids, meta.positions, meta.logits_indices, sampling)
+
+
+def check(model: PagedModel) -> None:
+    drawn = 0
+    for count in (1, 2, 6, 11):
+        for position in range(4):
+            tensors = sampling(count, position)
+            logits, tokens = run(model, count, three(tensors), position)
+            assert tokens.tolist() == sample(logits, tensors).tolist()
+            greedy = tensors.temperature < 1e-5
+            assert torch.equal(tokens[greedy], logits.argmax(-1)[greedy])
+            drawn += int((tokens != logits.argmax(-1)).sum())
+    assert drawn > 10  # not all of it was greedy
+
+
+def test_op_by_op() -> None:
+    check(PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager"), draws=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["", "in_64_chunks"])
+def test_compiled_by_inductor(as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = pytest.importorskip("torch._inductor.cpp_builder")
+    try:
+        builder.get_cpp_compiler()
+    except Exception:
+        pytest.skip("no C++ compiler")
+    if as_on_gpu:
+        monkeypatch.setattr(draw, "on_gpu", lambda tensor: True)
+    check(PagedModel(build(SERVED["llama"]), QuireOptions(compiler="inductor"), draws=True))
+
+
+def test_without_sampling_all_rows_are_greedy() -> None:
+    draws = PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager"), draws=True)
+    greedy = PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager"))
+    (logits, tokens), (same, want) = run(draws, 5, None), run(greedy, 5, None)
+    assert torch.equal(logits, same) and torch.equal(tokens, want)
+    with pytest.raises(ValueError, match="draws=False: its graph takes greedy tokens only"):
+        run(greedy, 5, three(sampling(5, 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["", "in_64_chunks"])
+def test_greedy_rows_are_argmax(dtype: torch.dtype, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies beside them: the first of equals (zeros of either sign are), infinities, and -1 where there is NaN."""
+    monkeypatch.setattr(draw, "on_gpu", lambda tensor: as_on_gpu)
+    logits = (torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    logits[0, [7, 200, 299]] = 100.0
+    logits[1] = -1.0
+    logits[1, 50], logits[1, 90], logits[1, 8] = -0.0, 0.0, -0.5
+    logits[2, 10] = math.inf
+    logits[3, :-1] = -math.inf
+    logits[4, 77], logits[4, 5] = math.nan, 100.0
+    if dtype == torch.float64:
+        logits[5, 3], logits[5, 200] = 50.0, 50.0 + 1e-13  # equal as float32
+    tensors = sampling(40, 0, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.9))
+    tokens = draw_tokens(logits, *three(tensors))
+    expected = logits.argmax(-1)
+    expected[4] = -1
+    greedy = tensors.temperature == 0
+    assert torch.equal(tokens[greedy], expected[greedy])
+    assert tokens.tolist() == sample(logits, tensors).tolist() or dtype == torch.float64
