@@ -86,19 +86,22 @@ def rope_kv_write_cuda(
     # Few tokens: many small programs fill the GPU. Many tokens: larger programs, as launching them has a price, too.
     block = 1 if num_tokens <= 8 else 4 if num_tokens <= 256 else 8
     q_blocks, kv_blocks = -(-heads // block), -(-kv_heads // block)
-    _kernels().rope_kv_write_kernel[(num_tokens, q_blocks + 2 * kv_blocks)](
+    kernels, use_pdl, launch_options = _kernels()
+    pdl = use_pdl(q.device)
+    kernels.rope_kv_write_kernel[(num_tokens, q_blocks + 2 * kv_blocks)](
         q, k, v, cos, sin, q_norm_weight, k_norm_weight, out, k_cache, v_cache, slot_mapping, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
         heads, kv_heads, dim, dim_v, size, k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3], block,
-        1 << (dim - 1).bit_length(), 1 << (dim_v - 1).bit_length(), num_warps=1 if block == 1 else 4)
+        1 << (dim - 1).bit_length(), 1 << (dim_v - 1).bit_length(), pdl, num_warps=1 if block == 1 else 4,
+        **launch_options(pdl))
     return out
 
 
 @functools.cache
 def _kernels() -> Any:
-    from attn_ops._kernels import rope
+    from attn_ops._kernels import pdl, rope
 
-    return rope
+    return rope, pdl.use_pdl, pdl.launch_options
 
 
 LIBRARY.impl("rope_kv_write", rope_kv_write_eager, "CPU")

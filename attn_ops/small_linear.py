@@ -91,22 +91,24 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Config:
 
 def small_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, config: Config | None = None,
+    residual: torch.Tensor | None, swiglu: bool, config: Config | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """The op on CUDA; falls to the definition for more than MAX_TOKENS tokens and for fp32."""
+    """The op on CUDA; falls to the definition for more than MAX_TOKENS tokens and for fp32. ``pdl``: see _kernels/pdl.py."""
     k = x.shape[-1]
     m = x.numel() // k
     if m > MAX_TOKENS or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype \
             or weight.stride(1) != 1:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu)
-    kernels = _kernels()
+    kernels, use_pdl, launch_options = _kernels()
+    pdl = use_pdl(x.device) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)
     x2 = x.reshape(m, k)
     res = residual.reshape(m, n) if residual is not None else None
     out = x.new_empty(m, n)
     config = config or config_for(m, weight.shape[0], k, swiglu)
     flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,
-                             "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0}
+                             "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0, "PDL": pdl,
+                             **launch_options(pdl)}
     pointers = (x2, weight, bias, norm_weight, res, out)
     grid = (-(-n // config.block_n),)
     if m == 1:
@@ -121,9 +123,9 @@ def small_linear_cuda(
 
 @functools.cache
 def _kernels() -> Any:
-    from attn_ops._kernels import small_linear
+    from attn_ops._kernels import pdl, small_linear
 
-    return small_linear
+    return small_linear, pdl.use_pdl, pdl.launch_options
 
 
 LIBRARY.impl("small_linear", small_linear_eager, "CPU")

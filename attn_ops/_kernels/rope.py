@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_ops._kernels.pdl import let_next_start, wait_for_previous
+
 
 @triton.jit
 def rotated(rows, live, cos_row, sin_row, norm_weight, eps, DIM: tl.constexpr, ROTARY: tl.constexpr, DIM_P2: tl.constexpr):
@@ -32,8 +34,10 @@ def rope_kv_write_kernel(
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    HEADS: tl.constexpr, D_P2: tl.constexpr, DV_P2: tl.constexpr,
+    HEADS: tl.constexpr, D_P2: tl.constexpr, DV_P2: tl.constexpr, PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (H + HEADS - 1) // HEADS
