@@ -89,6 +89,7 @@ class ModelRunner:
         self.sites: list[AttentionSite] = self.paged.sites
         self.selection = self.paged.selection
         self.backend = self.selection.backend
+        logger.info("attention: %s", self.selection)
         self.sampler = Sampler()
         width = pages_for(config.max_model_len, config.page_size)
         rows = config.max_num_seqs

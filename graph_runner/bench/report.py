@@ -1,7 +1,7 @@
 """The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
 
-A row has ``workload``, ``variant`` (cold or warm start), ``system``, ``attention``, ``model``, ``dtype``, ``batch``,
-``context``; the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
+A row has ``workload``, ``variant`` (cold or warm start; decode or extend), ``system``, ``attention``, ``model``, ``dtype``,
+``batch``, ``context``; the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
 ``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time),
 ``floor_ms`` (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect);
 ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error`` instead of numbers where it failed.
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from attn_ops.choices import device_name
 
 Row = dict[str, Any]
 COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "batch", "context", "ms_per_step",
@@ -65,7 +67,7 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
     status = _run("git", "status", "--porcelain", cwd=ROOT)
     commit = os.environ.get("QUIRE_COMMIT") or _run("git", "rev-parse", "HEAD", cwd=ROOT)
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "device": device_name(device),
         "driver": fields[0], "power_limit": fields[1], "max_clocks": fields[2:],
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
         "commit": commit, "dirty": bool(status) if status is not None else None,

@@ -45,7 +45,7 @@ class Session:
         self.vocab_size = int(config.vocab_size)
         self.models = Models(spec)
         most = getattr(config, "max_position_embeddings", 2 * CONTEXT) + MARGIN - LONG - 1
-        self.sizes = Sizes(tuple(args.batch), args.context or min(CONTEXT, most), args.repeats, args.scale)
+        self.sizes = Sizes(tuple(args.batch), args.context[0] if args.context else min(CONTEXT, most), args.repeats, args.scale)
         self.systems = list(dict.fromkeys([*args.systems, *args.vs]))
         unknown = [name for name in self.systems if name not in NAMES]
         if unknown:
