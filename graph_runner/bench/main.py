@@ -16,6 +16,7 @@ examples:
   quire bench decode --model llama-8b --batch 1,32 --vs vllm --plots plots
   quire bench all --model tiny --device cpu --scale 64 --context 128 --batch 1,2      # a dry run
   quire bench decode --model llama-8b --against decode.json --tolerance 5%            # exits 1 if a row got slower
+  quire bench decode --model llama-8b --quantize int8wo --out int8.json
   quire bench attention --model llama-8b --save                      # the kernels alone; attention="auto" goes by it
   quire bench attention --heads 32/8x128,64/8x64 --page-size 32 --out kernels.json
 """
@@ -82,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N",
                         help="only N layers, for a dry run (default: $LAYERS, else all)")
     parser.add_argument("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")
+    parser.add_argument("--quantize", metavar="NAME", help=(
+        "quantise the weights with torchao first: int8wo, fp8wo, int4wo (weights only), int8dq, fp8dq (activations too); "
+        "--dtype is then that of the rest"))
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST", help=(
         "attention backends of quire to measure, with commas between (default: auto; for the workload attention: all "
@@ -120,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _session(args: argparse.Namespace, command: str) -> Any:
     """The run that the arguments ask for. Raises ValueError for arguments of another workload, which would go unheeded."""
     kernels = args.workload == "attention"
-    for names, mine in ((("heads", "save"), kernels), (("vs", "engine", "plots"), not kernels)):
+    for names, mine in ((("heads", "save"), kernels), (("vs", "engine", "plots", "quantize"), not kernels)):
         given = [f"--{name}" for name in names if getattr(args, name) and not mine]
         if given:
             raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")

@@ -1,10 +1,11 @@
 """The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
 
 A row has ``workload``, ``variant`` (cold or warm start; decode or extend), ``system``, ``attention``, ``model``, ``dtype``,
-``batch``, ``context``; the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
-``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time),
-``floor_ms`` (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect);
-``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error`` instead of numbers where it failed.
+``quantization`` (of the weights, None: none), ``batch``, ``context``; the measured ``ms_per_step``, ``tokens_per_s`` and
+``seconds`` (None where the workload has none); ``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula),
+``tb_per_s`` (bytes over the measured time), ``floor_ms`` (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor
+over measured; 1 is perfect); ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error`` instead of
+numbers where it failed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from attn_ops.choices import device_name
 
 Row = dict[str, Any]
-COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "batch", "context", "ms_per_step",
+COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "batch", "context", "ms_per_step",
            "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms", "share_of_floor", "peak_memory_gib",
            "capture_s", "engine_options", "command", "error")
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
     QUIRE_COMMIT, for a copy of the sources without their history."""
     versions: dict[str, str | None] = {}
     for name, dist in (("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"),
-                       ("flashinfer", "flashinfer-python"), ("vllm", "vllm")):
+                       ("flashinfer", "flashinfer-python"), ("vllm", "vllm"), ("torchao", "torchao")):
         try:
             versions[name] = importlib.metadata.version(dist)
         except importlib.metadata.PackageNotFoundError:
@@ -93,7 +94,7 @@ def describe(row: Row) -> str:
     size = " ".join(f"{name} {row[key]}" for name, key in (("batch", "batch"), ("context", "context"))
                     if row.get(key) is not None)
     attention = f" ({row['attention']})" if row.get("attention") else ""
-    words = (row["workload"], row.get("variant"), row["model"], f"{row['system']}{attention}", size)
+    words = (row["workload"], row.get("variant"), row["model"], row.get("quantization"), f"{row['system']}{attention}", size)
     return " ".join(word for word in words if word)
 
 
@@ -141,7 +142,8 @@ def _cells(row: Row) -> dict[str, str]:
     share = row["share_of_floor"]
     return {
         "workload": " ".join(filter(None, (row["workload"], row["variant"]))), "system": row["system"],
-        "attention": row["attention"] or "", "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
+        "attention": row["attention"] or "", "weights": row["quantization"] or "",
+        "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
         "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),
         "tokens/s": _number(row["tokens_per_s"], 0), "seconds": _number(row["seconds"], 3),
         "TB/s": _number(row["tb_per_s"]), "floor ms": _number(row["floor_ms"], 3),

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from graph_runner.bench.floor import copy_bandwidth
 from graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
-from graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
+from graph_runner.bench.shapes import ModelSpec, check_quantization, config_of, layers_asked
 from graph_runner.bench.start import start
 from graph_runner.bench.systems import NAMES, Models, NotMeasured, free_memory, open_system
 from graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Prompts, Sizes, Workload
@@ -40,7 +40,8 @@ class Session:
         if dtype is None or not dtype.is_floating_point:
             raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
         spec = ModelSpec(args.model or ("llama-8b" if device.type == "cuda" else "tiny"), dtype, device,
-                         layers_asked(args.layers))
+                         layers_asked(args.layers), args.quantize)
+        check_quantization(args.quantize)
         config = config_of(spec).get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
         self.models = Models(spec)
@@ -69,7 +70,8 @@ class Session:
             for system in self.systems:
                 for attention in self.args.attention if system == "quire" else [""]:
                     common = {"workload": workload, "system": system, "attention": attention,
-                              "model": self.models.spec.label, "dtype": dtype, "command": self.command}
+                              "model": self.models.spec.label, "dtype": dtype,
+                              "quantization": self.args.quantize, "command": self.command}
                     options = dict(self.args.engine) if system == "quire" else {}
                     try:
                         if workload == "start":
