@@ -1,9 +1,10 @@
 """Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_kernels.py``.
 
 On a GPU a number is the median over replays of a CUDA graph that holds CALLS calls, divided by CALLS, where the backend allows
-such a batch in a graph; else of CALLS calls between two events, launches included where the GPU waits for them. On a CPU it
-is the median over single calls. The calls go through several caches in turn, on a GPU together at least 8 times its L2 cache,
-so that keys come from memory, as they do in a model. Host work before a step (``plan``, ``prepare``) is not in it.
+such a batch in a graph; else of CALLS calls between two events, launches included where the GPU waits for them. (Of calls that
+take longer than SLOW fewer are made.) On a CPU it is the median over single calls. The calls go through several caches in turn,
+on a GPU together at least 8 times its L2 cache, so that keys come from memory, as they do in a model. Host work before a step
+(``plan``, ``prepare``) is not in it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from attn_ops.step import Step, StepLimits, running
 
 CALLS = 20
 REPLAYS = 30
+SLOW = 5e-3  # seconds
 CPU_CALLS = 7
 
 
@@ -142,21 +144,27 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
             return _on_the_host(call)
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        for i in range(CALLS):
+        call(0)
+        torch.cuda.synchronize(device)
+        once = time.perf_counter() - began
+        count = CALLS if once < SLOW else 2
+        began = time.perf_counter()
+        for i in range(count):
             call(i)
-        host_us = (time.perf_counter() - began) * 1e6 / CALLS
+        host_us = (time.perf_counter() - began) * 1e6 / count
         torch.cuda.synchronize(device)
 
         def calls() -> None:
-            for i in range(CALLS):
+            for i in range(count):
                 call(i)
 
+        replays = REPLAYS if once < SLOW else 3
         if not captured:
-            return Timing(median_us(calls), host_us, "events")
+            return Timing(median_us(calls, count, replays), host_us, "events")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             calls()
-        return Timing(median_us(graph.replay), host_us, "graph")
+        return Timing(median_us(graph.replay, count, replays), host_us, "graph")
 
 
 def _on_the_host(call: Callable[[int], None]) -> Timing:
@@ -169,17 +177,17 @@ def _on_the_host(call: Callable[[int], None]) -> Timing:
     return Timing(us, us, "host")
 
 
-def median_us(run: Callable[[], Any], replays: int = REPLAYS) -> float:
-    """Device time of one call, where ``run`` makes CALLS of them on the current stream."""
+def median_us(run: Callable[[], Any], calls: int, replays: int) -> float:
+    """Device time of one call, where ``run`` makes ``calls`` of them on the current stream."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for _ in range(3):
+    for _ in range(min(3, replays - 1)):
         run()
     for begin, end in events:
         begin.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / CALLS
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / calls
 
 
 def work(site: AttentionSite, point: Point) -> tuple[int, int]:
