@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
+from attn_ops import choices
 from attn_ops.attention import LIBRARY, AttentionSite
 
 PAGED_SCHEMA = (
@@ -127,6 +128,7 @@ class AttentionBackend:
             Tensor[]`` recorded in the graph once a forward; what it returns reaches every layer as ``prepared``. Device
             work only: no sync, no shape that depends on data.
         priority: place in the walk of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
+        packages: distributions, beside torch, whose versions its speed hangs on: times measured with others do not count.
     """
 
     name: str
@@ -137,6 +139,7 @@ class AttentionBackend:
     plan: Callable[..., None] | None = None
     prepare: Any | None = None
     priority: dict[str, int] | None = None
+    packages: tuple[str, ...] = ()
 
 
 class UnsupportedAttention(ValueError):
@@ -214,35 +217,42 @@ def get_backend(name: str) -> AttentionBackend:
 
 @dataclass(frozen=True)
 class Selection:
-    """The backend chosen, and why each one tried before it was passed over."""
+    """The backend chosen, and why each one that was tried was passed over. ``why``: what measurements say of the choice; ""
+    where there are none."""
 
     backend: AttentionBackend
     passed_over: dict[str, list[str]]
+    why: str = ""
 
     def __str__(self) -> str:
         over = "".join(f"; {n} passed over: {', '.join(why)}" for n, why in self.passed_over.items())
-        return self.backend.name + over
+        return self.backend.name + (f" ({self.why})" if self.why else "") + over
 
 
 def select_backend(
     name: str | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
     kv_dtype: torch.dtype | None = None, layout: str | None = None,
 ) -> Selection:
-    """Choose the backend for a model: ``name``, or the first in order of priority that can serve every site.
+    """Choose the backend for a model: ``name``, or the best that can serve every site.
+
+    The best is the fastest by what was measured on this device (``attn_ops/choices.py`` has the rule), else the first in order
+    of priority. Nothing is measured here.
 
     Raises:
         UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
         ValueError: there is no backend called ``name``.
     """
     backends = all_backends()
+    auto = name == "auto"
     if isinstance(name, AttentionBackend):
         candidates, name = [name], name.name
-    elif name != "auto":
+    elif not auto:
         candidates = [get_backend(name)]
     else:
         ranked = {n: (b.priority or {}).get(device.type) for n, b in backends.items()}
         candidates = [backends[n] for _, n in sorted((place, n) for n, place in ranked.items() if place is not None)]
     against: dict[str, list[str]] = {}
+    usable: list[AttentionBackend] = []
     first_bad: AttentionSite | None = None
     for backend in candidates:
         reasons: list[str] = []
@@ -255,9 +265,21 @@ def select_backend(
             if reasons:
                 first_bad = site
                 break
-        if not reasons:
+        if reasons:
+            against[backend.name] = reasons
+            continue
+        if not auto:
             return Selection(backend, against)
-        against[backend.name] = reasons
+        if not usable:
+            first = Selection(backend, dict(against))
+            if not choices.sources(device):
+                return first
+        usable.append(backend)
+    if usable:
+        decision = choices.decide(usable, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
+        if decision is None:
+            return replace(first, why=f"first in order of priority; this shape is not measured here: {choices.COMMAND}")
+        return Selection(decision.backend, {**against, **decision.passed_over}, decision.why)
     others = "" if name == "auto" else _who_else(sites, device, page_size, kv_dtype, layout, but=name)
     at = f" attention site {first_bad.layer} ({first_bad.name or 'unnamed'}) needs {first_bad.needs()}." if first_bad else ""
     listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())

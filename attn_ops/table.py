@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_ops import choices
 from attn_ops.backend import AttentionCapabilities, all_backends, broken_backends
 
 _FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
@@ -26,11 +27,11 @@ class BackendRow:
 
 
 class BackendTable(list[BackendRow]):
-    """The rows, in the order in which attention="auto" tries them; ``str()`` is a table."""
+    """The rows, in order of priority; ``measured``: lines on what attention="auto" goes by; ``str()`` is a table."""
 
-    def __init__(self, rows: list[BackendRow], device: torch.device) -> None:
+    def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str] | None = None) -> None:
         super().__init__(rows)
-        self.device = device
+        self.device, self.measured = device, measured or []
 
     def __str__(self) -> str:
         head = ["backend", "usable", "dtypes", "head dims", "page sizes", "features", "CUDA graphs"]
@@ -47,7 +48,7 @@ class BackendTable(list[BackendRow]):
         widths = [max(len(r[c]) for r in [head, *rows]) for c in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [head, *rows]]
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
-        return "\n".join(lines)
+        return "\n".join(lines + self.measured)
 
     __repr__ = __str__
 
@@ -67,7 +68,7 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
         rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken_backends().items()]
-    return BackendTable(rows, where)
+    return BackendTable(rows, where, choices.summary(where))
 
 
 __all__ = ["BackendRow", "BackendTable", "backends"]

@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("backends", backends, "list the attention backends: usable here or why not, and what each can do")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
 
-    add_arguments(command("bench", bench, "measure decoding, mixed traffic, prefill and start-up"))
+    add_arguments(command("bench", bench, "measure decoding, mixed traffic, prefill, start-up and the attention kernels"))
     return parser
 
 

@@ -92,6 +92,7 @@ class ModelRunner:
         self.sites: list[AttentionSite] = self.paged.sites
         self.selection = self.paged.selection
         self.backend = self.selection.backend
+        logger.info("attention: %s", self.selection)
         # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
         # does: then the table is brought up to date ahead of both, else inside the graph.
         self._plans = self.backend.plan is not None

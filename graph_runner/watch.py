@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from passes.quantized import addresses as addresses_of
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -18,13 +20,14 @@ def _facts(module: torch.nn.Module, addresses: bool) -> tuple[Any, ...]:
     return (
         type(module), id(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks), id(own.get("forward")),
         tuple((k, v) for k, v in own.items() if type(v) in _PLAIN and k != "training"),
-        tuple((n, p.dtype, p.device, p.data_ptr() if addresses else 0)
+        tuple((n, type(p), p.dtype, p.device, addresses_of(p) if addresses else 0)
               for n, p in module._parameters.items() if p is not None),
+        tuple((n, b.dtype, b.device, addresses_of(b)) for n, b in module._buffers.items() if b is not None and addresses),
     )
 
 
 _WHAT = ("its class", "the module itself", "its forward hooks", "its forward pre-hooks", "its forward", "its settings",
-         "its parameters")
+         "its parameters", "its buffers")
 
 
 class ModelWatch:
@@ -32,7 +35,7 @@ class ModelWatch:
 
     Args:
         model: as it was traced.
-        addresses: parameters must stay where they are in memory (a captured CUDA graph reads addresses).
+        addresses: parameters and buffers must stay where they are in memory (a captured CUDA graph reads addresses).
     """
 
     def __init__(self, model: torch.nn.Module, *, addresses: bool) -> None:

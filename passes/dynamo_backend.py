@@ -28,6 +28,7 @@ from passes.eager import check_step
 from passes.fusion import FusedWeights, apply_fusions, apply_lowered_fusions, fusion_names, has_small_passes
 from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
 from passes.lowering import Lowered, LoweringTarget, lower
+from passes.quantized import check_rows
 from passes.raising import raise_sdpa
 from passes.regions import compile_by_regions
 from passes.sites import check_mixing, check_positions, site_nodes, site_of, verify
@@ -186,6 +187,7 @@ class QuireGraph:
                         f"{tuple(value(node.args[0]).shape)} for one row of tokens; need (1, H, S, D)")
             check_positions(gm.graph, tokens, self.owner.config is not None)
             check_mixing(gm.graph, tokens)
+            check_rows(gm.graph, dict(zip(placeholders(gm.graph), self.example_inputs, strict=True)))
             self._check_shape_conditions(gm, raised > 0)
             self._raised = gm, found
         return self._raised
@@ -264,9 +266,22 @@ class QuireGraph:
         apply_fusions(self, gm, self.example_inputs, fusions, self.owner.weights, small)
         lowered = lower(gm, target)
         apply_lowered_fusions(lowered, fusions, small)
+        inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
         with torch.no_grad(), _traced_in(self.context), watched(lowered.gm.graph) as assumed:
             run = _compile(lowered, self.owner.options.compiler)
+        self._check_still_dynamic(inputs)
         return lowered, checked(run, assumed)
+
+    def _check_still_dynamic(self, inputs: list[Any]) -> None:
+        """Tensor subclasses (quantised weights) and custom ops run Python code while the compiler traces them, and that may
+        settle the number of tokens: the compiled code would then serve this number alone, and nobody guards it."""
+        for x in inputs:
+            size: Any
+            for size in x.shape if isinstance(x, torch.Tensor) else ():
+                if symbolic(size) and size.node.shape_env.replace(size.node.expr).is_number:
+                    raise UnsupportedAttention(
+                        f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
+                        "it, such as a quantised layer, depends on the number of tokens. compiler='eager' runs it as it is.")
 
     def _compile_plain(self) -> Callable[..., Any]:
         if self.owner.options.compiler == "eager":

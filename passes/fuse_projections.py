@@ -10,7 +10,8 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
 
 One matrix product of N = Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones, and saves two
 launches. Not fused: a weight with a second user, weights of different dtype, siblings of which only some have a bias, tensor
-subclasses (quantised weights), siblings between which something is changed in place (it may be their input).
+subclasses (quantised weights, passes/quantized.py), siblings between which something is changed in place (it may be their
+input).
 """
 
 from __future__ import annotations

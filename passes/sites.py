@@ -104,7 +104,7 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
 
 _ALONG = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "sort", "argsort", "softmax",
                     "log_softmax", "diff", "unfold", "mean", "sum", "amax", "amin", "prod", "std", "var", "norm", "logsumexp",
-                    "median"})
+                    "median", "max", "min", "aminmax"})
 _ARITHMETIC = frozenset({"add", "iadd", "sub", "isub", "rsub", "mul", "imul", "div", "truediv", "itruediv", "pow"})
 
 
@@ -151,6 +151,8 @@ def _mixes(node: fx.Node, tokens: Any) -> str | None:
         return None
     if name in _ALONG and before.is_floating_point() | (name in ("roll", "cumsum", "flip", "diff")):
         given = node.kwargs.get("dim", node.kwargs.get("dims", node.kwargs.get("dimension")))
+        if name in ("max", "min") and len(node.args) > 1 and isinstance(value(node.args[1]), torch.Tensor):
+            return None  # the larger one of two tensors, element by element
         place = 2 if name in ("roll", "diff") else 1
         given = node.args[place] if given is None and len(node.args) > place else given
         dims = [given] if isinstance(given, int) else list(given) if isinstance(given, (list, tuple)) else None

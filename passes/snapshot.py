@@ -33,7 +33,8 @@ class Explanation:
             op = f"{self.selection.backend.name}_paged_attention" if self.selection else "refused"
             lines.append(format_sites(self.sites, [op] * len(self.sites)))
         if self.selection is not None:
-            lines.append(f"attention backend: {self.selection.backend.name}")
+            why = f", {self.selection.why}" if self.selection.why else ""
+            lines.append(f"attention backend: {self.selection.backend.name}{why}")
             lines += [f"  {name} passed over: {'; '.join(why)}" for name, why in self.selection.passed_over.items()]
         if self.error is not None:
             lines.append(f"refused: {self.error}")

@@ -1,8 +1,14 @@
-"""Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter, and PyTorch on one thread."""
+"""Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter, and PyTorch on one thread.
+No test reads the user's measurements."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import torch
+
+# What was measured on this machine for attention="auto" must not decide what a test sees.
+os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-measurements-{os.getpid()}")
 
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, that is before the first import of a module that has some.

@@ -381,4 +381,5 @@ BACKEND = AttentionBackend(
     make_state=FlashInferState,
     plan=plan,
     priority={"cuda": 20},
+    packages=("flashinfer-python", "triton"),
 )

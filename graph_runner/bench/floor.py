@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from passes.quantized import num_bytes
+
 _COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
 _COPIES = 11
 
@@ -41,7 +43,7 @@ def weight_bytes(model: torch.nn.Module, batch: int) -> float:
     All parameters, with two exceptions. The input embedding is a look-up of ``batch`` rows and not counted, unless it
     is tied to the output projection, which reads all of it. Of the experts of a mixture-of-experts layer only those
     count that some token of the batch is routed to; with E experts, k of them a token and tokens spread evenly that is
-    expected to be the share 1 - (1 - k/E)^batch of them.
+    expected to be the share 1 - (1 - k/E)^batch of them. A quantised weight counts with the bytes it is stored in.
     """
     get, output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
     embedding = getattr(get() if get else None, "weight", None)
@@ -51,7 +53,7 @@ def weight_bytes(model: torch.nn.Module, batch: int) -> float:
     for name, parameter in model.named_parameters():
         if parameter is embedding and not tied:
             continue
-        size = parameter.numel() * parameter.element_size()
+        size = num_bytes(parameter)
         total += size * (share if ".experts." in name else 1.0)
     return total
 

@@ -8,7 +8,7 @@ from typing import Any
 from graph_runner.bench.report import Row, describe
 
 #: What identifies a row in two results.
-KEY = ("workload", "variant", "system", "attention", "model", "dtype", "batch", "context", "max_model_len")
+KEY = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "batch", "context", "max_model_len")
 
 
 def measure_of(row: Row) -> tuple[str, float] | None:

@@ -17,6 +17,9 @@ examples:
   quire bench all --model tiny --device cpu --scale 64 --context 128 --batch 1,2      # a dry run
   quire bench host                                                                    # needs no GPU
   quire bench decode --model llama-8b --against decode.json --tolerance 5%            # exits 1 if a row got slower
+  quire bench decode --model llama-8b --quantize int8wo --out int8.json
+  quire bench attention --model llama-8b --save                      # the kernels alone; attention="auto" goes by it
+  quire bench attention --heads 32/8x128,64/8x64 --page-size 32 --out kernels.json
 """
 
 
@@ -72,8 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``quire bench``; nothing heavy is imported for ``--help``."""
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     parser.add_argument("workload", nargs="?", default="decode",
-                        choices=("decode", "mixed256", "prefill", "start", "host", "all"),
-                        help="what to measure; host: the host's part of a step, without the model (default: decode)")
+                        choices=("decode", "mixed256", "prefill", "start", "host", "all", "attention"),
+                        help=("what to measure (default: decode); host: the host's part of a step, without the model; "
+                              "attention: each backend's kernels alone, not part of all"))
     parser.add_argument("--model", metavar="NAME|PATH", help=(
         "a public model's shape, with random weights: llama-8b, qwen3-0.6b, qwen3-8b, gemma2-9b, gpt-oss-20b, "
         "qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model (default: llama-8b, on a CPU "
@@ -81,13 +85,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N",
                         help="only N layers, for a dry run (default: $LAYERS, else all)")
     parser.add_argument("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")
+    parser.add_argument("--quantize", metavar="NAME", help=(
+        "quantise the weights with torchao first: int8wo, fp8wo, int4wo (weights only), int8dq, fp8dq (activations too); "
+        "--dtype is then that of the rest"))
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
-    parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST",
-                        help="attention backends of quire to measure, with commas between (default: auto)")
+    parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST", help=(
+        "attention backends of quire to measure, with commas between (default: auto; for the workload attention: all "
+        "that are usable)"))
     parser.add_argument("--batch", type=_ints, metavar="LIST",
-                        help="batch sizes of decode and host (default: 1,8,32,128, and 256 for host)")
-    parser.add_argument("--context", type=int, metavar="N",
-                        help="tokens a sequence in decode (default: 1024, or what the model has positions for)")
+                        help="batch sizes of decode, host and attention (default: 1,8,32,128, and 256 for host)")
+    parser.add_argument("--context", type=_ints, metavar="N", help=(
+        "tokens a sequence in decode (default: 1024, or what the model has positions for); the workload attention takes "
+        "a list (default: 1024,8192, on a CPU 128,1024)"))
+    only = parser.add_argument_group("for the workload attention only")
+    only.add_argument("--heads", type=_list, metavar="LIST",
+                      help="query heads/key heads x head dim, such as 32/8x128 (default: the attention sites of --model)")
+    only.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (default: 16)")
+    only.add_argument("--layout", default="NHD", choices=("NHD", "HND"), help="of the KV cache (default: NHD)")
+    only.add_argument("--save", action="store_true",
+                      help="keep the times in the user's cache, where attention=\"auto\" finds them")
     parser.add_argument("--systems", type=_list, default=["quire"], metavar="LIST", help=(
         "quire, hf-eager, hf-static, hf-cb (transformers' generate and continuous batching), vllm, vllm-transformers; "
         "with commas between (default: quire)"))
@@ -107,15 +123,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="how much slower is allowed (default: 5%%)")
 
 
-def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Measure, print and write. The exit code: 1 if ``--against`` found a row slower, else 0."""
+def _session(args: argparse.Namespace, command: str) -> Any:
+    """The run that the arguments ask for. Raises ValueError for arguments of another workload, which would go unheeded."""
+    kernels = args.workload == "attention"
+    for names, mine in ((("heads", "save"), kernels), (("vs", "engine", "plots", "quantize"), not kernels)):
+        given = [f"--{name}" for name in names if getattr(args, name) and not mine]
+        if given:
+            raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
+    if not kernels and (args.page_size != 16 or args.layout != "NHD"):
+        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
+    if kernels and args.systems != ["quire"]:
+        raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
+    if kernels:
+        from graph_runner.bench.attention import AttentionSession
+
+        return AttentionSession(args, command)
     from graph_runner.bench.session import Session
 
+    if args.context is not None and len(args.context) > 1:
+        raise ValueError(f"the workload {args.workload} takes one --context, got {args.context}")
+    return Session(args, command)
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Measure, print and write. The exit code: 1 if ``--against`` found a row slower, else 0."""
     if args.against is not None and not args.against.is_file():
         raise FileNotFoundError(f"no result to compare with at {args.against}")
     before = json.loads(args.against.read_text()) if args.against is not None else None
     check_engine_options(dict(args.engine))
-    session = Session(args, "quire bench " + shlex.join(argv))
+    session = _session(args, "quire bench " + shlex.join(argv))
     try:
         session.measure()
     except KeyboardInterrupt:

@@ -1,11 +1,12 @@
 """The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
 
-A row has ``workload``, ``variant`` (cold or warm start), ``system``, ``attention``, ``model``, ``dtype``, ``batch``,
-``context``, ``max_model_len`` (of the host workload); the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None
-where the workload has none); ``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over
-the measured time), ``floor_ms`` (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is
-perfect); ``phases_ms`` (the parts of a host step) and ``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``,
-``engine_options``, ``command``; and ``error`` instead of numbers where it failed.
+A row has ``workload``, ``variant`` (cold or warm start; decode or extend), ``system``, ``attention``, ``model``, ``dtype``,
+``quantization`` (of the weights, None: none), ``batch``, ``context``, ``max_model_len`` (of the host workload); the measured
+``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none); ``bytes_per_step``
+(``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time), ``floor_ms`` (bytes over the
+bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect); ``phases_ms`` (the parts of a host step) and
+``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error`` instead of
+numbers where it failed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from typing import Any
 
 import torch
 
+from attn_ops.choices import device_name
+
 Row = dict[str, Any]
-COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "batch", "context", "max_model_len", "ms_per_step",
+COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "batch", "context",
+           "max_model_len", "ms_per_step",
            "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms", "share_of_floor", "peak_memory_gib",
            "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
 PHASES = ("schedule", "fill", "upload", "launch", "collect")  # of a host step
@@ -55,7 +59,7 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
     QUIRE_COMMIT, for a copy of the sources without their history."""
     versions: dict[str, str | None] = {}
     for name, dist in (("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"),
-                       ("flashinfer", "flashinfer-python"), ("vllm", "vllm")):
+                       ("flashinfer", "flashinfer-python"), ("vllm", "vllm"), ("torchao", "torchao")):
         try:
             versions[name] = importlib.metadata.version(dist)
         except importlib.metadata.PackageNotFoundError:
@@ -67,7 +71,7 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
     status = _run("git", "status", "--porcelain", cwd=ROOT)
     commit = os.environ.get("QUIRE_COMMIT") or _run("git", "rev-parse", "HEAD", cwd=ROOT)
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "device": device_name(device),
         "driver": fields[0], "power_limit": fields[1], "max_clocks": fields[2:],
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
         "commit": commit, "dirty": bool(status) if status is not None else None,
@@ -92,7 +96,7 @@ def describe(row: Row) -> str:
     """What a row is of, in words."""
     size = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "max_model_len") if row.get(key) is not None)
     attention = f" ({row['attention']})" if row.get("attention") else ""
-    words = (row["workload"], row.get("variant"), row["model"], f"{row['system']}{attention}", size)
+    words = (row["workload"], row.get("variant"), row["model"], row.get("quantization"), f"{row['system']}{attention}", size)
     return " ".join(word for word in words if word)
 
 
@@ -142,7 +146,8 @@ def _cells(row: Row) -> dict[str, str]:
     share = row["share_of_floor"]
     return {
         "workload": " ".join(filter(None, (row["workload"], row["variant"]))), "system": row["system"],
-        "attention": row["attention"] or "", "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
+        "attention": row["attention"] or "", "weights": row["quantization"] or "",
+        "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
         "max_model_len": str(row["max_model_len"] or ""),
         "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),
         **{name: _number((row["phases_ms"] or {}).get(name), 3) for name in PHASES},

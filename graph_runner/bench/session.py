@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from graph_runner.bench.floor import copy_bandwidth
 from graph_runner.bench.host import BATCHES, LENGTHS, host
 from graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
-from graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
+from graph_runner.bench.shapes import ModelSpec, check_quantization, config_of, layers_asked
 from graph_runner.bench.start import start
 from graph_runner.bench.systems import NAMES, Models, NotMeasured, free_memory, open_system
 from graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Prompts, Sizes, Workload
@@ -41,12 +41,15 @@ class Session:
         if dtype is None or not dtype.is_floating_point:
             raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
         small = device.type != "cuda" or args.workload == "host"
-        spec = ModelSpec(args.model or ("tiny" if small else "llama-8b"), dtype, device, layers_asked(args.layers))
+        spec = ModelSpec(args.model or ("tiny" if small else "llama-8b"), dtype, device, layers_asked(args.layers),
+                         args.quantize)
+        check_quantization(args.quantize)
         config = config_of(spec).get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
         self.models = Models(spec)
         most = getattr(config, "max_position_embeddings", 2 * CONTEXT) + MARGIN - LONG - 1
-        self.sizes = Sizes(tuple(args.batch or Sizes.batches), args.context or min(CONTEXT, most), args.repeats, args.scale)
+        self.sizes = Sizes(tuple(args.batch or Sizes.batches), args.context[0] if args.context else min(CONTEXT, most),
+                           args.repeats, args.scale)
         self.systems = list(dict.fromkeys([*args.systems, *args.vs]))
         unknown = [name for name in self.systems if name not in NAMES]
         if unknown:
@@ -70,7 +73,8 @@ class Session:
             for system in self.systems:
                 for attention in self.args.attention if system == "quire" else [""]:
                     common = {"workload": workload, "system": system, "attention": attention,
-                              "model": self.models.spec.label, "dtype": dtype, "command": self.command}
+                              "model": self.models.spec.label, "dtype": dtype,
+                              "quantization": self.args.quantize, "command": self.command}
                     options = dict(self.args.engine) if system == "quire" else {}
                     try:
                         if workload == "start":

@@ -7,6 +7,7 @@ experts a mixture-of-experts router picks (random weights spread the tokens almo
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,16 +67,26 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NAMES = (*SHAPES, "tiny")
 
+#: name -> (torchao's config class, its arguments). Weights only, or (dq) the activations as well, with a scale a token.
+QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8wo": ("Int8WeightOnlyConfig", {}),
+    "fp8wo": ("Float8WeightOnlyConfig", {}),
+    "int4wo": ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}),
+    "int8dq": ("Int8DynamicActivationInt8WeightConfig", {}),
+    "fp8dq": ("Float8DynamicActivationFloat8WeightConfig", {"granularity": "PerRow"}),
+}
+
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Which model to measure. ``name`` is a name of SHAPES, "tiny" (the shipped model's shape) or the path of a saved
-    model; ``layers``: keep only so many layers (for a dry run), None: all."""
+    model; ``layers``: keep only so many layers (for a dry run), None: all; ``quantization``: of QUANTIZATIONS, or None."""
 
     name: str
     dtype: torch.dtype
     device: torch.device
     layers: int | None = None
+    quantization: str | None = None
 
     @property
     def label(self) -> str:
@@ -141,12 +152,38 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build(spec: ModelSpec, *, seed: int = 0, positions: int = 0) -> torch.nn.Module:
-    """The model in eval mode, on the device, in the dtype: saved weights for a path, else random ones, and then with at least
-    ``positions`` positions.
+    """The model in eval mode, on the device, in the dtype, quantised if ``spec`` says so: saved weights for a path, else
+    random ones, and then with at least ``positions`` positions.
 
     Random weights are made where they will be (an 8 B model in seconds on a GPU) with the model's own initialisation:
     normal with a small deviation, norms 1. Buffers such as rotary frequencies are computed as in the real model.
     """
+    check_quantization(spec.quantization)
+    model = _build(spec, seed, positions)
+    if spec.quantization is not None:
+        quantize(model, spec.quantization)
+    return model
+
+
+def check_quantization(name: str | None) -> None:
+    """Raises ValueError for a name that QUANTIZATIONS does not have, ModuleNotFoundError where torchao is not installed."""
+    if name is not None and name not in QUANTIZATIONS:
+        raise ValueError(f"unknown quantization {name!r}; there are: {', '.join(QUANTIZATIONS)}")
+    if name is not None and importlib.util.find_spec("torchao") is None:
+        raise ModuleNotFoundError("quantising needs torchao, which is not installed: pip install 'quire[torchao]'")
+
+
+def quantize(model: torch.nn.Module, name: str) -> None:
+    """Quantise the linear layers of ``model`` in place, with torchao."""
+    import torchao.quantization as torchao
+
+    kind, options = QUANTIZATIONS[name]
+    options = {k: getattr(torchao, v)() if k == "granularity" else v for k, v in options.items()}
+    with torch.no_grad():  # False: it would change Inductor's settings for whatever is compiled later, too
+        torchao.quantize_(model, getattr(torchao, kind)(**options, set_inductor_config=False))
+
+
+def _build(spec: ModelSpec, seed: int, positions: int) -> torch.nn.Module:
     import transformers
 
     if spec.is_path:
@@ -188,4 +225,5 @@ def skeleton(spec: ModelSpec) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config_of(spec), dtype=spec.dtype)
 
 
-__all__ = ["ModelSpec", "NAMES", "SHAPES", "build", "config_of", "cut", "layers_asked", "skeleton"]
+__all__ = ["ModelSpec", "NAMES", "QUANTIZATIONS", "SHAPES", "build", "check_quantization", "config_of", "cut", "layers_asked",
+           "quantize", "skeleton"]

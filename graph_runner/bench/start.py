@@ -42,7 +42,8 @@ def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any],
 
 def _run(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], caches: dict[str, str]) -> Row:
     job = {"name": spec.name, "dtype": str(spec.dtype).removeprefix("torch."), "device": str(spec.device),
-           "layers": spec.layers, "system": system, "attention": attention, "options": options, "began": time.time()}
+           "layers": spec.layers, "quantization": spec.quantization, "system": system, "attention": attention,
+           "options": options, "began": time.time()}
     root = str(Path(__file__).resolve().parents[2])  # works from a source tree that is not installed, too
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "graph_runner.bench.start_probe", json.dumps(job)]

@@ -20,7 +20,8 @@ def main() -> None:
     from graph_runner.bench.start import MARK, timed
     from graph_runner.bench.systems import Limits, Models, open_system
 
-    spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"])
+    spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"],
+                     job["quantization"])
     if spec.device.type == "cuda":
         torch.zeros(1, device=spec.device)  # the CUDA context
     parts: dict[str, float] = {"import": time.time() - job["began"]}

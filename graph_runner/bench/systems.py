@@ -45,8 +45,14 @@ class Models:
 
     @functools.cached_property
     def skeleton(self) -> torch.nn.Module:
-        """The same model without storage, for counting bytes."""
+        """The same model without storage."""
         return skeleton(self.spec)
+
+    @property
+    def counted(self) -> torch.nn.Module:
+        """The model whose bytes are counted: without storage where that tells, else (quantised weights) the model itself."""
+        saved = getattr(self.skeleton.config, "quantization_config", None)
+        return self.get() if self.spec.quantization or saved else self.skeleton
 
     def drop(self) -> None:
         self._model = None
@@ -137,6 +143,8 @@ def open_system(name: str, models: Models, attention: str, limits: Limits, optio
     Raises:
         NotMeasured: it cannot run here.
     """
+    if models.spec.quantization and name.startswith("vllm"):
+        raise NotMeasured(f"{name} makes its own weights; --quantize is for quire and transformers")
     free_memory()
     system = _systems()[name](models, attention, limits, options)
     try:

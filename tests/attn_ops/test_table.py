@@ -59,7 +59,8 @@ gpu_only    no      float32            any        any         none           NEV
 broken      no
 missing: not usable on cpu: package x is not installed: pip install x
 gpu_only: not usable on cpu: runs on cuda, xpu
-broken: not usable on cpu: failed to load: ImportError: no module y""")
+broken: not usable on cpu: failed to load: ImportError: no module y
+attention="auto" goes by the order above: nothing is measured on this device (run `quire bench attention --save`)""")
     assert repr(backends("cpu")) == str(backends("cpu"))
 
 

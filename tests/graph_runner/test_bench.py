@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_a_dry_run_of_all_systems(tmp_path: Path, capsys: pytest.CaptureFixture[
     environment, rows = result["environment"], result["rows"]
     assert set(environment) >= {"device", "driver", "cuda", "python", "versions", "commit", "dirty", "date",
                                 "host_cores", "copy_tb_per_s"}
-    assert set(environment["versions"]) == {"torch", "triton", "transformers", "flashinfer", "vllm"}
+    assert set(environment["versions"]) == {"torch", "triton", "transformers", "flashinfer", "vllm", "torchao"}
     good = [r for r in rows if not r["error"]]
     assert [(r["system"], r["batch"]) for r in good] == [
         (name, batch) for name in ("quire", "hf-eager", "hf-cb") for batch in (1, 2)]
@@ -201,6 +202,28 @@ def test_a_dry_run_of_all_systems(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert errors["vllm", ""] in ("vllm is not installed here", "vllm is measured on a GPU only")
     said = capsys.readouterr().out
     assert "ms a step" in said and "not measured: vllm" in said and f"wrote {out}" in said
+
+
+@pytest.mark.slow
+def test_quantised_rows_stand_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchao")
+    rows = []
+    for options in ([], ["--quantize", "int8wo"]):
+        out = tmp_path / f"{len(options)}.json"
+        systems = ["--systems", "quire,hf-eager", "--vs", "vllm"] if options else []
+        assert main(["bench", "decode", *DRY, *systems, *options, "--batch", "1", "--out", str(out)]) == 0
+        rows += json.loads(out.read_text())["rows"]
+    plain, quire, eager, vllm = rows
+    assert [r["quantization"] for r in rows] == [None, "int8wo", "int8wo", "int8wo"]
+    assert vllm["error"] == "vllm makes its own weights; --quantize is for quire and transformers"
+    assert quire["bytes_per_step"] == eager["bytes_per_step"] and not quire["error"] and not eager["error"]
+    model: Any = build(spec("tiny", torch.float32, 1))
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    # 1 byte for 4, and for each row a scale (4 bytes) and a zero point (1); the head is no longer tied to the embedding.
+    assert plain["bytes_per_step"] - quire["bytes_per_step"] == sum(3 * w.numel() - 5 * w.shape[0] for w in linear)
+    assert "weights" in capsys.readouterr().out
+    result = json.loads((tmp_path / "0.json").read_text())
+    assert compare(result, result["environment"], [quire], 0.05, Console(file=io.StringIO())) == 0  # another row
 
 
 def test_plots_and_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

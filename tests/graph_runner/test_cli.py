@@ -112,6 +112,7 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     (["bench", "--model", "nothing"], "'nothing' is neither a shape (llama-8b, "),
     (["bench", "--model", "tiny", "--systems", "quire,other"], "unknown systems ['other']; there are: quire, "),
     (["bench", "--model", "tiny", "--context", "64"], "--context must be more than 64"),
+    (["bench", "--model", "tiny", "--quantize", "int3"], "unknown quantization 'int3'; there are: int8wo, "),
     (["bench", "--model", "tiny", "--layers", "5"], "--layers 5, but the model has 4"),
     (["bench", "--model", "tiny", "--against", "nowhere.json"], "no result to compare with at nowhere.json"),
     (["bench", "--model", "tiny", "--dtype", "int8"], "--dtype 'int8' is not a floating-point torch dtype"),

@@ -129,4 +129,5 @@ BACKEND = AttentionBackend(
     op=define_paged_op("triton", paged_attention),
     prepare=torch.ops.quire.triton_prepare.default,
     priority={"cuda": 10},
+    packages=("triton",),
 )

@@ -1,0 +1,210 @@
+"""Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_kernels.py``.
+
+On a GPU a number is the median over replays of a CUDA graph that holds CALLS calls, divided by CALLS, where the backend allows
+such a batch in a graph; else of CALLS calls between two events, launches included where the GPU waits for them. (Of calls that
+take longer than SLOW fewer are made.) On a CPU it is the median over single calls. The calls go through several caches in turn,
+on a GPU together at least 8 times its L2 cache, so that keys come from memory, as they do in a model. Host work before a step
+(``plan``, ``prepare``) is not in it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import AttentionBackend, CudagraphSupport
+from attn_ops.kv_cache import Layout, PagedKVCache
+from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.step import Step, StepLimits, running
+
+CALLS = 20
+REPLAYS = 30
+SLOW = 5e-3  # seconds
+CPU_CALLS = 7
+
+
+@dataclass(frozen=True)
+class Point:
+    """One batch to measure: the tokens scheduled of each sequence, and the tokens that each has after the step."""
+
+    kind: str  # "decode" or "extend"
+    name: str
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+
+
+def decode_point(batch: int, context: int) -> Point:
+    return Point("decode", f"{batch}x{context}", [1] * batch, [context] * batch)
+
+
+#: Sequences, tokens of each that are scheduled, and tokens of each that were computed before.
+EXTENDS = ((1, 4096, 0), (8, 1024, 4096), (1, 960, 0), (1, 64, 8128))
+
+
+def extend_points(divisor: int = 1) -> list[Point]:
+    """Prefills of prompts and of chunks, and a mixed batch: 63 decodes and a chunk of 448. ``divisor``: of the lengths."""
+    points = []
+    for batch, new, before in EXTENDS:
+        new, before = max(2, new // divisor), before // divisor
+        name = f"{batch}x{new}" + (f"+{before}" if before else "")
+        points.append(Point("extend", name, [new] * batch, [new + before] * batch))
+    chunk, length = max(2, 448 // divisor), max(2, 2048 // divisor)
+    return [*points, Point("extend", f"63x1,{chunk}", [1] * 63 + [chunk], [length] * 64)]
+
+
+@dataclass
+class OpBatch:
+    """A batch laid out in a paged cache, and copies of the cache to go through in turn."""
+
+    site: AttentionSite
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None
+    cache: PagedKVCache
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    metadata: CommonAttentionMetadata
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: getattr(self.site, name) for name in ("scale", "window", "softcap", "chunk")}
+
+
+def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch.device, layout: Layout = "NHD",
+             max_len: int = 0, seed: int = 0) -> OpBatch:
+    """Random queries, keys and values for ``point``; each sequence's pages lie scattered over the cache.
+
+    Args:
+        max_len: tokens that the block table has room for, at least (an engine's is as wide as its longest sequence).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-n // page_size) for n in point.seq_lens]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    width = max([*counts, -(-max_len // page_size)])
+    table = []
+    for count in counts:
+        table.append(order[:count] + [0] * (width - count))
+        order = order[count:]
+    metadata = CommonAttentionMetadata.build(point.query_lens, point.seq_lens, table, page_size=page_size, device=device)
+    cache = PagedKVCache.for_sites([site], num_pages=sum(counts) + 1, page_size=page_size, device=device, layout=layout)
+    for tensor in (cache.k[0], cache.v[0]):
+        tensor.normal_()
+    copies = 2
+    if device.type == "cuda":
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        copies = max(2, min(CALLS, -(-8 * l2 // cache.num_bytes)))
+    caches = [(cache.k[0], cache.v[0])] + [(cache.k[0].clone(), cache.v[0].clone()) for _ in range(copies - 1)]
+
+    def new(heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(sum(point.query_lens), heads, dim, device=device, dtype=site.dtype)
+
+    sinks = torch.randn(site.num_heads, device=device, dtype=site.dtype) if site.sinks else None
+    return OpBatch(site, new(site.num_heads, site.head_dim), new(site.num_kv_heads, site.head_dim),
+                   new(site.num_kv_heads, site.head_dim_v), sinks, cache, caches, metadata)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``us`` and ``host_us`` of one call (device and host time; the same on a CPU); ``how``: "graph", "events" or "host"."""
+
+    us: float
+    host_us: float
+    how: str
+
+
+def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
+    """Time the backend on the batch. Whatever its op raises comes out."""
+    m, device = batch.metadata, batch.q.device
+    decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
+    least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
+    captured = device.type == "cuda" and backend.capabilities.cudagraph_support >= least
+    # A backend that plans must know that a graph is made, and give it buffers that stay.
+    step = Step(batch.cache, m, attention=backend, graph_key="bench" if captured else None, capturing=captured)
+    if backend.make_state is not None:
+        limits = StepLimits(m.seq_lens.shape[0], m.num_tokens, m.block_table_tensor.shape[1])
+        step.states[backend.name] = backend.make_state([batch.site], batch.cache, limits)
+    with running(step):
+        if backend.plan is not None:
+            backend.plan(m, step)
+        tables = (m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens)
+        prepared = list(backend.prepare(*tables, m.page_size)) if backend.prepare is not None else []
+
+        def call(i: int) -> None:
+            k_cache, v_cache = batch.caches[i % len(batch.caches)]
+            backend.op(batch.q, batch.k, batch.v, k_cache, v_cache, *tables, batch.sinks, prepared, **batch.options)
+
+        call(0)
+        if device.type != "cuda":
+            return _on_the_host(call)
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call(0)
+        torch.cuda.synchronize(device)
+        once = time.perf_counter() - began
+        count = CALLS if once < SLOW else 2
+        began = time.perf_counter()
+        for i in range(count):
+            call(i)
+        host_us = (time.perf_counter() - began) * 1e6 / count
+        torch.cuda.synchronize(device)
+
+        def calls() -> None:
+            for i in range(count):
+                call(i)
+
+        replays = REPLAYS if once < SLOW else 3
+        if not captured:
+            return Timing(median_us(calls, count, replays), host_us, "events")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        return Timing(median_us(graph.replay, count, replays), host_us, "graph")
+
+
+def _on_the_host(call: Callable[[int], None]) -> Timing:
+    seconds = []
+    for i in range(CPU_CALLS):
+        began = time.perf_counter()
+        call(i)
+        seconds.append(time.perf_counter() - began)
+    us = statistics.median(seconds) * 1e6
+    return Timing(us, us, "host")
+
+
+def median_us(run: Callable[[], Any], calls: int, replays: int) -> float:
+    """Device time of one call, where ``run`` makes ``calls`` of them on the current stream."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for _ in range(min(3, replays - 1)):
+        run()
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / calls
+
+
+def work(site: AttentionSite, point: Point) -> tuple[int, int]:
+    """(bytes of keys, values, queries and outputs, floating-point operations) that the call cannot do without.
+
+    Operations are those of the two matrix products over visible keys.
+    """
+    keys = pairs = 0
+    for query, seq in zip(point.query_lens, point.seq_lens, strict=True):
+        visible = [min(p + 1, site.window or p + 1, p % site.chunk + 1 if site.chunk else p + 1)
+                   for p in range(seq - query, seq)]
+        pairs += sum(visible)
+        keys += seq - min(p + 1 - n for p, n in zip(range(seq - query, seq), visible, strict=True))
+    dims = site.head_dim + site.head_dim_v
+    size = (keys * site.num_kv_heads + sum(point.query_lens) * site.num_heads) * dims * site.dtype.itemsize
+    return size, 2 * pairs * site.num_heads * dims
+
+
+__all__ = ["CALLS", "EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "median_us",
+           "op_batch", "work"]

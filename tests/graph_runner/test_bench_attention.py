@@ -1,0 +1,177 @@
+"""``quire bench attention``: a slow backend beside the plain one on the CPU, and what attention="auto" makes of the times."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_ops import backend as registry
+from attn_ops import choices
+from attn_ops.attention import AttentionSite
+from attn_ops.backend import define_paged_op, get_backend, register_backend
+from attn_ops.backends.torch_native import paged_attention
+from graph_runner.bench.attention import heads_of
+from graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
+from graph_runner.cli import main
+from graph_runner.engine import Engine
+from tests.tiny import load_model
+
+CPU = torch.device("cpu")
+PAUSE = 0.004  # seconds; the plain backend takes a tenth of it at the sizes here
+SMALL = ["--device", "cpu", "--batch", "1,2", "--context", "20,33", "--scale", "8"]
+
+
+def _slow(*args: Any, **options: Any) -> torch.Tensor:
+    time.sleep(PAUSE)
+    return paged_attention(*args, **options)
+
+
+SLOW_OP = define_paged_op("slow_for_test", _slow, devices=("CPU",))
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A backend that is slow and that attention="auto" would take, an empty cache of measurements, no GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    plain = get_backend("torch_native")
+    monkeypatch.setattr("attn_ops.backend._BACKENDS", {"torch_native": plain})
+    return register_backend(dataclasses.replace(plain, name="slow_for_test", op=SLOW_OP, priority={"cpu": -1}))
+
+
+def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                 caplog: pytest.LogCaptureFixture) -> None:
+    model = load_model()
+    with Engine(model, num_pages=8) as engine:
+        assert engine.runner.backend is slow and engine.runner.selection.why == ""
+    out = tmp_path / "out.json"
+    assert main(["bench", "attention", "--model", "tiny", *SMALL, "--save", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert 'attention="auto" for 4/2 x 64 float32: torch_native (fastest measured: decode ' in said
+    assert f"saved in {tmp_path / 'cache' / 'attention.json'}" in said
+
+    result = json.loads(out.read_text())
+    assert set(result) == {"environment", "rows"} and result["environment"]["device"] == choices.device_name(CPU)
+    rows = {(r["attention"], r["kind"], r["point"]): r for r in result["rows"]}
+    points = [("decode", n) for n in ("1x20", "2x20", "1x33", "2x33")] + [("extend", p.name) for p in extend_points(8 * 32)]
+    assert list(rows) == [(name, *point) for point in points for name in ("torch_native", "slow_for_test")]
+    assert not [r for r in rows.values() if r["error"]]
+    for (name, _, _), row in rows.items():
+        assert (row["us"] > PAUSE * 1e6) == (name == "slow_for_test") or row["kind"] == "extend"
+        assert row["how"] == "host" and row["workload"] == "attention" and row["model"] == "tiny" and row["page_size"] == 16
+    assert rows["torch_native", "decode", "2x33"]["bytes_per_step"] == (2 * 33 * 2 + 2 * 4) * 128 * 4
+
+    with caplog.at_level(logging.INFO), Engine(model, num_pages=8) as engine:
+        assert engine.runner.backend.name == "torch_native"
+        (why,) = engine.runner.selection.passed_over["slow_for_test"]
+    assert why.startswith("measured slower: decode ") and why.endswith(f"us ({choices.device_name(CPU)}, 4/2 x 64 float32)")
+    assert [r for r in caplog.records if r.message.startswith("attention: torch_native (fastest measured")]
+    assert main(["backends", "--device", "cpu"]) == 0
+    assert "4/2 x 64 float32, page 16: decode torch_native" in capsys.readouterr().out
+    assert main(["explain"]) == 0
+    said = capsys.readouterr().out
+    assert "attention backend: torch_native, fastest measured: decode" in said
+    assert "slow_for_test passed over: measured slower: decode" in said
+
+
+def test_a_backend_that_fails_is_on_record_and_not_saved(slow: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no kernel image\nfor this device")
+
+    monkeypatch.setitem(registry._BACKENDS, "slow_for_test", dataclasses.replace(slow, op=broken))
+    out = tmp_path / "out.json"
+    shape = ["--heads", "4/4x8,4/2x8"]
+    assert main(["bench", "attention", *shape, *SMALL, "--page-size", "4", "--save", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["error"] for r in rows if r["attention"] == "slow_for_test"} == {
+        "RuntimeError: no kernel image\nfor this device"}
+    saved = choices.load(choices.cache_file())
+    assert {(r.backend, r.shape.group, r.num_kv_heads, r.shape.page_size) for r in saved} == {
+        ("torch_native", 1, 4, 4), ("torch_native", 2, 2, 4)}
+
+
+def test_a_backend_asked_for_that_cannot_is_a_row(slow: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    less = dataclasses.replace(slow.capabilities, head_dims=lambda d, dv: False, head_dims_note="none")
+    monkeypatch.setitem(registry._BACKENDS, "slow_for_test", dataclasses.replace(slow, capabilities=less))
+    assert main(["bench", "attention", "--heads", "1/1x8", *SMALL, "--attention", "slow_for_test", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["error"] == "cannot serve it: head dims 8/8 (has none)"
+    with pytest.raises(ValueError, match="nothing to save"):
+        main(["bench", "attention", "--heads", "1/1x8", *SMALL, "--attention", "slow_for_test", "--save", "--traceback"])
+
+
+def test_against_an_earlier_result(slow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tmp_path / "before.json"
+    arguments = ["bench", "attention", "--heads", "2/1x8", *SMALL, "--attention", "slow_for_test"]
+    assert main([*arguments, "--out", str(before)]) == 0
+    result = json.loads(before.read_text())
+    for row in result["rows"]:
+        row["ms_per_step"] /= 100
+    before.write_text(json.dumps(result))
+    assert main([*arguments, "--against", str(before)]) == 1
+    assert "9 rows compared, 9 slower" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["attention", "--heads", "8x64"], "--heads takes query heads/key heads x head dim such as 32/8x128"),
+    (["attention", "--heads", "8/3x64"], "--heads takes"),
+    (["attention", "--page-size", "0"], "--page-size and --scale must be at least 1"),
+    (["attention", "--dtype", "int8"], "--dtype 'int8' is not a floating-point"),
+    (["attention", "--vs", "vllm", "--engine", "num_pages=3"], "--vs, --engine: not with the workload attention"),
+    (["attention", "--systems", "hf-eager"], "--systems does not go with the workload attention"),
+    (["attention", "--attention", "nope"], "unknown attention backend 'nope'"),
+    (["decode", "--save"], "--save: not with the workload decode"),
+    (["decode", "--page-size", "8"], "--page-size and --layout go with the workload attention"),
+    (["decode", "--context", "100,200"], "the workload decode takes one --context, got [100, 200]"),
+])
+def test_arguments_that_would_go_unheeded_are_refused(arguments: list[str], message: str, slow: Any,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments, "--device", "cpu", "--model", "tiny"]) == 2
+    assert f"quire bench: error: {message}" in capsys.readouterr().err
+
+
+def test_heads() -> None:
+    assert heads_of("32/8x128") == (32, 8, 128)
+
+
+def test_points() -> None:
+    point = decode_point(3, 100)
+    assert (point.kind, point.name, point.query_lens, point.seq_lens) == ("decode", "3x100", [1] * 3, [100] * 3)
+    assert [p.name for p in extend_points()] == ["1x4096", "8x1024+4096", "1x960", "1x64+8128", "63x1,448"]
+    assert all(len(p.query_lens) == len(p.seq_lens) for p in extend_points(1000))
+
+
+@pytest.mark.parametrize(("needs", "keys", "pairs"), [
+    ({}, 10, 9 + 10), ({"window": 4}, 5, 4 + 4), ({"window": 100}, 10, 19), ({"chunk": 8}, 2, 1 + 2),
+    ({"chunk": 9}, 10, 9 + 1),
+])
+def test_work(needs: dict[str, Any], keys: int, pairs: int) -> None:
+    """Two queries at positions 8 and 9."""
+    site = AttentionSite(0, 4, 2, 8, 6, torch.bfloat16, 1.0, **needs)
+    point = dataclasses.replace(decode_point(1, 10), query_lens=[2])
+    assert work(site, point) == ((keys * 2 + 2 * 4) * 14 * 2, 2 * pairs * 4 * 14)
+
+
+@pytest.mark.parametrize("name", ["torch_native", "triton"])
+@pytest.mark.parametrize("point", [decode_point(2, 20), dataclasses.replace(decode_point(2, 20), query_lens=[3, 1])])
+def test_a_measured_batch_is_a_real_one(name: str, point: Any) -> None:
+    """What is timed writes the step's keys where they belong, and runs with every feature."""
+    backend = get_backend(name)
+    if backend.available(CPU):
+        pytest.skip(str(backend.available(CPU)))
+    site = AttentionSite(0, 4, 2, 16, 16, torch.float32, 0.25, window=7, softcap=5.0, sinks=True)
+    batch = op_batch(site, point, page_size=4, device=CPU, max_len=64)
+    assert batch.metadata.block_table.shape == (2, 16)
+    timing = measure(backend, batch)
+    assert timing.us > 0 and timing.us == timing.host_us and timing.how == "host"
+    slots = batch.metadata.slot_mapping
+    for k_cache, v_cache in batch.caches:
+        assert torch.equal(k_cache[slots // 4, slots % 4], batch.k) and torch.equal(v_cache[slots // 4, slots % 4], batch.v)

@@ -1,0 +1,237 @@
+"""Quantised models in the engine: modules exchanged by hand, as many libraries do it, and torchao's tensor subclasses."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import quire
+from attn_ops.backend import UnsupportedAttention
+from passes.capture import PagedModel
+from passes.dynamo_backend import QuireOptions
+from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_model, load_tokenizer, tokens
+from tests.zoo.harness import TOLERANCE, error, reference, serve
+
+
+class Int8Linear(nn.Module):
+    """What takes a linear layer's place: integers and scales as buffers, made floating-point when used."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype)) * self.scale
+
+
+class DynamicInt8Linear(Int8Linear):
+    """Its input is quantised too, with a scale a token or, where told so, one for all."""
+
+    def __init__(self, linear: nn.Linear, all_together: bool = False) -> None:
+        super().__init__(linear)
+        self.all_together = all_together
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        step = (x.abs().max() if self.all_together else x.abs().amax(-1, keepdim=True)) / 127
+        return super().forward((x / step).round().clamp(-127, 127)) * step
+
+
+def exchange(model: nn.Module, kind: Any) -> None:
+    """Put ``kind(linear)`` in the place of every linear layer but the head."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                setattr(module, name, kind(child))
+
+
+def by_torchao(config: str, filter_fn: Any = None, **options: Any) -> Any:
+    torchao = pytest.importorskip("torchao.quantization")
+    made = getattr(torchao, config)(set_inductor_config=False, **options)
+    return functools.partial(torchao.quantize_, config=made, **({"filter_fn": filter_fn} if filter_fn else {}))
+
+
+def intx(model: nn.Module) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(model, torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4))
+
+
+WAYS: dict[str, Any] = {
+    "int8 modules": lambda model: exchange(model, Int8Linear),
+    "dynamic int8 modules": lambda model: exchange(model, DynamicInt8Linear),
+    "torchao int8": lambda model: by_torchao("Int8WeightOnlyConfig")(model),
+    "torchao float8": lambda model: by_torchao("Float8WeightOnlyConfig")(model),
+    "torchao dynamic int8": lambda model: by_torchao("Int8DynamicActivationInt8WeightConfig")(model),
+    "torchao int4": intx,
+}
+
+# Where activations are rounded too, a difference in the last bit of a float32 moves one of them by a whole step now and then
+# (torchao's steps even put the largest number of a token on the edge between two). The quantised model's own two attention
+# implementations, sdpa and eager, differ by 0.6e-2 to 1.1e-2 of the largest logit for that reason; about twice as much. (The
+# same in a model small enough to be without such luck is in tests/passes/test_quantized.py, to 1e-5.)
+ROUNDED = 0.02
+
+
+def tolerance(way: str) -> float:
+    return ROUNDED if "dynamic" in way else TOLERANCE
+
+
+def assert_greedy(model: Any, way: str, prompts: list[list[int]], got: list[list[int]]) -> None:
+    """``got`` is what the model's own generate makes; a first difference must be between tokens that are as likely."""
+    for prompt, ours in zip(prompts, got, strict=True):
+        want = hf_greedy(model, prompt, GREEDY.max_tokens)
+        at = next((i for i, (a, b) in enumerate(zip(ours, want, strict=True)) if a != b), None)
+        if at is None:
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + want[:at]])).logits[0, -1]
+        assert (logits[want[at]] - logits[ours[at]]).abs() <= 2 * tolerance(way) * logits.abs().max(), (prompt, ours, want)
+        assert "dynamic" in way
+
+
+def quantized(way: str) -> Any:
+    model = load_model()
+    plain = {n: m.weight.sum().item() for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    WAYS[way](model)
+    changed = [n for n, m in model.named_modules() if n in plain and type(getattr(m, "weight", None)) is not nn.Parameter]
+    assert len(changed) >= 28  # 7 projections in each of 4 layers
+    return model
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """What must be as before: the objects, their types, and every number."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    entries = {k: (v.dequantize() if hasattr(v, "dequantize") and type(v) is not torch.Tensor and type(v) is not nn.Parameter
+                   else v).clone() for k, v in model.state_dict().items()}
+    return {"objects": {n: (id(p), type(p)) for n, p in named.items()}, "entries": entries,
+            "types": {k: type(v) for k, v in model.state_dict().items()},
+            "modules": {n: type(m) for n, m in model.named_modules()}}
+
+
+def assert_same(model: nn.Module, before: dict[str, Any]) -> None:
+    after = state(model)
+    entries = after.pop("entries")
+    assert list(entries) == list(before["entries"])
+    assert not [k for k, v in entries.items() if not torch.equal(v, before["entries"][k])]
+    assert after == {k: v for k, v in before.items() if k != "entries"}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer()
+    return [tokenizer(p).input_ids for p in PROMPTS]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_engine_generates_what_the_quantised_model_does(way: str, prompts: list[list[int]],
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    """With every fusion on, none of which may touch the weights."""
+    model = quantized(way)
+    before = state(model)
+    with caplog.at_level(logging.INFO), quire.Engine(model, compiler="eager", fusions="all") as engine:
+        got = tokens(engine.generate(prompts, GREEDY))
+        assert engine.watch.change() is None
+    assert "projections: 0 matches" in caplog.messages
+    assert_same(model, before)
+    assert_greedy(model, way, prompts, got)
+
+
+def test_what_is_not_quantised_is_fused_as_ever(prompts: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    """Only the MLPs are quantised: q/k/v become one projection, gate/up do not; and all is given back."""
+    model = load_model()
+    by_torchao("Int8WeightOnlyConfig", filter_fn=lambda m, name: isinstance(m, nn.Linear) and ".mlp." in name)(model)
+    before = state(model)
+    with caplog.at_level(logging.INFO), quire.Engine(model, compiler="eager", fusions="all") as engine:
+        got = tokens(engine.generate(prompts, GREEDY))
+    assert "projections: 4 matches" in caplog.messages
+    assert_same(model, before)
+    assert_greedy(model, "int8", prompts, got)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["int8 modules", "torchao int8", "torchao float8"])
+def test_engine_compiled(way: str, prompts: list[list[int]]) -> None:
+    model = quantized(way)
+    with quire.Engine(model, compiler="inductor", fusions="all") as engine:
+        assert_greedy(model, way, prompts, tokens(engine.generate(prompts, GREEDY)))
+
+
+@pytest.mark.parametrize(("way", "compiler"), [(way, "eager") for way in WAYS] + [
+    pytest.param(way, "inductor", marks=pytest.mark.slow) for way in ("torchao int8", "torchao dynamic int8")])
+def test_logits_are_those_of_forwards_of_each_sequence_alone(way: str, compiler: str) -> None:
+    model = quantized(way)
+    batch = reference(model)
+    plain = reference(load_model())
+    paged = PagedModel(model, QuireOptions(compiler=compiler, fusions="all", attention="torch_native"))
+    got = serve(paged, batch, page_size=4)
+    padded = serve(paged, batch, page_size=4, pad=(5, 2))
+    paged.close()
+    assert error(got, batch) <= tolerance(way) and error(padded, batch) <= tolerance(way)
+    if "dynamic" not in way:
+        assert error(got, plain) > 100 * TOLERANCE  # it is the quantised model
+
+
+def test_paged_generate(prompts: list[list[int]]) -> None:
+    model = quantized("torchao int8")
+    want = hf_greedy(model, prompts[3], 20)
+    before = state(model)
+    model = quire.paged(model, compiler="eager")
+    assert hf_greedy(model, prompts[3], 20) == want
+    assert model.generate.engine.runner.graphs is not None
+    model.generate.close()
+    assert_same(model, before)
+    assert quire.explain(model).supported
+
+
+def test_a_model_quantised_by_transformers(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Through TorchAoConfig when it is loaded; then saved, and loaded from there by the engine."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    from graph_runner.loading import TINY_MODEL
+
+    quantization = TorchAoConfig(torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    model: Any = AutoModelForCausalLM.from_pretrained(str(TINY_MODEL), dtype=torch.float32,
+                                                      quantization_config=quantization).eval()
+    assert type(model.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+    want = [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts]
+    before = state(model)
+    with quire.Engine(model, fusions="all") as engine:
+        assert tokens(engine.generate(prompts, GREEDY)) == want
+    assert_same(model, before)
+    model.save_pretrained(tmp_path)
+    with quire.Engine(str(tmp_path)) as engine:
+        assert type(engine.model.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+        assert tokens(engine.generate(prompts, GREEDY)) == want
+
+
+def test_activations_scaled_all_together_are_refused() -> None:
+    """What a sequence gets would depend on its neighbours in the batch."""
+    model = load_model()
+    exchange(model, functools.partial(DynamicInt8Linear, all_together=True))
+    with pytest.raises(UnsupportedAttention, match="layers.0.self_attn.q_proj mixes the tokens of the batch outside atten"):
+        quire.Engine(model)
+    torchao = pytest.importorskip("torchao.quantization")
+    model = load_model()
+    by_torchao("Int8DynamicActivationInt8WeightConfig", granularity=torchao.PerTensor())(model)
+    with pytest.raises(UnsupportedAttention, match=r"q_proj mixes the tokens .* \(Int8Tensor\) quantises the activations"):
+        quire.Engine(model)
+
+
+@pytest.mark.parametrize("way", ["int8 modules", "torchao int8"])
+def test_weights_updated_in_place_reach_a_running_engine(way: str, prompts: list[list[int]]) -> None:
+    model = quantized(way)
+    with quire.Engine(model, compiler="eager") as engine:
+        before = tokens(engine.generate(prompts[:2], GREEDY))
+        up = model.model.layers[0].mlp.up_proj
+        (up.scale if way == "int8 modules" else up.weight.scale).mul_(-3)
+        after = tokens(engine.generate(prompts[:2], GREEDY))
+        assert after != before and after == [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts[:2]]
