@@ -28,8 +28,8 @@ from attn_ops.step import current_step
 from tests.attn_ops.oracle import oracle_attention
 
 NATIVE = get_backend("torch_native")
-NAMES = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks",
-         "prepared")
+NAMES = ("q", "k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping", "block_table", "query_start_loc",
+         "seq_lens", "sinks", "prepared")
 
 
 def broken(change: Callable[[dict], object], **capabilities) -> AttentionBackend:

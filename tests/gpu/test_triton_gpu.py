@@ -112,7 +112,7 @@ def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
 
     static = batch(*batches[0], seed=0)
     m = static.metadata
-    buffers = [static.q, static.k, static.v, static.cache.k[0], static.cache.v[0], m.slot_mapping, m.block_table_tensor,
+    buffers = [static.q, static.k, static.v, *static.cache.of_layer(0), m.slot_mapping, m.block_table_tensor,
                m.query_start_loc, m.seq_lens, static.sinks]
     with decode().overridden(atomic=atomic):
         run_case(BACKEND, static)  # compiles the kernels
@@ -123,7 +123,7 @@ def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
     previous = None
     for seed, (query_lens, seq_lens) in enumerate(batches[1:], 1):
         case = batch(query_lens, seq_lens, seed)
-        for buffer, new in zip(buffers, case.arguments()[:10], strict=True):
+        for buffer, new in zip(buffers, case.arguments()[:12], strict=True):
             if buffer is not None:
                 buffer.copy_(new)
         graph.replay()

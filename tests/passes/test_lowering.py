@@ -99,8 +99,9 @@ flatten_2 = flatten(transpose_3, 0, 1)
 transpose_4 = transpose(v, 1, 2)
 flatten_3 = flatten(transpose_4, 0, 1)
 torch_native_paged_attention_default = torch_native_paged_attention.default(flatten_1, flatten_2, flatten_3,
-    quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
-    quire_seq_lens, None, torch_native_prepare_default, scale=0.3, window=None, softcap=None, chunk=None)
+    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
+    quire_query_start_loc, quire_seq_lens, None, torch_native_prepare_default, scale=0.3, window=None,
+    softcap=None, chunk=None)
 view_1 = view(torch_native_paged_attention_default, 1, -1, 4, 4)
 transpose_5 = transpose(view_1, 1, 2)
 transpose_1 = transpose(transpose_5, 1, 2)
