@@ -80,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N",
                         help="only N layers, for a dry run (default: $LAYERS, else all)")
     parser.add_argument("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE",
+                        help="of quire's KV cache: auto (that of --dtype), int8, fp8, fp8_e5m2 (default: auto)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST",
                         help="attention backends of quire to measure, with commas between (default: auto)")
