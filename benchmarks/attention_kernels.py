@@ -7,7 +7,7 @@
 Each number is the median over replays of a CUDA graph that holds 20 calls, divided by 20. The calls go through several
 caches in turn, together at least 8 times the L2 cache, so that keys come from memory, as they do in a model. Host
 work before a step (``plan``, ``prepare``) is not in it. ``host`` is the time of one eager call on the host. Decode is
-measured against the bytes of keys, values, queries and outputs, and the bandwidth of a copy on the same GPU; prefill
+measured against the bytes of keys, values, their scales, queries and outputs, and the bandwidth of a copy; prefill
 against the operations of the two matrix products over visible keys only. """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_ops.backend import AttentionBackend, get_backend
+from attn_ops.kv_cache import vector_bytes
 from attn_ops.step import Step, StepLimits, running
+from graph_runner.loading import kv_dtype
 from tests.attn_ops.cases import Case, make_case
 
 CALLS = 20
@@ -78,11 +80,11 @@ def build(args: argparse.Namespace, query_lens: list[int], seq_lens: list[int]) 
     case = make_case(
         query_lens, seq_lens, num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.dim, page_size=args.page,
         layout=args.layout, dtype=getattr(torch, args.dtype), device="cuda", window=args.window, poison=0.0,
-        expect=False, table_width=-(-max(max(seq_lens), args.max_len) // args.page))
+        expect=False, kv_dtype=kv_dtype(args.kv_dtype), table_width=-(-max(max(seq_lens), args.max_len) // args.page))
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     count = max(2, min(CALLS, -(-8 * l2 // case.cache.num_bytes)))
-    caches = [(case.cache.k[0], case.cache.v[0])]
-    caches += [(case.cache.k[0].clone(), case.cache.v[0].clone()) for _ in range(count - 1)]
+    caches = [case.cache.of_layer(0)]
+    caches += [tuple(None if t is None else t.clone() for t in caches[0]) for _ in range(count - 1)]
     return case, caches
 
 
@@ -102,8 +104,7 @@ def measure(backend: AttentionBackend, case: Case, caches: list[tuple]) -> tuple
         arguments = case.arguments(prepared)
 
         def call(i: int) -> None:
-            k_cache, v_cache = caches[i % len(caches)]
-            backend.op(*arguments[:3], k_cache, v_cache, *arguments[5:], **case.options)
+            backend.op(*arguments[:3], *caches[i % len(caches)], *arguments[7:], **case.options)
 
         call(0)
         torch.cuda.synchronize()
@@ -126,8 +127,9 @@ def work(args: argparse.Namespace, query_lens: list[int], seq_lens: list[int]) -
         visible = [min(p + 1, args.window or p + 1) for p in range(seq - query, seq)]
         pairs += sum(visible)
         keys += min(seq, (args.window or seq) + query - 1)
-    itemsize = getattr(torch, args.dtype).itemsize
-    size = (2 * keys * args.kv_heads + 2 * sum(query_lens) * args.heads) * args.dim * itemsize
+    dtype = getattr(torch, args.dtype)
+    size = keys * args.kv_heads * vector_bytes(args.dim, args.dim, kv_dtype(args.kv_dtype) or dtype)
+    size += 2 * sum(query_lens) * args.heads * args.dim * dtype.itemsize
     return size, 4 * pairs * args.heads * args.dim
 
 
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--layout", default="NHD", choices=("NHD", "HND"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", default="auto", help="of the cache: auto (--dtype), int8, fp8, fp8_e5m2")
     parser.add_argument("--window", type=int)
     parser.add_argument("--max-len", type=int, default=8192, help="tokens that the block table has room for")
     parser.add_argument("--json", help="write the results there")
