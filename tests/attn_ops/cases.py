@@ -80,6 +80,10 @@ class Case:
         return (self.q, self.k, self.v, *self.cache.of_layer(0), m.slot_mapping, m.block_table_tensor,
                 m.query_start_loc, m.seq_lens, self.sinks, list(prepared))
 
+    def buffers(self) -> list[torch.Tensor]:
+        """The tensors among the op's arguments, which a CUDA graph reads and writes in place."""
+        return [tensor for tensor in self.arguments()[:12] if tensor is not None]
+
 
 def make_case(
     query_lens: Sequence[int], seq_lens: Sequence[int], *, num_heads: int, num_kv_heads: int, head_dim: int,
