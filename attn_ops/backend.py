@@ -10,8 +10,8 @@ attends each query to its sequence's pages. ``define_paged_op`` registers it, so
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from importlib.metadata import entry_points
 from typing import Any
@@ -22,9 +22,9 @@ from attn_ops import choices
 from attn_ops.attention import LIBRARY, AttentionSite
 
 PAGED_SCHEMA = (
-    "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor block_table, "
-    "Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, Tensor[] prepared, *, float scale, int? window, "
-    "float? softcap, int? chunk) -> Tensor"
+    "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
+    "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, Tensor[] prepared, *, "
+    "float scale, int? window, float? softcap, int? chunk) -> Tensor"
 )
 
 
@@ -43,7 +43,9 @@ class AttentionCapabilities:
 
     Args:
         devices: torch device types.
-        dtypes, kv_dtypes: of q/k/v, and of the cache (None: the same as q).
+        dtypes: of q, k and v.
+        kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, in words, for messages.
+        min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
         head_dims: predicate on (D, Dv).  head_dims_note: the same in words, for messages.
         page_sizes: predicate on tokens a page.  page_sizes_note: in words.
         layouts: memory layouts of the cache.
@@ -56,7 +58,9 @@ class AttentionCapabilities:
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    kv_dtypes: frozenset[torch.dtype] | None = None
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
+    kv_dtypes_note: str = ""
+    min_kv_compute_capability: Mapping[torch.dtype, tuple[int, int]] = field(default_factory=dict, hash=False)
     head_dims: Callable[[int, int], bool] = lambda d, dv: True
     head_dims_note: str = "any"
     page_sizes: Callable[[int], bool] = lambda p: True
@@ -83,17 +87,19 @@ class AttentionCapabilities:
         why = []
         if device.type not in self.devices:
             why.append(f"runs on {_words(self.devices)}, not {device.type}")
+        kv_dtype = kv_dtype or site.dtype
         if device.type == "cuda" and device.type in self.devices and torch.cuda.is_available():
             have = torch.cuda.get_device_capability(device)
-            if have < self.min_compute_capability:
-                need = ".".join(map(str, self.min_compute_capability))
-                why.append(f"needs compute capability {need}, the GPU has {have[0]}.{have[1]}")
+            for what, need in (("", self.min_compute_capability), (f"KV cache dtype {_dtype(kv_dtype)} ", (
+                    self.min_kv_compute_capability.get(kv_dtype, (0, 0))))):
+                if have < need:
+                    why.append(f"{what}needs compute capability {need[0]}.{need[1]}, the GPU has {have[0]}.{have[1]}")
         if site.dtype not in self.dtypes:
             why.append(f"dtype {_dtype(site.dtype)} (has {_words(map(_dtype, self.dtypes))})")
-        kv_dtype = kv_dtype or site.dtype
-        if kv_dtype not in (self.kv_dtypes or {site.dtype}):
-            have_kv = _words(map(_dtype, self.kv_dtypes)) if self.kv_dtypes else "only the model's own dtype"
-            why.append(f"KV cache dtype {_dtype(kv_dtype)} (has {have_kv})")
+        if kv_dtype not in (site.dtype, *self.kv_dtypes):
+            have_kv = "the model's own dtype" + (f", {_words(map(_dtype, self.kv_dtypes))}" if self.kv_dtypes else " only")
+            note = f": {self.kv_dtypes_note}" if self.kv_dtypes_note else ""
+            why.append(f"KV cache dtype {_dtype(kv_dtype)} (has {have_kv}{note})")
         if not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
         if page_size is not None and not self.page_sizes(page_size):
@@ -149,10 +155,11 @@ class UnsupportedAttention(ValueError):
 def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA")) -> Any:
     """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
 
-    ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer, the metadata tensors and
-    ``prepared``; it mutates the caches and nothing else, and returns (T, H, Dv). k and v None: nothing is written (the
-    layer shares another's cache). Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which
-    eager steps pay once a layer.
+    ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer with their scales, the metadata
+    tensors and ``prepared``; it mutates caches and scales and nothing else, and returns (T, H, Dv). k and v None: nothing
+    is written (the layer shares another's cache). k_scale and v_scale None: the caches hold keys and values as they are;
+    else codes, and every key and value is attended to as it reads back, the step's own included (``attn_ops/kv_quant.py``).
+    Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which eager steps pay once a layer.
     """
     op_name = f"{name}_paged_attention"
     LIBRARY.define(op_name + PAGED_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,15 +1,17 @@
 """The conformance kit: does an attention backend do what it declares, and refuse the rest?
 
-    python -m attn_ops.conformance --backend NAME [--device cpu|cuda] [--dtype float32|bfloat16|float16]
+    python -m attn_ops.conformance --backend NAME [--device cpu|cuda] [--dtype float32|bfloat16|float16] [--kv-dtype int8|...]
 
 It tests quire's own backends and anybody else's. It makes ragged batches of its own, runs the backend's paged op on them
 as a model would (state, plan, prepare, op), and compares with an oracle in float64. Every check prints one line; the exit
 code is 1 if one fails. What a device cannot show (CUDA graphs on a CPU) is skipped, and the line says why.
 
 A number may be off by 1e-5 (float32 sums) and by two eps of the dtype, of the output and of the weighted sum of \\|v\\|: the
-softmax weights and the output are each rounded once.
+softmax weights and the output are each rounded once. The same holds for quantised caches, with keys and values as they
+read back; codes and scales must be those of ``attn_ops/kv_quant.py`` bit for bit, so that backends can share a cache.
+Without --kv-dtype the checks run on a cache of the model's dtype, and two of them on each quantised one that is declared.
 
-Not covered: KV dtypes other than the model's, speed.
+Not covered: caches of another floating-point dtype than the model's, speed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import AttentionBackend, CudagraphSupport, broken_backends, get_backend
 from attn_ops.kv_cache import PagedKVCache
+from attn_ops.kv_quant import QUANTISED, dequantise, quantise
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step, ensure_planned, running
 
@@ -86,7 +89,17 @@ class Batch:
     def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple[Any, ...]:
         """Positional arguments of the paged op."""
         new = (self.k, self.v) if self.write else (None, None)
-        return (self.q, *new, self.cache.k[0], self.cache.v[0], *self.tables, self.sinks, list(prepared))
+        return (self.q, *new, *self.cache.of_layer(0), *self.tables, self.sinks, list(prepared))
+
+    @property
+    def held(self) -> dict[str, torch.Tensor]:
+        """The cache's tensors, by name."""
+        names = ("key", "value", "key scale", "value scale")
+        return {n: t for n, t in zip(names, self.cache.of_layer(0), strict=True) if t is not None}
+
+    def stored(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys or values as the cache must hold them, with their scale if it is quantised."""
+        return quantise(new, self.cache.dtype) if self.cache.quantised else (new, None)
 
 
 def oracle(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, *, scale: float,
@@ -113,11 +126,17 @@ def oracle(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: tor
     return torch.einsum("nkgl,lkd->nkgd", weights, values.double()).flatten(1, 2)
 
 
-class Kit:
-    """The checks, for one backend on one device in one dtype."""
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: to compare bit by bit, and to index what torch cannot."""
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
 
-    def __init__(self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> None:
-        self.backend, self.device, self.dtype = backend, device, dtype
+
+class Kit:
+    """The checks, for one backend on one device in one dtype; ``kv_dtype`` is of a quantised cache, None: ``dtype``."""
+
+    def __init__(self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
+                 kv_dtype: torch.dtype | None = None) -> None:
+        self.backend, self.device, self.dtype, self.kv_dtype = backend, device, dtype, kv_dtype
         self.caps = backend.capabilities
         self.dims = [(d, dv) for d, dv in DIMS if self.caps.head_dims(d, dv)]
         self.page_sizes = [p for p in PAGE_SIZES if self.caps.page_sizes(p)]
@@ -153,10 +172,8 @@ class Kit:
                                              device=self.device)
         meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
         cache: Any = PagedKVCache(num_layers=1, num_pages=sum(counts) + 5, page_size=page_size, num_kv_heads=kv_heads,
-                                  head_dim=dim, head_dim_v=dim_v, dtype=self.dtype, device=self.device,
+                                  head_dim=dim, head_dim_v=dim_v, dtype=self.kv_dtype or self.dtype, device=self.device,
                                   layout=layout or self.layouts[0])  # type: ignore[arg-type]
-        for tensor in (cache.k[0], cache.v[0]):
-            tensor.normal_(0, 30, generator=generator) if fill is None else tensor.fill_(fill)
         tokens, live = meta.num_tokens, meta.num_actual_tokens
         q, k, v = randn(tokens, heads, dim), randn(tokens, kv_heads, dim), randn(tokens, kv_heads, dim_v)
         for tensor in (q, k, v):
@@ -166,6 +183,10 @@ class Kit:
                              **{n: x for n, x in features.items() if n != "sinks"})
         made = Batch(q, k, v, randn(heads) if site.sinks else None, cache, meta, site,
                      torch.zeros(tokens, heads, dim_v, dtype=torch.float64, device=self.device), torch.empty(0), write)
+        for tensor in made.held.values():
+            noise = torch.empty(tensor.shape, device=self.device)
+            noise.normal_(0, 30, generator=generator) if fill is None else noise.fill_(fill)
+            tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
         magnitude = torch.zeros_like(made.expected)
         begin = 0
         for (count, total), pages in zip(rows, table, strict=True):
@@ -174,7 +195,8 @@ class Kit:
             keys[total - count :], values[total - count :] = k[own], v[own]
             at = torch.arange(total - count if write else total, device=self.device)
             page = torch.tensor(pages, dtype=torch.long, device=self.device)[at // page_size]
-            cache.k[0][page, at % page_size], cache.v[0][page, at % page_size] = keys[: len(at)], values[: len(at)]
+            keys, values = (self._hold(made, which, new, (page, at % page_size))
+                            for which, new in (("key", keys), ("value", values)))
             if count:
                 made.expected[own] = oracle(q[own], keys, values, made.sinks, **made.options)
                 magnitude[own] = oracle(q[own], keys, values.abs(), made.sinks, **made.options)
@@ -183,6 +205,16 @@ class Kit:
         if site.softcap is not None and self.dtype != torch.float32:
             made.bound += 2 * magnitude * site.softcap * 2**-11  # the hardware's tanh, which half precision may use
         return made
+
+    def _hold(self, batch: Batch, which: str, new: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Put the first of ``new`` (L, Hkv, D) at ``slots``; all of it as it will read back."""
+        codes, scale = batch.stored(new)
+        count = len(slots[0])
+        _bits(batch.held[which])[slots] = _bits(codes[:count])
+        if scale is None:
+            return new
+        batch.held[f"{which} scale"][slots] = scale[:count]
+        return dequantise(codes, scale)
 
     def step(self, batch: Batch) -> Step:
         return Step(batch.cache, batch.metadata, attention=self.backend)
@@ -216,17 +248,16 @@ class Kit:
 
     def exact(self, batch: Batch) -> None:
         """Run the batch; outputs within bounds, new keys and values stored exactly, every other slot bit for bit as before."""
-        wanted = []
-        for cache, new in ((batch.cache.k[0], batch.k), (batch.cache.v[0], batch.v)):
-            copy = cache.clone()
-            if batch.write:
-                slots = batch.metadata.slot_mapping[: batch.metadata.num_actual_tokens]
-                copy[slots // batch.metadata.page_size, slots % batch.metadata.page_size] = new[: len(slots)]
-            wanted.append(copy)
+        wanted = {name: _bits(tensor).clone() for name, tensor in batch.held.items()}
+        if batch.write:
+            live, size = batch.metadata.slot_mapping[: batch.metadata.num_actual_tokens], batch.metadata.page_size
+            for which, new in (("key", batch.k), ("value", batch.v)):
+                for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
+                    if part is not None:
+                        wanted[name][live // size, live % size] = _bits(part)
         out = self.run(batch)
-        bits = {4: torch.int32, 2: torch.int16}[out.element_size()]
-        for name, cache, copy in zip(("key", "value"), (batch.cache.k[0], batch.cache.v[0]), wanted, strict=True):
-            differs = (cache.contiguous().view(bits) != copy.contiguous().view(bits)).flatten(2).any(-1)
+        for name, tensor in batch.held.items():
+            differs = (_bits(tensor) != wanted[name]).flatten(2).any(-1)
             if differs.any():
                 page, offset = differs.nonzero()[0].tolist()
                 raise Failure(f"{int(differs.sum())} slots of the {name} cache hold something else than they must; the first "
@@ -249,6 +280,7 @@ class Kit:
             ("query heads a key head", self.groups),
             *((f"page size {p}", lambda p=p: self.page_size(p)) for p in PAGE_SIZES),
             *((f"layout {name}", lambda name=name: self.layout(name)) for name in ("NHD", "HND")),
+            *((f"KV cache {str(d).removeprefix('torch.')}", lambda d=d: self.quantised(d)) for d in sorted(QUANTISED, key=str)),
             ("shared cache (no k, v)", self.shared),
             ("padding", self.padding),
             ("stale metadata in padding", self.stale),
@@ -332,6 +364,27 @@ class Kit:
             self.exact(self.batch(rows, layout=layout))
         return None
 
+    def quantised(self, kv_dtype: torch.dtype) -> str | None:
+        """A decode and a mixed batch on a quantised cache, and a NaN. With --kv-dtype all checks run on one."""
+        refusals = self.caps.reasons_against(self.batch(DECODE[:1]).site, device=self.device, kv_dtype=kv_dtype)
+        if kv_dtype not in self.caps.kv_dtypes:
+            if not refusals:
+                raise Failure("not declared, and yet not refused")
+            return "not declared: refused"
+        if refusals:
+            return f"refused: {'; '.join(refusals)}"
+        kit = Kit(self.backend, self.device, self.dtype, kv_dtype)
+        for rows in (DECODE, MIXED):
+            for features in ({}, kit.features):
+                kit.exact(kit.batch(rows, pad=(2, 1), **features))
+        for count in (1, 9):
+            batch = kit.batch([(count, 20), (1, 7)])
+            batch.k[count - 1, 0, 0] = batch.v[count - 1, -1, 0] = math.nan
+            out = kit.run(batch)
+            if not out[count - 1].isnan().all() or not out[count].isfinite().all():
+                raise Failure("a NaN in a token's key and value must make its own output NaN, and no other sequence's")
+        return None
+
     def shared(self) -> None:
         for rows in (DECODE, MIXED):
             self.exact(self.batch(rows, write=False))
@@ -365,7 +418,7 @@ class Kit:
             first = self.run(batch)
             order = torch.randperm(batch.cache.num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
             order = torch.cat([torch.zeros(1, dtype=torch.long), order]).to(self.device)
-            for cache in (batch.cache.k[0], batch.cache.v[0]):
+            for cache in map(_bits, batch.held.values()):
                 moved = torch.empty_like(cache)
                 moved[order] = cache
                 cache.copy_(moved)
@@ -389,6 +442,7 @@ class Kit:
 
     def opcheck(self) -> str:
         """Schema, mutation, fake and dispatch, by torch's own checker; the fake's strides against the real ones."""
+        # With fp8 only the fake: to see mutations opcheck compares tensors in ways that torch has not for fp8.
         tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
         for rows in (DECODE, MIXED):
             for options in ({}, {"write": False}, self.features):
@@ -397,13 +451,18 @@ class Kit:
                 with running(step):
                     ensure_planned(step, self.backend, [batch.site])
                     prepared = self.prepared(batch)
-                    torch.library.opcheck(self.backend.op, batch.arguments(prepared), batch.options, test_utils=tests)
+                    torch.library.opcheck(self.backend.op, batch.arguments(prepared), batch.options,
+                                          test_utils=tests[1:3] if self._fp8 else tests)
                     out = self.backend.op(*batch.arguments(prepared), **batch.options)
                 if not out.is_contiguous():
                     raise Failure(f"the output has strides {out.stride()}, the fake says contiguous")
             if self.backend.prepare is not None:
                 torch.library.opcheck(self.backend.prepare, (*batch.tables, batch.metadata.page_size))
         return "op" + (" and prepare" if self.backend.prepare is not None else "")
+
+    @property
+    def _fp8(self) -> bool:
+        return self.kv_dtype is not None and self.kv_dtype.is_floating_point
 
     def no_sync(self) -> None:
         """Nothing in the contract reads a device tensor on the host."""
@@ -469,9 +528,9 @@ class Kit:
         graph.replay()
         self.compare(out, buffers)
         # The later batch moves in: its cache page by page, its tensors into the captured ones, rows and tokens padded.
-        for mine, theirs in zip((*buffers.cache.k, *buffers.cache.v), (*later.cache.k, *later.cache.v), strict=True):
-            mine.fill_(math.nan)
-            mine[: theirs.shape[0]] = theirs
+        for mine, theirs in zip(buffers.held.values(), later.held.values(), strict=True):
+            mine.fill_(math.nan if mine.is_floating_point() else 127)
+            _bits(mine)[: theirs.shape[0]] = _bits(theirs)
         wide.fill_(0)
         wide[:, : narrow.shape[1]] = narrow
         pairs = ((buffers.q, later.q), (buffers.k, later.k), (buffers.v, later.v),
@@ -489,7 +548,8 @@ class Kit:
 
 
 def run(backend: AttentionBackend, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
-        only: str = "", on_result: Callable[[Result], None] = lambda result: None) -> list[Result]:
+        only: str = "", on_result: Callable[[Result], None] = lambda result: None,
+        kv_dtype: torch.dtype | None = None) -> list[Result]:
     """Check a backend.
 
     Args:
@@ -497,6 +557,7 @@ def run(backend: AttentionBackend, device: torch.device | str = "cpu", dtype: to
         device, dtype: where and in what; dtype None: the first of float32, bfloat16, float16 that the backend declares.
         only: run the checks whose names contain this.
         on_result: called after each check.
+        kv_dtype: run all of them on a quantised cache of this dtype.
 
     Returns:
         One Result a check, in order.
@@ -504,7 +565,7 @@ def run(backend: AttentionBackend, device: torch.device | str = "cpu", dtype: to
     device = torch.device(device)
     caps = backend.capabilities
     dtype = dtype or next((d for d in (torch.float32, torch.bfloat16, torch.float16) if d in caps.dtypes), torch.float32)
-    kit = Kit(backend, device, dtype)
+    kit = Kit(backend, device, dtype, kv_dtype)
     results: list[Result] = []
 
     def report(name: str, status: str, detail: str = "", seconds: float = 0.0) -> None:
@@ -515,6 +576,7 @@ def run(backend: AttentionBackend, device: torch.device | str = "cpu", dtype: to
         report("usable here", "FAIL", backend.available(device) or f"runs on {', '.join(sorted(caps.devices))}")
         return results
     for reason, missing in ((f"dtype {dtype} is not declared", dtype not in caps.dtypes),
+                            (f"KV cache dtype {kv_dtype} is not declared", kv_dtype not in (None, *caps.kv_dtypes)),
                             (f"no head dims among {DIMS} are declared", not kit.dims),
                             (f"no page size among {PAGE_SIZES} is declared", not kit.page_sizes),
                             ("no layout is declared", not kit.layouts)):
@@ -563,6 +625,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", required=True, help="name that it is registered by")
     parser.add_argument("--device", default=None, help="default: the first of cuda and cpu that it runs on here")
     parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--kv-dtype", default=None, choices=sorted(str(d).removeprefix("torch.") for d in QUANTISED),
+                        help="run all checks on a quantised KV cache (default: of --dtype)")
     parser.add_argument("--only", default="", help="run the checks whose names contain this")
     given = parser.parse_args(arguments)
     try:
@@ -574,7 +638,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     device = given.device or ("cuda" if "cuda" in backend.capabilities.devices and torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, given.dtype) if given.dtype else None
-    results = run(backend, device, dtype, given.only)
+    results = run(backend, device, dtype, given.only, kv_dtype=getattr(torch, given.kv_dtype) if given.kv_dtype else None)
     failed, skipped = (sum(r.status == s for r in results) for s in ("FAIL", "skip"))
     print_table(f"attention backend {backend.name} on {device}", results)
     print(f"{len(results) - failed - skipped} passed, {failed} failed, {skipped} skipped")

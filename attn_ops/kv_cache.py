@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from attn_ops.attention import AttentionSite
+from attn_ops.kv_quant import QUANTISED
 
 Layout = Literal["NHD", "HND"]
 
@@ -24,17 +25,22 @@ class PagedKVCache:
     tokens of a page; kernels read the strides. Each tensor is its own allocation (slices of one storage, passed to a
     compiled graph, make Inductor copy the whole cache). Page 0 is the null page; see NOTE [Padding].
 
+    With a quantised dtype (int8, float8_e4m3fn, float8_e5m2) ``k`` and ``v`` hold codes, and ``k_scale[i]``, ``v_scale[i]``
+    (num_pages, page_size, Hkv) float32 what to multiply them with (``attn_ops/kv_quant.py``). In memory their heads
+    lie outside the tokens whatever the layout: a kernel reads the scales of one head. Else both lists hold None.
+
     Args:
         num_layers: attention layers.
         num_pages: pages, the null page included, so that (num_pages - 1) * page_size tokens fit.
         page_size: tokens a page.
         num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one int a layer. head_dim_v defaults to head_dim.
-        dtype, device: of the tensors.
+        dtype, device: of k and v.
         layout: "NHD" or "HND".
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
 
     Raises:
-        ValueError: a size that is not positive, fewer than two pages, or lists that are not num_layers long.
+        ValueError: a size that is not positive, fewer than two pages, lists that are not num_layers long, a dtype that is
+            neither a quantised one nor fit to hold keys as they are.
     """
 
     def __init__(
@@ -48,6 +54,9 @@ class PagedKVCache:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout must be 'NHD' or 'HND', got {layout!r}")
+        if dtype not in QUANTISED and not (dtype.is_floating_point and dtype.itemsize >= 2):
+            raise ValueError(f"a KV cache of {_name(dtype)} is not possible: give the model's own dtype or one of the "
+                             f"quantised ones, {', '.join(sorted(map(_name, QUANTISED)))}")
         heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
         dims = _per_layer("head_dim", head_dim, num_layers)
         dims_v = dims if head_dim_v is None else _per_layer("head_dim_v", head_dim_v, num_layers)
@@ -59,6 +68,18 @@ class PagedKVCache:
         self._index = {layer: i for i, layer in enumerate(self.layer_ids)}
         self.k = [self._allocate(h, d) for h, d in zip(heads, dims, strict=True)]
         self.v = [self._allocate(h, d) for h, d in zip(heads, dims_v, strict=True)]
+        self.k_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
+        self.v_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether k and v hold codes, to be multiplied with k_scale and v_scale."""
+        return self.dtype in QUANTISED
+
+    def _allocate_scale(self, heads: int) -> torch.Tensor | None:
+        if not self.quantised:
+            return None
+        return torch.zeros(self.num_pages, heads, self.page_size, device=self.device).transpose(1, 2)
 
     def _allocate(self, heads: int, dim: int) -> torch.Tensor:
         # Zeros, not empty: a kernel may load (and mask out) the rest of a page, and 0 * NaN would still be NaN.
@@ -100,18 +121,35 @@ class PagedKVCache:
             raise ValueError(f"the KV cache has no layer {layer}; its layers are {self.layer_ids}")
         return self._index[layer]
 
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(k, v, k_scale, v_scale) of the model's layer number ``layer``: a paged op's arguments, in its order."""
+        i = self.index(layer)
+        return self.k[i], self.v[i], self.k_scale[i], self.v_scale[i]
+
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in [*self.k, *self.v])
+        """Bytes of all tensors, the scales of a quantised cache included."""
+        tensors = [*self.k, *self.v, *self.k_scale, *self.v_scale]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def __repr__(self) -> str:
+        scales = " and scales" if self.quantised else ""
         return (f"PagedKVCache({self.num_layers} layers, {self.num_pages} pages of {self.page_size}, {self.layout}, "
-                f"{str(self.dtype).removeprefix('torch.')}, {self.device}, {self.num_bytes / 2**20:.1f} MiB)")
+                f"{_name(self.dtype)}{scales}, {self.device}, {self.num_bytes / 2**20:.1f} MiB)")
 
 
 def bytes_per_page(sites: Sequence[AttentionSite], page_size: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of one page over all layers: what sizing a cache from free memory divides by."""
-    return sum(page_size * s.num_kv_heads * (s.head_dim + s.head_dim_v) * (dtype or s.dtype).itemsize for s in sites)
+    """Bytes of one page over all layers, scales included: what sizing a cache from free memory divides by."""
+    return sum(page_size * s.num_kv_heads * vector_bytes(s.head_dim, s.head_dim_v, dtype or s.dtype) for s in sites)
+
+
+def vector_bytes(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> int:
+    """Bytes that a cache of ``dtype`` holds of one token and KV head: its key and its value, with their scales."""
+    return (head_dim + head_dim_v) * dtype.itemsize + (2 * torch.float32.itemsize if dtype in QUANTISED else 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[int]:
@@ -126,4 +164,4 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return math.ceil(num_tokens / page_size)
 
 
-__all__ = ["PagedKVCache", "bytes_per_page", "pages_for"]
+__all__ = ["PagedKVCache", "bytes_per_page", "pages_for", "vector_bytes"]

@@ -8,6 +8,7 @@ import torch
 
 from attn_ops import choices
 from attn_ops.backend import AttentionCapabilities, all_backends, broken_backends
+from attn_ops.kv_quant import QUANTISED
 
 _FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
 
@@ -34,17 +35,18 @@ class BackendTable(list[BackendRow]):
         self.device, self.measured = device, measured or []
 
     def __str__(self) -> str:
-        head = ["backend", "usable", "dtypes", "head dims", "page sizes", "features", "CUDA graphs"]
+        head = ["backend", "usable", "dtypes", "quantised KV", "head dims", "page sizes", "features", "CUDA graphs"]
         rows = []
         for row in self:
             caps = row.capabilities
             if caps is None:
-                rows.append([row.name, "no", "", "", "", "", ""])
+                rows.append([row.name, "no", "", "", "", "", "", ""])
                 continue
-            dtypes = ", ".join(sorted(str(d).removeprefix("torch.") for d in caps.dtypes))
+            dtypes, kv = (", ".join(sorted(str(d).removeprefix("torch.") for d in found))
+                          for found in (caps.dtypes, caps.kv_dtypes & QUANTISED))
             features = ", ".join(f for f in _FEATURES if getattr(caps, f)) or "none"
-            rows.append([row.name, "yes" if row.usable else "no", dtypes, caps.head_dims_note, caps.page_sizes_note, features,
-                         caps.cudagraph_support.name])
+            rows.append([row.name, "yes" if row.usable else "no", dtypes, kv or "none", caps.head_dims_note,
+                         caps.page_sizes_note, features, caps.cudagraph_support.name])
         widths = [max(len(r[c]) for r in [head, *rows]) for c in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [head, *rows]]
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]

@@ -5,8 +5,9 @@
     python benchmarks/attention_kernels.py --set block_n=128,stages=5 --only decode
 
 To compare backends use ``quire bench attention``, which times in the same way: ``graph_runner/bench/attention_op.py`` says how.
-``host`` is the time of one eager call on the host. Decode is measured against the bytes of keys, values, queries and outputs,
-and the bandwidth of a copy on the same GPU; prefill against the operations of the two matrix products over visible keys only.
+``host`` is the time of one eager call on the host. Decode is measured against the bytes of keys, values, their scales, queries
+and outputs, and the bandwidth of a copy on the same GPU; prefill against the operations of the two matrix products over visible
+keys only.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from attn_ops.attention import AttentionSite
 from attn_ops.backend import get_backend
 from graph_runner.bench.attention_op import CALLS, decode_point, extend_points, measure, op_batch, work
 from graph_runner.bench.floor import copy_bandwidth
+from graph_runner.loading import kv_dtype
 
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 DECODE_CONTEXTS = (1024, 2048, 8192)
@@ -74,6 +76,7 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--layout", default="NHD", choices=("NHD", "HND"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", default="auto", help="of the cache: auto (--dtype), int8, fp8, fp8_e5m2")
     parser.add_argument("--window", type=int)
     parser.add_argument("--max-len", type=int, default=8192, help="tokens that the block table has room for")
     parser.add_argument("--json", help="write the results there")
@@ -100,8 +103,8 @@ def main() -> None:
     for point in points:
         kind, name = "decode" if point.kind == "decode" else "prefill", point.name
         batch = op_batch(site, point, page_size=args.page, device=torch.device("cuda"), layout=args.layout,
-                         max_len=args.max_len)
-        size, flops = work(site, point)
+                         max_len=args.max_len, kv_dtype=kv_dtype(args.kv_dtype))
+        size, flops = work(site, point, kv_dtype(args.kv_dtype))
 
         def timed(backend: str, params: dict, kind=kind, name=name, batch=batch, size=size, flops=flops):
             try:

@@ -39,7 +39,7 @@ class Engine:
         num_pages: pages of the KV cache, the null page included. None: what fits in GPU memory, 256 MiB's worth on a CPU.
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.
-        kv_cache_dtype: "auto" (the model's), or a torch dtype or its name.
+        kv_cache_dtype: "auto" (the model's), or quantised: "int8", "fp8" (e4m3), "fp8_e5m2"; also a torch dtype or its name.
         max_model_len: most tokens of a request, prompt and continuation. None: what the model and the cache allow.
         gpu_memory_utilization: share of the GPU's memory that may be in use, for sizing the KV cache.
         kv_layout: "NHD" or "HND".

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.kv_quant import ALIASES
 from graph_runner.batch import BatchShape
 
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
@@ -86,14 +87,19 @@ def eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
 
 
 def kv_dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """The dtype of the KV cache; None for "auto". Raises ValueError for a name that is none."""
+    """The dtype of the KV cache; None for "auto". "fp8" and "fp8_e4m3" are float8_e4m3fn, "fp8_e5m2" is float8_e5m2.
+
+    Raises:
+        ValueError: a name that is none.
+    """
     if isinstance(name, torch.dtype):
         return name
     if name == "auto":
         return None
-    dtype = getattr(torch, name, None)
+    dtype = ALIASES.get(name, getattr(torch, name, None))
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"kv_cache_dtype {name!r} is neither 'auto' nor a torch dtype such as 'bfloat16'")
+        raise ValueError(f"kv_cache_dtype {name!r} is neither 'auto' nor a torch dtype such as 'bfloat16' or 'int8' nor one of "
+                         f"{', '.join(map(repr, ALIASES))}")
     return dtype
 
 

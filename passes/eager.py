@@ -45,9 +45,8 @@ def paged_eager(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
     prepared: dict[str, Any] = step.states.setdefault("prepared", {})
     if backend.name not in prepared:
         prepared[backend.name] = [] if backend.prepare is None else backend.prepare(*tables, cache.page_size)
-    i = cache.index(layer)
     flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
-    out = backend.op(*flat, cache.k[i], cache.v[i], *tables, sinks, prepared[backend.name], scale=scale, window=window,
+    out = backend.op(*flat, *cache.of_layer(layer), *tables, sinks, prepared[backend.name], scale=scale, window=window,
                      softcap=softcap, chunk=chunk)
     step.served.add(layer)
     return out.view(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)

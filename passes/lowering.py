@@ -8,9 +8,11 @@ After, with the cache and the batch metadata as new graph inputs::
 
     prepared = quire.<backend>_prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)   # once; a list
     q_, k_, v_ = (flatten(transpose(x, 1, 2), 0, 1) for x in (q, k, v))                                  # (T, heads, dim)
-    out_ = quire.<backend>_paged_attention(q_, k_, v_, k_cache_3, v_cache_3, slot_mapping, ..., sinks, prepared, scale=s, ...)
+    out_ = quire.<backend>_paged_attention(q_, k_, v_, k_cache_3, v_cache_3, None, None, slot_mapping, ..., sinks, prepared,
+                                           scale=s, ...)
     out = transpose(view(out_, B, -1, H, Dv), 1, 2)
 
+A quantised cache has inputs k_scale_3 and v_scale_3 in the place of None and None.
 The new inputs come after the graph's own, in the order of ``LoweredInputs``; ``LoweredInputs.of`` collects their values from
 the current step. All their sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch
 shape and every cache size. There is one K and one V input a layer: slices of one tensor would make Inductor copy it.
@@ -55,7 +57,7 @@ class LoweringTarget:
 
 @dataclass(frozen=True)
 class LoweredInputs:
-    """The inputs that lowering adds to a graph: the four metadata tables, then K and V of each layer."""
+    """The inputs that lowering adds to a graph: the four metadata tables, then K and V (and their scales) of each layer."""
 
     layers: tuple[int, ...]
 
@@ -64,8 +66,7 @@ class LoweredInputs:
         meta, cache = step.metadata, step.cache
         tensors = [meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens]
         for layer in self.layers:
-            i = cache.index(layer)
-            tensors += [cache.k[i], cache.v[i]]
+            tensors += [tensor for tensor in cache.of_layer(layer) if tensor is not None]
         return tensors
 
 
@@ -116,11 +117,9 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
         add_input("query_start_loc", torch.empty(_FAKE_REQS + 1, dtype=torch.int32, device="meta"), (True,)),
         add_input("seq_lens", torch.empty(_FAKE_REQS, dtype=torch.int32, device="meta"), (True,)),
     ]
-    caches = []
-    for i, site in enumerate(sites):
-        pages = (True, False, False, False)
-        caches.append((add_input(f"k_cache_{site.layer}", shapes.k[i], pages),
-                       add_input(f"v_cache_{site.layer}", shapes.v[i], pages)))
+    names = ("k_cache", "v_cache", "k_scale", "v_scale")
+    caches = [tuple(None if like is None else add_input(f"{name}_{site.layer}", like, (True, *[False] * (like.dim() - 1)))
+                    for name, like in zip(names, shapes.of_layer(site.layer), strict=True)) for site in sites]
     prepared: Any = []
     if target.backend.prepare is not None:
         if fake.shape_env is not None:  # what it returns may have sizes of its own; Dynamo allows that with fullgraph only
@@ -139,7 +138,7 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
 
 
 def _lower_one(node: fx.Node, site: AttentionSite, backend: AttentionBackend, tables: Sequence[fx.Node],
-               cache: tuple[fx.Node, fx.Node], prepared: Any) -> None:
+               cache: Sequence[fx.Node | None], prepared: Any) -> None:
     graph = node.graph
     q, k, v, sinks = node.args
     batch = value(q).shape[0]

@@ -41,6 +41,7 @@ from attn_ops.step import Step, StepLimits, current_step
 NAME = "flashinfer"
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
 INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; it takes about 13 a tile, and has some thousand tiles at most
+NO_SCALES = "its kernels take one scale for a whole cache, and quire's have one for each token and head"
 BLOCK = 1024  # page numbers that one program of _gather_pages copies
 
 logger = logging.getLogger(__name__)
@@ -320,13 +321,16 @@ def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
 
 def paged_attention(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None,
-    softcap: float | None, chunk: int | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Write k, v into the cache, then run the step's plan: q (T, H, D) -> (T, H, D). See ``define_paged_op``."""
     if sinks is not None or chunk is not None:
         raise UnsupportedAttention("the flashinfer backend has neither sinks nor chunked attention")
+    if k_scale is not None or v_scale is not None:
+        raise UnsupportedAttention(f"the flashinfer backend has no quantised KV cache: {NO_SCALES}. Use attention='auto' or "
+                                   "'triton', or kv_cache_dtype='auto'")
     step = current_step()
     state = None if step is None else step.states.get(NAME)
     if step is None or state is None or state.step is None or state.step() is not step:
@@ -373,7 +377,7 @@ BACKEND = AttentionBackend(
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
-        min_compute_capability=(8, 0), window=True, softcap=True,
+        kv_dtypes_note=NO_SCALES, min_compute_capability=(8, 0), window=True, softcap=True,
         cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, needs_plan=True,
     ),
     available=available,

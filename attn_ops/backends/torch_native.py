@@ -14,6 +14,7 @@ import torch
 
 from attn_ops.attention import LIBRARY, visible
 from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from attn_ops.kv_quant import QUANTISED, check_scales, dequantise, quantise
 
 TILE = 16  # queries a tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
 KEYS = 512  # keys a chunk: bounds the memory of gathered keys and scores
@@ -65,24 +66,36 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("quire::torch_native_prepare", _prepare_fake, lib=LIBRARY)
 
 
-def _write(cache: torch.Tensor, new: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def _write(cache: torch.Tensor, scale: torch.Tensor | None, new: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Store ``new`` (T, Hkv, D) at its slots. A slot of -1 writes back what slot 0 of the null page holds: a no-op."""
     slot = slot_mapping.clamp_min(0)
     page, offset = slot // cache.shape[1], slot % cache.shape[1]
     live = (slot_mapping >= 0)[:, None, None]
+    if scale is not None:
+        new, new_scale = quantise(new, cache.dtype)
+        scale[page, offset] = torch.where(live[..., 0], new_scale, scale[page, offset])
+        cache, new = cache.view(torch.int8), new.view(torch.int8)  # bytes: torch does not index fp8 everywhere
     cache[page, offset] = torch.where(live, new.to(cache.dtype), cache[page, offset])
+
+
+def _gather(cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+    """The keys or values on ``pages`` (tiles, n), as they read back: (tiles, n * page_size, Hkv, D) float32."""
+    if scale is None:
+        return cache[pages].flatten(1, 2).float()
+    return dequantise(cache.view(torch.int8)[pages].view(cache.dtype), scale[pages]).flatten(1, 2)
 
 
 def paged_attention(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None, softcap: float | None,
-    chunk: int | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments."""
+    check_scales(k_cache, k_scale, v_scale)
     if k is not None and v is not None:
-        _write(k_cache, k, slot_mapping)
-        _write(v_cache, v, slot_mapping)
+        _write(k_cache, k_scale, k, slot_mapping)
+        _write(v_cache, v_scale, v, slot_mapping)
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_tokens, heads, dim = q.shape
     if not prepared:
@@ -112,7 +125,7 @@ def paged_attention(
     for begin in range(first_page, last_page, pages_per_chunk):
         pages = block_table[:, begin : min(begin + pages_per_chunk, last_page)].long()[row]
         width = pages.shape[1] * page_size
-        keys = k_cache[pages].reshape(tiles, width, kv_heads, dim).permute(0, 2, 3, 1).float()
+        keys = _gather(k_cache, k_scale, pages).permute(0, 2, 3, 1)
         scores = (queries @ keys).view(tiles, kv_heads, heads // kv_heads, size, width)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -125,7 +138,7 @@ def paged_attention(
         safe = new_highest.masked_fill(new_highest == float("-inf"), 0.0)  # rows that have seen no key yet
         weights = torch.exp(scores - safe)
         shrink = torch.exp(highest - safe)
-        values = v_cache[pages].reshape(tiles, width, kv_heads, -1).transpose(1, 2).float()
+        values = _gather(v_cache, v_scale, pages).transpose(1, 2)
         values = values.masked_fill(beyond[:, None, :, None], 0.0)  # what others left there may be NaN, and 0 * NaN is NaN
         part = weights.view(tiles, kv_heads, -1, width) @ values
         out = out * shrink + part.view(out.shape)
@@ -141,7 +154,7 @@ BACKEND = AttentionBackend(
     name="torch_native",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
+        kv_dtypes=QUANTISED, window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=lambda device: None,
     op=define_paged_op("torch_native", paged_attention),

@@ -19,7 +19,7 @@ import torch
 
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import AttentionBackend, CudagraphSupport
-from attn_ops.kv_cache import Layout, PagedKVCache
+from attn_ops.kv_cache import Layout, PagedKVCache, vector_bytes
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step, StepLimits, running
 
@@ -68,7 +68,7 @@ class OpBatch:
     v: torch.Tensor
     sinks: torch.Tensor | None
     cache: PagedKVCache
-    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    caches: list[tuple[torch.Tensor | None, ...]]  # k, v and their scales
     metadata: CommonAttentionMetadata
 
     @property
@@ -77,10 +77,11 @@ class OpBatch:
 
 
 def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch.device, layout: Layout = "NHD",
-             max_len: int = 0, seed: int = 0) -> OpBatch:
+             max_len: int = 0, kv_dtype: torch.dtype | None = None, seed: int = 0) -> OpBatch:
     """Random queries, keys and values for ``point``; each sequence's pages lie scattered over the cache.
 
     Args:
+        kv_dtype: of the cache; None: the site's.
         max_len: tokens that the block table has room for, at least (an engine's is as wide as its longest sequence).
     """
     generator = torch.Generator().manual_seed(seed)
@@ -92,14 +93,16 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
         table.append(order[:count] + [0] * (width - count))
         order = order[count:]
     metadata = CommonAttentionMetadata.build(point.query_lens, point.seq_lens, table, page_size=page_size, device=device)
-    cache = PagedKVCache.for_sites([site], num_pages=sum(counts) + 1, page_size=page_size, device=device, layout=layout)
-    for tensor in (cache.k[0], cache.v[0]):
-        tensor.normal_()
+    cache = PagedKVCache.for_sites([site], num_pages=sum(counts) + 1, page_size=page_size, device=device, layout=layout,
+                                  dtype=kv_dtype)
+    for tensor in (t for t in cache.of_layer(0) if t is not None):
+        tensor.copy_(torch.randn(tensor.shape, device=device))  # of codes these are few, but the time is the same
     copies = 2
     if device.type == "cuda":
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
         copies = max(2, min(CALLS, -(-8 * l2 // cache.num_bytes)))
-    caches = [(cache.k[0], cache.v[0])] + [(cache.k[0].clone(), cache.v[0].clone()) for _ in range(copies - 1)]
+    own = cache.of_layer(0)
+    caches = [own, *(tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1))]
 
     def new(heads: int, dim: int) -> torch.Tensor:
         return torch.randn(sum(point.query_lens), heads, dim, device=device, dtype=site.dtype)
@@ -136,8 +139,8 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
         prepared = list(backend.prepare(*tables, m.page_size)) if backend.prepare is not None else []
 
         def call(i: int) -> None:
-            k_cache, v_cache = batch.caches[i % len(batch.caches)]
-            backend.op(batch.q, batch.k, batch.v, k_cache, v_cache, *tables, batch.sinks, prepared, **batch.options)
+            backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *tables, batch.sinks, prepared,
+                       **batch.options)
 
         call(0)
         if device.type != "cuda":
@@ -190,8 +193,9 @@ def median_us(run: Callable[[], Any], calls: int, replays: int) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / calls
 
 
-def work(site: AttentionSite, point: Point) -> tuple[int, int]:
-    """(bytes of keys, values, queries and outputs, floating-point operations) that the call cannot do without.
+def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None) -> tuple[int, int]:
+    """(bytes of keys, values, queries and outputs, floating-point operations) that the call cannot do without. ``kv_dtype``: of
+    the cache, None: the site's.
 
     Operations are those of the two matrix products over visible keys.
     """
@@ -202,7 +206,8 @@ def work(site: AttentionSite, point: Point) -> tuple[int, int]:
         pairs += sum(visible)
         keys += seq - min(p + 1 - n for p, n in zip(range(seq - query, seq), visible, strict=True))
     dims = site.head_dim + site.head_dim_v
-    size = (keys * site.num_kv_heads + sum(point.query_lens) * site.num_heads) * dims * site.dtype.itemsize
+    size = keys * site.num_kv_heads * vector_bytes(site.head_dim, site.head_dim_v, kv_dtype or site.dtype)
+    size += sum(point.query_lens) * site.num_heads * dims * site.dtype.itemsize
     return size, 2 * pairs * site.num_heads * dims
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.kv_cache import vector_bytes
 from passes.quantized import num_bytes
 
 _COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
@@ -70,19 +71,20 @@ def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | N
 
     For each sequence and layer: min(length, window) tokens of Hkv * (D + Dv) elements; with multi-head latent attention
     the compressed rank and the rotary part, which is all that such a layer has to keep (whatever the system keeps).
+    In a quantised ``dtype`` each of a token's key and value vectors has a float32 scale besides.
     """
     config = _text_config(model)
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    itemsize = (dtype or next(model.parameters()).dtype).itemsize
+    dtype = dtype or next(model.parameters()).dtype
     if getattr(config, "kv_lora_rank", None):
-        elements = config.kv_lora_rank + config.qk_rope_head_dim
+        size = vector_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
     else:
-        elements = (getattr(config, "num_key_value_heads", None) or heads) * 2 * dim
+        size = (getattr(config, "num_key_value_heads", None) or heads) * vector_bytes(dim, dim, dtype)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     tokens = sum(min(n, window) if window and kind == "sliding_attention" else n for n in contexts for kind in types)
-    return float(tokens) * elements * itemsize
+    return float(tokens) * size
 
 
 def step_bytes(model: torch.nn.Module, batch: int, context: int, kv_dtype: torch.dtype | None = None) -> float:

@@ -8,7 +8,14 @@ from typing import Any
 from graph_runner.bench.report import Row, describe
 
 #: What identifies a row in two results.
-KEY = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "batch", "context", "max_model_len")
+KEY = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "kv_cache_dtype", "batch", "context",
+       "max_model_len")
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    """The values of KEY. Results from before there were quantised caches do not name the cache's dtype: the model's."""
+    row = {**row, "kv_cache_dtype": row.get("kv_cache_dtype") or row.get("dtype")}
+    return tuple(row.get(k) for k in KEY)
 
 
 def measure_of(row: Row) -> tuple[str, float] | None:
@@ -29,7 +36,7 @@ def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[
     from rich import box
     from rich.table import Table
 
-    old = {tuple(row.get(k) for k in KEY): row for row in before.get("rows", [])}
+    old = {_key(row): row for row in before.get("rows", [])}
     made = Table(title=f"against the result of {before.get('environment', {}).get('date', 'unknown date')}",
                  title_justify="left", title_style="bold", box=box.SIMPLE)
     made.add_column("row")
@@ -38,7 +45,7 @@ def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[
     made.add_column("")
     slower = compared = 0
     for row in rows:
-        earlier = old.get(tuple(row.get(k) for k in KEY))
+        earlier = old.get(_key(row))
         then = measure_of(earlier) if earlier is not None else None
         now = measure_of(row)
         if then is None:

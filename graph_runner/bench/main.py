@@ -88,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", metavar="NAME", help=(
         "quantise the weights with torchao first: int8wo, fp8wo, int4wo (weights only), int8dq, fp8dq (activations too); "
         "--dtype is then that of the rest"))
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE",
+                        help="of quire's KV cache: auto (that of --dtype), int8, fp8, fp8_e5m2 (default: auto)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST", help=(
         "attention backends of quire to measure, with commas between (default: auto; for the workload attention: all "

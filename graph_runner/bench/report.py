@@ -1,12 +1,12 @@
 """The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
 
 A row has ``workload``, ``variant`` (cold or warm start; decode or extend), ``system``, ``attention``, ``model``, ``dtype``,
-``quantization`` (of the weights, None: none), ``batch``, ``context``, ``max_model_len`` (of the host workload); the measured
-``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none); ``bytes_per_step``
-(``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time), ``floor_ms`` (bytes over the
-bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect); ``phases_ms`` (the parts of a host step) and
-``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error`` instead of
-numbers where it failed.
+``quantization`` (of the weights, None: none), ``kv_cache_dtype``, ``batch``, ``context``, ``max_model_len`` (of the host
+workload); the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
+``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time), ``floor_ms``
+(bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect); ``phases_ms`` (the parts of a
+host step) and ``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error``
+instead of numbers where it failed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import torch
 from attn_ops.choices import device_name
 
 Row = dict[str, Any]
-COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "batch", "context",
-           "max_model_len", "ms_per_step",
-           "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms", "share_of_floor", "peak_memory_gib",
-           "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
+COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "kv_cache_dtype", "batch", "context",
+           "max_model_len", "ms_per_step", "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms",
+           "share_of_floor", "peak_memory_gib", "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
 PHASES = ("schedule", "fill", "upload", "launch", "collect")  # of a host step
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,10 +91,17 @@ def _number(value: Any, digits: int = 2) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
+def _kv_cache(row: Row) -> str:
+    """The dtype of the KV cache where it is not the model's."""
+    dtype = row.get("kv_cache_dtype")
+    return "" if dtype in (None, row.get("dtype")) else f"{dtype} KV"
+
+
 def describe(row: Row) -> str:
     """What a row is of, in words."""
     size = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "max_model_len") if row.get(key) is not None)
-    attention = f" ({row['attention']})" if row.get("attention") else ""
+    attention = ", ".join(filter(None, (row.get("attention"), _kv_cache(row))))
+    attention = f" ({attention})" if attention else ""
     words = (row["workload"], row.get("variant"), row["model"], row.get("quantization"), f"{row['system']}{attention}", size)
     return " ".join(word for word in words if word)
 
@@ -136,7 +142,7 @@ def table(rows: Sequence[Row], title: str) -> Any:
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
     names = [name for name in cells[0] if any(row[name] for row in cells)] if cells else []
     for name in names:
-        made.add_column(name, justify="left" if name in ("workload", "system", "attention") else "right", no_wrap=True)
+        made.add_column(name, justify="left" if name in ("workload", "system", "attention", "cache") else "right", no_wrap=True)
     for row in cells:
         made.add_row(*(row[name] for name in names))
     return made
@@ -146,7 +152,7 @@ def _cells(row: Row) -> dict[str, str]:
     share = row["share_of_floor"]
     return {
         "workload": " ".join(filter(None, (row["workload"], row["variant"]))), "system": row["system"],
-        "attention": row["attention"] or "", "weights": row["quantization"] or "",
+        "attention": row["attention"] or "", "weights": row["quantization"] or "", "cache": _kv_cache(row),
         "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
         "max_model_len": str(row["max_model_len"] or ""),
         "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from attn_ops.kv_quant import QUANTISED
 from graph_runner.bench.floor import copy_bandwidth
 from graph_runner.bench.host import BATCHES, LENGTHS, host
 from graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
@@ -38,12 +39,18 @@ class Session:
             raise ValueError("--device cuda, but torch sees no GPU here")
         name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         dtype = kv_dtype(name)
-        if dtype is None or not dtype.is_floating_point:
+        if dtype is None or not dtype.is_floating_point or dtype in QUANTISED:
             raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
         small = device.type != "cuda" or args.workload == "host"
         spec = ModelSpec(args.model or ("tiny" if small else "llama-8b"), dtype, device, layers_asked(args.layers),
                          args.quantize)
         check_quantization(args.quantize)
+        self.options: Row = dict(args.engine)
+        if args.kv_cache_dtype != "auto":
+            if "kv_cache_dtype" in self.options:
+                raise ValueError("the dtype of the KV cache is given twice: by --kv-cache-dtype and by --engine")
+            self.options["kv_cache_dtype"] = args.kv_cache_dtype
+        self.kv_cache_dtype = kv_dtype(self.options.get("kv_cache_dtype", "auto")) or dtype
         config = config_of(spec).get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
         self.models = Models(spec)
@@ -68,14 +75,15 @@ class Session:
 
     def measure(self) -> None:
         """All of it; what fails becomes a row that says why."""
-        dtype = str(self.models.spec.dtype).removeprefix("torch.")
         for workload in self.workloads:
             for system in self.systems:
                 for attention in self.args.attention if system == "quire" else [""]:
+                    dtype = self.models.spec.dtype
                     common = {"workload": workload, "system": system, "attention": attention,
-                              "model": self.models.spec.label, "dtype": dtype,
-                              "quantization": self.args.quantize, "command": self.command}
-                    options = dict(self.args.engine) if system == "quire" else {}
+                              "model": self.models.spec.label, "dtype": _name(dtype),
+                              "quantization": self.args.quantize, "command": self.command,
+                              "kv_cache_dtype": _name(self.kv_cache_dtype if system == "quire" else dtype)}
+                    options = dict(self.options) if system == "quire" else {}
                     try:
                         if workload == "start":
                             self._start(system, attention, options, common)
@@ -146,6 +154,10 @@ class Session:
         if self.args.out is not None:
             write(self.args.out, self.environment, self.rows)
             self.console.print(f"wrote {self.args.out}", highlight=False)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _plain(value: Any) -> Any:

@@ -72,6 +72,8 @@ class System(ABC):
 
     name = ""
     attention = ""
+    #: of the KV cache; None: the model's
+    kv_cache_dtype: torch.dtype | None = None
     #: options it runs with that are not its defaults, for the record
     options: dict[str, Any]
     #: seconds of capturing CUDA graphs, if it says
@@ -109,6 +111,7 @@ class Quire(System):
         self.options = {"max_num_seqs": limits.max_num_seqs, "max_model_len": limits.max_model_len, **options}
         self.engine = Engine(models.get(), attention=attention, **self.options)
         self.attention = self.engine.runner.backend.name
+        self.kv_cache_dtype = self.engine.runner.cache.dtype
         self.capture_s = self.engine.runner.graphs.stats.capture_seconds
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:

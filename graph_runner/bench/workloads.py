@@ -95,7 +95,7 @@ def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts, tick:
         step = statistics.median(differences)
         yield {**row, "ms_per_step": step * 1e3, "tokens_per_s": batch / step,
                "repeats_ms": [d * 1e3 for d in differences],
-               "bytes_per_step": step_bytes(models.counted, batch, sizes.context)}
+               "bytes_per_step": step_bytes(models.counted, batch, sizes.context, system.kv_cache_dtype)}
 
 
 def _decode_seconds(system: System, sizes: Sizes, lengths: list[int], prompts: Prompts, tick: Tick) -> list[float]:

@@ -18,6 +18,7 @@ from attn_ops.backend import AttentionBackend
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step, StepLimits, running
+from tests.attn_ops.oracle import half_step, quantised, read_back
 
 
 def fast_oracle(q, keys, values, *, scale, window=None, softcap=None, chunk=None, sinks=None, rows=256):
@@ -54,6 +55,8 @@ class Case:
     """One batch. ``expected`` (T, H, Dv) is float64, zero for padding tokens; ``bound``: error allowed for each number.
 
     ``k`` and ``v`` are None where the layer writes nothing; ``new_k`` and ``new_v`` are the step's keys and values.
+    With a quantised cache ``expected`` is of the keys and values as they read back; ``plain`` is of what they were before,
+    and ``drift`` how far rounding them may carry each number from that.
     """
 
     q: torch.Tensor
@@ -68,12 +71,18 @@ class Case:
     expected: torch.Tensor
     bound: torch.Tensor
     site: AttentionSite
+    plain: torch.Tensor | None = None
+    drift: torch.Tensor | None = None
 
     def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple:
         """Positional arguments of the paged op."""
         m = self.metadata
-        return (self.q, self.k, self.v, self.cache.k[0], self.cache.v[0], m.slot_mapping, m.block_table_tensor,
+        return (self.q, self.k, self.v, *self.cache.of_layer(0), m.slot_mapping, m.block_table_tensor,
                 m.query_start_loc, m.seq_lens, self.sinks, list(prepared))
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The tensors among the op's arguments, which a CUDA graph reads and writes in place."""
+        return [tensor for tensor in self.arguments()[:12] if tensor is not None]
 
 
 def make_case(
@@ -82,7 +91,7 @@ def make_case(
     device: torch.device | str = "cpu", seed: int = 0, window: int | None = None, softcap: float | None = None,
     chunk: int | None = None, sinks: bool = False, scale: float | None = None, write: bool = True,
     pad_tokens: int = 0, pad_reqs: int = 0, strided: bool = False, num_pages: int | None = None,
-    table_width: int | None = None, poison: float | None = None, expect: bool = True,
+    table_width: int | None = None, poison: float | None = None, expect: bool = True, kv_dtype: torch.dtype | None = None,
 ) -> Case:
     """Make a batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens.
 
@@ -93,6 +102,7 @@ def make_case(
         num_pages, table_width: of the cache and the block table; default as many as needed, and some more.
         poison: what lies in the slots that no sequence owns; noise if None.
         expect: False leaves ``expected`` and ``bound`` zero (for timing).
+        kv_dtype: of a quantised cache; None: ``dtype``.
     """
     head_dim_v = head_dim_v or head_dim
     scale = head_dim**-0.5 if scale is None else scale
@@ -117,12 +127,19 @@ def make_case(
     metadata = metadata.padded(tokens, len(query_lens) + pad_reqs)
 
     cache = PagedKVCache(num_layers=1, num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads,
-                         head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, device=device, layout=layout)
-    for tensor in (cache.k[0], cache.v[0]):
-        if poison is None:
-            tensor.normal_(0, 30, generator=generator)
-        else:
-            tensor.fill_(poison)
+                         head_dim=head_dim, head_dim_v=head_dim_v, dtype=kv_dtype or dtype, device=device, layout=layout)
+    for tensor in (t for t in cache.of_layer(0) if t is not None):
+        noise = torch.empty(tensor.shape, device=device)
+        noise.normal_(0, 30, generator=generator) if poison is None else noise.fill_(poison)
+        tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
+
+    def hold(slots, new, at: int) -> torch.Tensor:
+        """Put keys (at 0) or values (at 1) at some slots of the cache; all of ``new`` as it will read back."""
+        codes, scale = (new, None) if kv_dtype is None else quantised(new, kv_dtype)
+        if scale is not None:
+            cache.of_layer(0)[2 + at][slots] = scale[: len(slots[0])]
+        bits(cache.of_layer(0)[at])[slots] = bits(codes[: len(slots[0])])
+        return new if scale is None else read_back(codes, scale)
     if strided:
         sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim_v]
         fused = randn(tokens, sum(sizes))
@@ -138,7 +155,7 @@ def make_case(
     sink_logits = randn(num_heads) if sinks else None
     options = dict(scale=scale, window=window, softcap=softcap, chunk=chunk)
     expected = torch.zeros(tokens, num_heads, head_dim_v, dtype=torch.float64, device=device)
-    magnitude = torch.zeros_like(expected)
+    magnitude, plain, drift = torch.zeros_like(expected), torch.zeros_like(expected), torch.zeros_like(expected)
     begin = 0
     for query, seq, row in zip(query_lens, seq_lens, table, strict=True):
         pos = torch.arange(seq, device=device)
@@ -147,11 +164,22 @@ def make_case(
         own = slice(begin, begin + query)
         keys[seq - query :], values[seq - query :] = new_k[own], new_v[own]
         held = slice(0, seq - query if write else seq)
-        cache.k[0][page[held], pos[held] % page_size] = keys[held]
-        cache.v[0][page[held], pos[held] % page_size] = values[held]
+        slots = page[held], pos[held] % page_size
+        stored_keys, stored_values = hold(slots, keys, 0), hold(slots, values, 1)
         if query and expect:
-            expected[own] = fast_oracle(q[own], keys, values, sinks=sink_logits, **options)
-            magnitude[own] = fast_oracle(q[own], keys, values.abs(), sinks=sink_logits, **options)
+            expected[own] = fast_oracle(q[own], stored_keys, stored_values, sinks=sink_logits, **options)
+            magnitude[own] = fast_oracle(q[own], stored_keys, stored_values.abs(), sinks=sink_logits, **options)
+            if kv_dtype is not None:
+                # A score is off by at most delta (softcap only shrinks that), so a weight w by at most w * (e^2delta - 1),
+                # and w * |v| adds w * e^2delta * (half a step of v).
+                plain[own] = fast_oracle(q[own], keys, values, sinks=sink_logits, **options)
+                steps = half_step(keys, quantised(keys, kv_dtype)[1], kv_dtype)
+                grouped = q[own].double().abs().view(query, num_kv_heads, -1, head_dim)
+                delta = torch.einsum("nkgd,lkd->nkgl", grouped, steps).amax(-1).flatten(1) * scale
+                grown = torch.exp(2 * delta)[..., None]
+                steps = half_step(values, quantised(values, kv_dtype)[1], kv_dtype)
+                drift[own] = grown * fast_oracle(q[own], keys, steps, sinks=sink_logits, **options)
+                drift[own] += (grown - 1) * fast_oracle(q[own], keys, values.abs(), sinks=sink_logits, **options)
         begin += query
     # Kernels round the softmax weights and the output to the dtype: half an eps each, of weights @ |v| and of the
     # output. Twice that, and 1e-5 for what is computed in float32.
@@ -159,7 +187,12 @@ def make_case(
     site = AttentionSite(layer=0, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
                          head_dim_v=head_dim_v, dtype=dtype, sinks=sinks, **options)
     return Case(q, new_k if write else None, new_v if write else None, new_k, new_v, cache, metadata, sink_logits,
-                options, expected, bound, site)
+                options, expected, bound, site, *((plain, drift) if kv_dtype is not None else ()))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: to compare bit by bit, and to index what torch cannot."""
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
 
 
 def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
@@ -192,21 +225,31 @@ def check_output(out: torch.Tensor, case: Case) -> None:
 
 
 def check_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
-    """``run_case``, then compare the output with the oracle and both caches with what they must hold, bit by bit."""
-    wanted = []
-    for cache, new in ((case.cache.k[0], case.new_k), (case.cache.v[0], case.new_v)):
-        copy = cache.clone()
-        if case.k is not None:
-            live = case.metadata.slot_mapping >= 0
-            slot = case.metadata.slot_mapping[live]
-            copy[slot // case.metadata.page_size, slot % case.metadata.page_size] = new[live]
-        wanted.append(copy)
+    """``run_case``, then compare the output with the oracle and caches and scales with what they must hold, bit by bit."""
+    held = case.cache.of_layer(0)
+    wanted = [None if tensor is None else bits(tensor).clone() for tensor in held]
+    if case.k is not None:
+        live = case.metadata.slot_mapping >= 0
+        slot = case.metadata.slot_mapping[live]
+        slots = slot // case.metadata.page_size, slot % case.metadata.page_size
+        for at, new in enumerate((case.new_k, case.new_v)):
+            codes, scale = quantised(new[live], case.cache.dtype) if case.cache.quantised else (new[live], None)
+            wanted[at][slots] = bits(codes)
+            if scale is not None:
+                wanted[2 + at][slots] = bits(scale)
     out = run_case(backend, case)
     check_output(out, case)
-    bits = torch.int32 if out.element_size() == 4 else torch.int16
-    for name, cache, copy in zip("kv", (case.cache.k[0], case.cache.v[0]), wanted, strict=True):
-        assert torch.equal(cache.view(bits), copy.view(bits)), f"the {name} cache holds something else than it must"
+    for name, tensor, copy in zip(("k", "v", "k_scale", "v_scale"), held, wanted, strict=True):
+        assert tensor is None or torch.equal(bits(tensor), copy), f"the {name} cache holds something else than it must"
     return out
 
 
-__all__ = ["Case", "check_case", "check_output", "fast_oracle", "make_case", "run_case"]
+def check_drift(out: torch.Tensor, case: Case) -> None:
+    """Every number is as near to what it would be without quantisation as the half steps allow, and not equal to it."""
+    assert case.plain is not None and case.drift is not None
+    off = (out.double() - case.plain).abs()
+    assert (off <= case.drift + case.bound).all()
+    assert (off > case.bound).any(), "nothing was quantised"
+
+
+__all__ = ["Case", "bits", "check_case", "check_drift", "check_output", "fast_oracle", "make_case", "run_case"]

@@ -31,3 +31,37 @@ def oracle_attention(q, keys, values, *, scale, window=None, softcap=None, chunk
             denominator = e.sum() + (math.exp(sinks[h].item() - top) if sinks is not None else 0.0)
             out[i, h] = (e[:, None] * values[first : pos + 1, g].double()).sum(0) / denominator
     return out
+
+
+def quantised(x, dtype):
+    """x (..., D) as a quantised cache must hold it: (codes in ``dtype``, scale (...) float32). By looking through all codes."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=x.device).view(dtype).float()
+    even = torch.arange(256, device=x.device) % 2 == 0  # the last bit of a code is that of its mantissa
+    fit = numbers.isfinite() & (numbers >= -numbers[numbers.isfinite()].max())  # int8: not -128
+    fit &= (numbers != 0) | (torch.arange(256, device=x.device) == 0)  # one zero
+    table, order = numbers[fit].sort()
+    even, bits = even[fit][order], torch.arange(256, dtype=torch.uint8, device=x.device)[fit][order]
+    x = x.float()
+    scale = (x.abs().amax(-1).double() / table[-1].double()).float()  # one rounding more than float32's: none that shows
+    scale = scale.clamp_min(2.0**-126)
+    scale = torch.where(x.isfinite().all(-1), scale, math.nan)
+    ratio = (x.double() / scale.double()[..., None]).float().clamp(-table[-1].item(), table[-1].item())
+    above = torch.searchsorted(table, ratio.nan_to_num(nan=0.0).contiguous()).clamp_(1, len(table) - 1)
+    low, high = table[above - 1].double(), table[above].double()
+    up = ratio.double() - low - (high - ratio.double())  # > 0: nearer to the upper one
+    at = torch.where((up > 0) | ((up == 0) & even[above]), above, above - 1)
+    at = torch.where(scale.isnan()[..., None], torch.searchsorted(table, table.new_zeros(1)), at)
+    return bits[at].view(dtype), scale
+
+
+def read_back(codes, scale):
+    """What a quantised cache holds, in float64."""
+    return codes.float().double() * scale.double()[..., None]
+
+
+def half_step(x, scale, dtype):
+    """How far the nearest code may lie from x (..., D): half the distance of the codes around it."""
+    if dtype == torch.int8:
+        return (scale.double() / 2)[..., None].expand(x.shape)
+    mantissa, lowest = (3, -6) if dtype == torch.float8_e4m3fn else (2, -14)
+    return x.double().abs() * 2.0 ** -(mantissa + 1) + scale.double()[..., None] * 2.0 ** (lowest - mantissa - 1)

@@ -127,10 +127,13 @@ def test_backends_load_lazily_and_without_a_gpu() -> None:
     ({}, dict(devices=frozenset({"cuda"})), {}, ["runs on cuda, not cpu"]),
     (dict(dtype=torch.bfloat16), dict(dtypes=frozenset({torch.float16, torch.float32})), {},
      ["dtype bfloat16 (has float16, float32)"]),
-    ({}, {}, dict(kv_dtype=torch.float16), ["KV cache dtype float16 (has only the model's own dtype)"]),
-    ({}, dict(kv_dtypes=frozenset({torch.float8_e4m3fn})), dict(kv_dtype=torch.float16),
-     ["KV cache dtype float16 (has float8_e4m3fn)"]),
+    ({}, {}, dict(kv_dtype=torch.float16), ["KV cache dtype float16 (has the model's own dtype only)"]),
+    ({}, dict(kv_dtypes_note="codes are beyond it"), dict(kv_dtype=torch.int8),
+     ["KV cache dtype int8 (has the model's own dtype only: codes are beyond it)"]),
+    ({}, dict(kv_dtypes=frozenset({torch.float8_e4m3fn, torch.int8})), dict(kv_dtype=torch.float16),
+     ["KV cache dtype float16 (has the model's own dtype, float8_e4m3fn, int8)"]),
     ({}, dict(kv_dtypes=frozenset({torch.float16})), dict(kv_dtype=torch.float16), []),
+    ({}, dict(kv_dtypes=frozenset({torch.float16})), {}, []),
     (dict(head_dim_v=32), dict(head_dims=lambda d, dv: d == dv, head_dims_note="equal"), {},
      ["head dims 64/32 (has equal)"]),
     ({}, dict(page_sizes=lambda p: p % 16 == 0, page_sizes_note="multiples of 16"), dict(page_size=8),
@@ -154,6 +157,22 @@ def test_compute_capability(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     caps = AttentionCapabilities(**EVERYTHING, min_compute_capability=(8, 0))
     assert caps.reasons_against(SITE, device=torch.device("cuda")) == ["needs compute capability 8.0, the GPU has 7.5"]
+
+
+def test_compute_capability_of_a_kv_dtype(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    caps = AttentionCapabilities(**EVERYTHING, kv_dtypes=frozenset({torch.float8_e4m3fn, torch.int8}),
+                                 min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)})
+    cuda = torch.device("cuda")
+    assert caps.reasons_against(SITE, device=cuda, kv_dtype=torch.float8_e4m3fn) == [
+        "KV cache dtype float8_e4m3fn needs compute capability 8.9, the GPU has 8.0"]
+    assert caps.reasons_against(SITE, device=cuda, kv_dtype=torch.int8) == caps.reasons_against(SITE, device=cuda) == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert caps.reasons_against(SITE, device=cuda, kv_dtype=torch.float8_e4m3fn) == []
+    assert isinstance(hash(caps), int)
+    triton = get_backend("triton").capabilities
+    assert triton.min_kv_compute_capability == {torch.float8_e4m3fn: (8, 9)}
 
 
 def test_nothing_is_declared_by_default() -> None:
@@ -217,13 +236,13 @@ def test_no_candidate_at_all(empty) -> None:
 
 
 def test_define_paged_op() -> None:
-    """The schema declares both caches as mutated; the fake gives (T, H, Dv)."""
+    """The schema declares both caches and their scales as mutated; the fake gives (T, H, Dv)."""
     op = define_paged_op("for_test_backend", lambda q, k, v, k_cache, v_cache, *rest, **options: q, devices=("CPU",))
     assert op.name() == "quire::for_test_backend_paged_attention"
     written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert written == ["k_cache", "v_cache"]
+    assert written == ["k_cache", "v_cache", "k_scale", "v_scale"]
     with torch._subclasses.FakeTensorMode():
         q, cache, table = torch.zeros(5, 4, 8), torch.zeros(9, 2, 1, 6), torch.zeros(1, dtype=torch.int32)
-        out = op(q, None, None, cache, cache.clone(), table, table, table, table, None, [], scale=1.0, window=None,
-                 softcap=None, chunk=None)
+        out = op(q, None, None, cache, cache.clone(), None, None, table, table, table, table, None, [], scale=1.0,
+                 window=None, softcap=None, chunk=None)
     assert out.shape == (5, 4, 6) and out.dtype == torch.float32

@@ -24,12 +24,13 @@ from attn_ops.backend import (
 )
 from attn_ops.backends import torch_native
 from attn_ops.conformance import Kit, main, oracle, run
+from attn_ops.kv_quant import dequantise, quantise
 from attn_ops.step import current_step
 from tests.attn_ops.oracle import oracle_attention
 
 NATIVE = get_backend("torch_native")
-NAMES = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks",
-         "prepared")
+NAMES = ("q", "k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping", "block_table", "query_start_loc",
+         "seq_lens", "sinks", "prepared")
 
 
 def broken(change: Callable[[dict], object], **capabilities) -> AttentionBackend:
@@ -164,9 +165,58 @@ def test_a_broken_backend_fails(change, caught_by) -> None:
     assert caught_by <= failures(broken(change))
 
 
+def scale_of_one(given):
+    """Codes without their scales: what an fp8 cache without calibration does."""
+    if given["k_scale"] is not None and given["k"] is not None:
+        torch_native.paged_attention(**given)
+        given["k_scale"][given["k_scale"] != 0] = 1.0
+        given["k"] = given["v"] = None
+
+
+def newest_as_it_was(given):
+    """The step's own keys and values are attended to before they are rounded, and rounded in the cache."""
+    if given["k_scale"] is not None and given["k"] is not None:
+        exact = {**given, "k_scale": None, "v_scale": None}
+        for name in ("k", "v"):
+            exact[f"{name}_cache"] = dequantise(given[f"{name}_cache"], given[f"{name}_scale"])
+        torch_native.paged_attention(**given)
+        return torch_native.paged_attention(**exact)
+
+
+def hide_nan(given):
+    for name in ("k", "v"):
+        if given["k_scale"] is not None and given[name] is not None:
+            given[name] = given[name].nan_to_num(nan=0.0)
+
+
+def truncate(given):
+    """Codes rounded towards zero."""
+    if given["k_scale"] is not None and given["k"] is not None:
+        codes, scale = quantise(given["k"], given["k_cache"].dtype)
+        exact = given["k"].float() / scale[..., None]
+        given["k"] = (exact.trunc() * scale[..., None]).to(given["k"].dtype)
+
+
+@pytest.mark.parametrize("change", [scale_of_one, newest_as_it_was, hide_nan, truncate], ids=lambda f: f.__name__)
+def test_a_backend_that_quantises_in_its_own_way_fails(change) -> None:
+    names = {"KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
+    assert failures(broken(change)) == names
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_all_checks_on_a_quantised_cache(kv_dtype) -> None:
+    results = run(NATIVE, "cpu", kv_dtype=kv_dtype)
+    assert {r.status for r in results} == {"ok", "skip"} and len(results) > 30
+    only = run(broken(spoil(window=lambda g: None)), "cpu", only="feature window", kv_dtype=kv_dtype)
+    assert [r.status for r in only] == ["FAIL"]
+    (result,) = run(broken(lambda given: None, kv_dtypes=frozenset()), "cpu", kv_dtype=kv_dtype)
+    assert result.status == "FAIL" and result.detail == f"KV cache dtype {kv_dtype} is not declared"
+
+
 def test_only_the_spoilt_feature_fails() -> None:
     assert failures(broken(spoil(window=lambda g: None))) == {
-        "feature window", "features together", "garbage in unused slots"}  # which has all features, too
+        "feature window", "features together", "garbage in unused slots",  # the last ones have all features, too
+        "KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
 
 
 def test_wrong_with_grouped_heads_only() -> None:
@@ -199,11 +249,13 @@ def test_an_exception_is_a_failure_with_its_place() -> None:
 
 
 def test_undeclared_features_must_be_refused() -> None:
-    plain = broken(lambda given: None, window=False, sinks=False, layouts=frozenset({"NHD"}),
+    plain = broken(lambda given: None, window=False, sinks=False, kv_dtypes=frozenset({torch.float8_e5m2}),
+                   layouts=frozenset({"NHD"}),
                    page_sizes=lambda p: p == 16, page_sizes_note="16")
     results = {r.check: r for r in run(plain)}
     assert not [r for r in results.values() if r.status == "FAIL" and r.check != "opcheck"]
-    for name in ("feature window", "feature sinks", "layout HND", "page size 4"):
+    assert results["KV cache float8_e5m2"].detail == ""
+    for name in ("feature window", "feature sinks", "layout HND", "page size 4", "KV cache int8"):
         assert results[name].detail == "not declared: refused"
 
     class Careless(AttentionCapabilities):
@@ -212,7 +264,8 @@ def test_undeclared_features_must_be_refused() -> None:
 
     fields = {f.name: getattr(plain.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
     careless = dataclasses.replace(plain, capabilities=Careless(**fields))
-    assert {"feature window", "feature sinks", "layout HND", "page size 4", "non-causal"} <= failures(careless)
+    assert {"feature window", "feature sinks", "layout HND", "page size 4", "non-causal",
+            "KV cache int8"} <= failures(careless)
 
 
 def test_a_declaration_that_cannot_be_kept() -> None:
@@ -307,6 +360,7 @@ def test_main_fails(capsys, monkeypatch) -> None:
     assert "unknown attention backend 'nobody'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--backend", "broken", "--dtype", "int4"])
+    assert main(["--backend", "broken", "--only", "layout", "--kv-dtype", "float8_e5m2"]) == 0
 
 
 def test_as_a_module() -> None:

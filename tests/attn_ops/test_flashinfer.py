@@ -386,7 +386,7 @@ def test_replay_reads_the_new_plan_from_the_same_buffers(on_cpu, window) -> None
     assert wrapper.graph and wrapper.int_workspace is state.groups[group]
     with running(step):
         captured = flashinfer.paged_attention(
-            q, None, None, cache.k[0], cache.v[0], first.slot_mapping, first.block_table_tensor, first.query_start_loc,
+            q, None, None, *cache.of_layer(0), first.slot_mapping, first.block_table_tensor, first.query_start_loc,
             first.seq_lens, None, [], **options)
     assert torch.isfinite(captured).all()
     addresses = [t.data_ptr() for t in (wrapper.indptr, wrapper.indices, wrapper.last_page_len)]
@@ -458,9 +458,11 @@ def test_op_errors(on_cpu) -> None:
         with pytest.raises(RuntimeError, match="planned for 2 tokens, q has 1"):
             flashinfer.paged_attention(arguments[0][:1], *arguments[1:], **options)
         for wrong in (dict(chunk=8), dict(sinks=torch.zeros(4))):
-            changed = [*arguments[:9], wrong.pop("sinks", None), []]
+            changed = [*arguments[:11], wrong.pop("sinks", None), []]
             with pytest.raises(UnsupportedAttention, match="neither sinks nor chunked attention"):
                 flashinfer.paged_attention(*changed, **(options | wrong))
+        with pytest.raises(UnsupportedAttention, match="no quantised KV cache: its kernels take one scale for a whole cache"):
+            flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
 
 
 def test_batches_larger_than_the_limits(on_cpu) -> None:

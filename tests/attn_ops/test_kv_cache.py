@@ -38,6 +38,37 @@ def test_each_tensor_is_an_allocation_of_its_own() -> None:
     assert all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * 4 for t in tensors)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_quantised(dtype, layout) -> None:
+    """Codes, and a scale for each token and head: allocations of their own, the heads outside the tokens."""
+    cache = make(dtype=dtype, layout=layout, head_dim_v=6)
+    assert cache.quantised and cache.dtype == dtype and cache.k[0].dtype == dtype
+    for scale in [*cache.k_scale, *cache.v_scale]:
+        assert scale.shape == (5, 4, 3) and scale.stride() == (12, 1, 4) and scale.dtype == torch.float32
+        assert not scale.any()
+    tensors = [*cache.k, *cache.v, *cache.k_scale, *cache.v_scale]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 8
+    assert cache.num_bytes == sum(t.untyped_storage().nbytes() for t in tensors) == 2 * 5 * 4 * 3 * (8 + 6 + 2 * 4)
+    assert all(a is b for a, b in zip(cache.of_layer(1), (cache.k[1], cache.v[1], cache.k_scale[1], cache.v_scale[1]),
+                                      strict=True))
+
+
+def test_unquantised_has_no_scales() -> None:
+    cache = make(layer_ids=[3, 7])
+    assert not cache.quantised and cache.k_scale == cache.v_scale == [None, None]
+    k, v, *scales = cache.of_layer(7)
+    assert k is cache.k[1] and v is cache.v[1] and scales == [None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fnuz], ids=str)
+def test_dtypes_that_hold_no_keys(dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"a KV cache of {name} is not possible: give the model's own dtype or one of the "
+                                         "quantised ones, float8_e4m3fn, float8_e5m2, int8"):
+        make(dtype=dtype)
+
+
 def test_sizes_by_layer() -> None:
     cache = make(num_kv_heads=[1, 4], head_dim=[8, 16], head_dim_v=[6, 16], layer_ids=[3, 7], dtype=torch.float16)
     assert [tuple(t.shape) for t in cache.k] == [(5, 4, 1, 8), (5, 4, 4, 16)]
@@ -64,7 +95,7 @@ def test_for_sites() -> None:
 
 def test_bytes_per_page_is_what_a_page_takes() -> None:
     sites = [site(0), site(1, num_kv_heads=1, head_dim=24, head_dim_v=16)]
-    for dtype in (None, torch.float32):
+    for dtype in (None, torch.float32, torch.int8, torch.float8_e5m2):
         cache = PagedKVCache.for_sites(sites, num_pages=10, page_size=4, device="cpu", dtype=dtype)
         assert bytes_per_page(sites, 4, dtype) * 10 == cache.num_bytes
 
@@ -81,6 +112,8 @@ def test_pages_for(tokens, pages) -> None:
 def test_repr() -> None:
     assert repr(make(num_pages=64, page_size=16, head_dim=128, num_kv_heads=8)) == (
         "PagedKVCache(2 layers, 64 pages of 16, NHD, float32, cpu, 16.0 MiB)")
+    assert repr(make(num_pages=64, page_size=16, head_dim=124, num_kv_heads=8, dtype=torch.int8)) == (
+        "PagedKVCache(2 layers, 64 pages of 16, NHD, int8 and scales, cpu, 4.0 MiB)")
 
 
 @pytest.mark.parametrize("options, message", [

@@ -22,7 +22,8 @@ def fake(name: str, *, reason: str | None = None, priority: dict[str, int] | Non
 FAKES = {b.name: b for b in (
     fake("on_request"),
     fake("second", priority={"cpu": 10, "cuda": 1}, dtypes=frozenset({torch.float16, torch.bfloat16}), window=True,
-         sinks=True, head_dims_note="64, 128", page_sizes_note="16", cudagraph_support=CudagraphSupport.ALWAYS),
+         sinks=True, kv_dtypes=frozenset({torch.int8, torch.float32}),
+         head_dims_note="64, 128", page_sizes_note="16", cudagraph_support=CudagraphSupport.ALWAYS),
     fake("missing", priority={"cpu": 5}, reason="package x is not installed: pip install x"),
     fake("gpu_only", priority={"cuda": 0}, devices=frozenset({"cuda", "xpu"}), reason="never asked on a CPU"),
     fake("first", priority={"cpu": 0}),
@@ -50,12 +51,12 @@ def test_rows_and_order(fakes) -> None:
 
 def test_text(fakes) -> None:
     assert_expected_inline(str(backends("cpu")), """\
-backend     usable  dtypes             head dims  page sizes  features       CUDA graphs
-first       yes     float32            any        any         none           NEVER
-missing     no      float32            any        any         none           NEVER
-second      yes     bfloat16, float16  64, 128    16          window, sinks  ALWAYS
-on_request  yes     float32            any        any         none           NEVER
-gpu_only    no      float32            any        any         none           NEVER
+backend     usable  dtypes             quantised KV  head dims  page sizes  features       CUDA graphs
+first       yes     float32            none          any        any         none           NEVER
+missing     no      float32            none          any        any         none           NEVER
+second      yes     bfloat16, float16  int8          64, 128    16          window, sinks  ALWAYS
+on_request  yes     float32            none          any        any         none           NEVER
+gpu_only    no      float32            none          any        any         none           NEVER
 broken      no
 missing: not usable on cpu: package x is not installed: pip install x
 gpu_only: not usable on cpu: runs on cuda, xpu
@@ -72,7 +73,7 @@ def test_rows_are_frozen(fakes) -> None:
 
 def test_empty_table() -> None:
     text = str(BackendTable([], torch.device("cpu")))
-    assert text.split() == "backend usable dtypes head dims page sizes features CUDA graphs".split()
+    assert text.split() == "backend usable dtypes quantised KV head dims page sizes features CUDA graphs".split()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

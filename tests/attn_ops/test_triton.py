@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from attn_ops.backends.triton import BACKEND, _load, available
-from tests.attn_ops.cases import check_case, check_output, fast_oracle, make_case, run_case
+from attn_ops.kv_quant import QUANTISED
+from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
 from tests.attn_ops.oracle import oracle_attention
+from tests.attn_ops.scheduling import in_pieces, steps_of
 
 triton = pytest.importorskip("triton")  # tests/conftest.py has set TRITON_INTERPRET by now, where there is no GPU
 
@@ -238,12 +240,113 @@ def test_offsets_beyond_32_bits():
         assert torch.equal(case.cache.v[0][slots // page, slots % page], case.new_v)
 
 
+# Quantised caches. Codes and scales must be bit for bit those of the oracle.
+
+QUANT = pytest.mark.parametrize("kv_dtype", sorted(QUANTISED, key=str), ids=str)
+
+
+@QUANT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_quantised(layout, dtype, kv_dtype):
+    shape = {**SMALL, "layout": layout, "dtype": dtype, "kv_dtype": kv_dtype}
+    for query_lens, seq_lens in (([1] * 4, [1, 15, 17, 40]), ([5, 16, 33], [5, 16, 40]), ([1, 7, 0, 1], [20, 9, 5, 40]),
+                                 ([9, *[0] * 9], [40, *[0] * 9])):  # the last: T <= B, and no decode batch
+        case = make_case(query_lens, seq_lens, **shape, pad_tokens=2, pad_reqs=2)
+        check_drift(check_case(BACKEND, case), case)
+
+
+@QUANT
+@pytest.mark.parametrize("features", [dict(window=11, softcap=3.0, sinks=True, chunk=32), dict(write=False),
+                                      dict(strided=True), dict(poison=float("nan")),
+                                      dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=40, page_size=1),
+                                      dict(num_heads=16, num_kv_heads=1, head_dim=80)], ids=str)
+def test_quantised_features(features, kv_dtype):
+    shape = {**SMALL, **features, "kv_dtype": kv_dtype}
+    check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
+    check_case(BACKEND, make_case([5, 1, 0, 30], [70, 40, 3, 40], **shape, pad_tokens=2, pad_reqs=1))
+
+
+@QUANT
+@pytest.mark.parametrize("params", SPLITS, ids=str)
+def test_quantised_splits(params, kv_dtype):
+    with decode.overridden(block_n=16, chunk_min=16, max_splits=7, **params):
+        check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **SMALL, kv_dtype=kv_dtype, sinks=True))
+        check_case(BACKEND, make_case([1, 9, 1], [150, 40, 2], **SMALL, kv_dtype=kv_dtype, pad_tokens=1))
+    with extend.overridden(block_m=16, block_n=16, chunk_min=16, max_splits=5):
+        check_case(BACKEND, make_case([9, 1], [120, 3], **SMALL, kv_dtype=kv_dtype, window=70))
+
+
+@pytest.mark.parametrize("large", [1e-3, 1.0, 2e4])
+@QUANT
+def test_quantised_values_of_any_size_in_float16(kv_dtype, large):
+    """Neither do weights times a small scale vanish in float16, nor do large values overflow: the bound is relative."""
+    for query_lens in ([1, 1], [9, 1]):
+        case = make_case(query_lens, [200, 30], **{**SMALL, "dtype": torch.float16}, kv_dtype=kv_dtype)
+        case.v.mul_(large)
+        case.cache.v_scale[0].mul_(large)
+        reference = _reference(case)
+        out = run_case(BACKEND, case)
+        # A weight and the output are rounded once each, as in ``cases.make_case``, and 1e-5 of the largest for sums.
+        assert (out.double() - reference).abs().max() <= 2 * torch.finfo(torch.float16).eps * large * 4
+
+
+def _reference(case):
+    from attn_ops.backends.torch_native import BACKEND as NATIVE
+
+    held = [tensor.clone() for tensor in case.cache.of_layer(0)]
+    wide = [tensor.float() for tensor in (case.q, case.k, case.v)]
+    m = case.metadata
+    return NATIVE.op(*wide, *held, m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, None, [],
+                     **case.options).double()
+
+
+@QUANT
+def test_quantised_how_a_sequence_is_cut_does_not_matter(kv_dtype):
+    """Pieces of 1 run the decode kernel with the newest key in registers, larger ones ``write`` and ``extend``; with more
+    rows than tokens, pieces of 3 run the decode kernel too, the step's earlier keys in registers."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(37, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    whole, cache = in_pieces(BACKEND, q, k, v, [37], kv_dtype)
+    for size, rows in ((1, 1), (3, 1), (3, 4), (16, 1), (16, 20)):
+        out, again = in_pieces(BACKEND, q, k, v, steps_of(37, size), kv_dtype, rows=rows)
+        torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
+        for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+
+
+@QUANT
+@pytest.mark.parametrize("query_lens", [[1, 1], [5, 12]])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_quantised_what_is_not_finite_is_not_hidden(bad, query_lens, kv_dtype):
+    for which in ("k", "v"):
+        case = make_case(query_lens, [9, 17], **SMALL, kv_dtype=kv_dtype)
+        last = query_lens[0] - 1
+        (case.k if which == "k" else case.v)[last, 1, 3] = bad
+        out = run_case(BACKEND, case)
+        assert out[last, 2:].isnan().all() and out[last, :2].isfinite().all() and out[query_lens[0] :].isfinite().all()
+        slot = int(case.metadata.slot_mapping[last])
+        scale = (case.cache.k_scale if which == "k" else case.cache.v_scale)[0][slot // 4, slot % 4]
+        assert scale.isnan().tolist() == [False, True]
+
+
+def test_scales_must_lie_alike():
+    case = make_case([1], [5], **SMALL, kv_dtype=torch.int8)
+    case.cache.v_scale[0] = case.cache.v_scale[0].contiguous()
+    with pytest.raises(ValueError, match="k_scale and v_scale of the same strides"):
+        run_case(BACKEND, case)
+    case.cache.k_scale[0] = case.cache.v_scale[0] = None
+    with pytest.raises(ValueError, match="needs k_scale and v_scale"):
+        run_case(BACKEND, case)
+
+
 # Registration, availability, errors.
 
 
 @pytest.mark.parametrize("case", [
     dict(query_lens=[1, 1]), dict(query_lens=[1, 6], sinks=True, window=5), dict(query_lens=[5], write=False),
     dict(query_lens=[1, 1], write=False, softcap=3.0, pad_tokens=1, pad_reqs=2),
+    dict(query_lens=[1, 1], kv_dtype=torch.int8), dict(query_lens=[1, 6], kv_dtype=torch.int8),
 ], ids=str)
 def test_opcheck(case):
     query_lens = case.pop("query_lens")

@@ -8,7 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from attn_ops.backends.triton import BACKEND, _load
-from tests.attn_ops.cases import check_case, check_output, make_case, run_case
+from attn_ops.kv_quant import QUANTISED
+from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
+from tests.attn_ops.oracle import quantised
+from tests.attn_ops.scheduling import in_pieces, steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -86,6 +89,74 @@ def test_cache_of_more_than_2_31_elements():
         check_case(BACKEND, case)
 
 
+# Quantised caches: codes and scales bit for bit, numbers within the bound of what reads back.
+
+KV_DTYPES = sorted(QUANTISED, key=str)
+
+
+@pytest.fixture(params=KV_DTYPES, ids=str)
+def kv_dtype(request):
+    need = BACKEND.capabilities.min_kv_compute_capability.get(request.param, (0, 0))
+    if torch.cuda.get_device_capability() < need:
+        pytest.skip(f"{request.param} needs compute capability {need}")
+    return request.param
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [*((d, "NHD") for d in DTYPES), (torch.bfloat16, "HND")], ids=str)
+def test_quantised(dtype, layout, kv_dtype):
+    shape = dict(**LLAMA, dtype=dtype, layout=layout, kv_dtype=kv_dtype)
+    for query_lens, seq_lens in (([1] * 8, [1, 16, 17, 64, 65, 1025, 4000, 6007]), ([1], [9001]),
+                                 ([1] * 150, [1 + 7 * i for i in range(150)]), ([1500], [1500]), ([64], [5000]),
+                                 ([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129])):
+        case = make_case(query_lens, seq_lens, **shape, pad_tokens=6, pad_reqs=3)
+        out = check_case(BACKEND, case)
+        if dtype == torch.float32:  # else what quantising changes may hide within the rounding of the dtype
+            check_drift(out, case)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
+    (32, 32, 128, 128), (8, 1, 256, 256), (32, 4, 80, 80), (16, 16, 192, 128), (71, 1, 64, 64), (4, 4, 16, 16),
+])
+def test_quantised_heads_and_dims(heads, kv_heads, dim, dim_v, kv_dtype):
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16,
+                 dtype=torch.bfloat16, device="cuda", kv_dtype=kv_dtype)
+    check_case(BACKEND, make_case([1] * 5, [1, 64, 700, 1025, 3000], **shape))
+    check_case(BACKEND, make_case([1, 200, 33, 1], [900, 200, 1000, 5], **shape))
+
+
+@pytest.mark.parametrize("features", [
+    dict(window=700, softcap=20.0, sinks=True, chunk=1024), dict(write=False), dict(strided=True), dict(page_size=1),
+    dict(poison=float("nan")),
+], ids=str)
+def test_quantised_features(features, kv_dtype):
+    shape = {**LLAMA, **features, "dtype": torch.bfloat16, "kv_dtype": kv_dtype}
+    check_case(BACKEND, make_case([1] * 6, [1, 127, 128, 129, 1500, 4000], **shape))
+    check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **shape, pad_tokens=4, pad_reqs=2))
+
+
+def test_quantised_how_a_sequence_is_cut_does_not_matter(kv_dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(300, heads, 64, device="cuda") for heads in (8, 2, 2))
+    whole, cache = in_pieces(BACKEND, q, k, v, [300], kv_dtype, page_size=16)
+    for size, rows in ((1, 1), (3, 1), (3, 4), (16, 20), (100, 1)):
+        out, again = in_pieces(BACKEND, q, k, v, steps_of(300, size), kv_dtype, page_size=16, rows=rows)
+        torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
+        for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_quantised_what_is_not_finite_is_not_hidden(bad, kv_dtype):
+    for query_lens in ([1, 1], [40, 12]):
+        for which in ("k", "v"):
+            case = make_case(query_lens, [90, 17], **LLAMA, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+            last = query_lens[0] - 1
+            (case.k if which == "k" else case.v)[last, 1, 3] = bad
+            out = run_case(BACKEND, case)
+            assert out[last, 4:8].isnan().all() and out[last, :4].isfinite().all()
+            assert out[query_lens[0] :].isfinite().all()
+
+
 # CUDA graphs: one capture, any lengths later.
 
 BUCKETS = {
@@ -100,7 +171,7 @@ BUCKETS = {
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
-@pytest.mark.parametrize("features", [{}, dict(window=300, sinks=True)], ids=str)
+@pytest.mark.parametrize("features", [{}, dict(window=300, sinks=True), dict(kv_dtype=torch.int8)], ids=str)
 @ATOMIC
 def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
     tokens, reqs, *batches = BUCKETS[bucket]
@@ -111,9 +182,6 @@ def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
                          poison=float("nan"))
 
     static = batch(*batches[0], seed=0)
-    m = static.metadata
-    buffers = [static.q, static.k, static.v, static.cache.k[0], static.cache.v[0], m.slot_mapping, m.block_table_tensor,
-               m.query_start_loc, m.seq_lens, static.sinks]
     with decode().overridden(atomic=atomic):
         run_case(BACKEND, static)  # compiles the kernels
         torch.cuda.synchronize()
@@ -123,17 +191,20 @@ def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
     previous = None
     for seed, (query_lens, seq_lens) in enumerate(batches[1:], 1):
         case = batch(query_lens, seq_lens, seed)
-        for buffer, new in zip(buffers, case.arguments()[:10], strict=True):
-            if buffer is not None:
-                buffer.copy_(new)
+        for buffer, new in zip(static.buffers(), case.buffers(), strict=True):
+            buffer.copy_(new)
         graph.replay()
         check_output(out, case)
         assert previous is None or not torch.equal(out, previous), "the replay changed nothing"
         previous = out.clone()
         slots = case.metadata.slot_mapping
         live = slots >= 0
-        got = static.cache.k[0][slots[live] // 16, slots[live] % 16]
-        assert torch.equal(got, case.new_k[live])
+        got, scale = (t if t is None else t[slots[live] // 16, slots[live] % 16] for t in static.cache.of_layer(0)[::2])
+        if scale is None:
+            assert torch.equal(got, case.new_k[live])
+        else:
+            codes, wanted = quantised(case.new_k[live], got.dtype)
+            assert torch.equal(got, codes) and torch.equal(scale, wanted)
 
 
 @ATOMIC

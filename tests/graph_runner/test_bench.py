@@ -73,6 +73,9 @@ def test_bytes_of_a_step() -> None:
     assert weight_bytes(llama, 1) == weight_bytes(llama, 128) == 2 * (total - 128256 * 4096)  # no input embedding
     assert kv_bytes(llama, [1000, 24]) == 1024 * 32 * 2 * 8 * 128 * 2
     assert step_bytes(llama, 2, 512) == weight_bytes(llama, 2) + kv_bytes(llama, [512, 512])
+    for dtype in (torch.int8, torch.float8_e4m3fn):  # a float32 scale for each key and each value
+        assert kv_bytes(llama, [1000, 24], dtype) == 1024 * 32 * 2 * 8 * (128 + 4)
+    assert step_bytes(llama, 2, 512, torch.int8) == weight_bytes(llama, 2) + kv_bytes(llama, [512, 512], torch.int8)
     tied = skeleton(spec("qwen3-0.6b"))
     assert weight_bytes(tied, 1) == 2 * sum(p.numel() for p in tied.parameters())
 
@@ -224,6 +227,37 @@ def test_quantised_rows_stand_beside_others(tmp_path: Path, capsys: pytest.Captu
     assert "weights" in capsys.readouterr().out
     result = json.loads((tmp_path / "0.json").read_text())
     assert compare(result, result["environment"], [quire], 0.05, Console(file=io.StringIO())) == 0  # another row
+def test_the_dtype_of_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given to quire alone, in the rows, and in the bytes that a step must read."""
+    def rows(*arguments: str) -> list[dict[str, Any]]:
+        out = tmp_path / "run.json"
+        assert main(["bench", "decode", *DRY, "--batch", "1", "--systems", "quire,hf-eager", "--out", str(out),
+                     *arguments]) == 0
+        return json.loads(out.read_text())["rows"]
+
+    plain, rival = rows()
+    assert plain["kv_cache_dtype"] == rival["kv_cache_dtype"] == plain["dtype"] == "float32"
+    for arguments in (["--kv-cache-dtype", "fp8"], ["--engine", "kv_cache_dtype=float8_e4m3fn"]):
+        quantised, rival = rows(*arguments)
+        assert not quantised["error"] and quantised["kv_cache_dtype"] == "float8_e4m3fn"
+        assert rival["kv_cache_dtype"] == "float32" and rival["bytes_per_step"] == plain["bytes_per_step"]
+        assert quantised["bytes_per_step"] < plain["bytes_per_step"]
+        assert quantised["engine_options"]["kv_cache_dtype"] == arguments[-1].removeprefix("kv_cache_dtype=")
+        assert "float8_e4m3fn KV" in capsys.readouterr().out
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps({"environment": {}, "rows": [{**plain, "ms_per_step": 1e6}]}))
+    rows("--kv-cache-dtype", "int8", "--against", str(before))
+    assert "nothing was compared" in capsys.readouterr().out.replace("\n", " ")  # other bytes: not the same row
+    old = {k: v for k, v in plain.items() if k != "kv_cache_dtype"}  # as results were before there was the column
+    before.write_text(json.dumps({"environment": {}, "rows": [{**old, "ms_per_step": 1e6}]}))
+    rows("--against", str(before))
+    assert "1 rows compared" in capsys.readouterr().out
+    for arguments, message in ((["--kv-cache-dtype", "int8", "--engine", "kv_cache_dtype=fp8"], "given twice"),
+                               (["--kv-cache-dtype", "fp4"], "kv_cache_dtype 'fp4' is neither"),
+                               (["--dtype", "int8"], "--dtype 'int8' is not a floating-point"),
+                               (["--dtype", "fp8"], "--dtype 'fp8' is not a floating-point")):
+        assert main(["bench", "decode", *DRY, *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_plots_and_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,8 +122,9 @@ def test_eos_token_ids() -> None:
 def test_kv_dtype() -> None:
     assert kv_dtype("auto") is None
     assert kv_dtype("bfloat16") is kv_dtype(torch.bfloat16) is torch.bfloat16
-    assert kv_dtype("float8_e4m3fn") is torch.float8_e4m3fn
-    for name in ("float7", "nn", "Tensor", ""):
+    assert kv_dtype("float8_e4m3fn") is kv_dtype("fp8") is kv_dtype("fp8_e4m3") is torch.float8_e4m3fn
+    assert kv_dtype("fp8_e5m2") is torch.float8_e5m2 and kv_dtype("int8") is torch.int8
+    for name in ("float7", "nn", "Tensor", "", "fp4"):
         with pytest.raises(ValueError, match=f"kv_cache_dtype '{name}' is neither 'auto' nor a torch dtype such as"):
             kv_dtype(name)
 

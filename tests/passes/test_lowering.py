@@ -102,8 +102,9 @@ flatten_2 = flatten(transpose_3, 0, 1)
 transpose_4 = transpose(v, 1, 2)
 flatten_3 = flatten(transpose_4, 0, 1)
 torch_native_paged_attention_default = torch_native_paged_attention.default(flatten_1, flatten_2, flatten_3,
-    quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
-    quire_seq_lens, None, [getitem, getitem_1, getitem_2], scale=0.3, window=None, softcap=None, chunk=None)
+    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
+    quire_query_start_loc, quire_seq_lens, None, [getitem, getitem_1, getitem_2], scale=0.3, window=None,
+    softcap=None, chunk=None)
 view_1 = view(torch_native_paged_attention_default, 1, -1, 4, 4)
 transpose_5 = transpose(view_1, 1, 2)
 transpose_1 = transpose(transpose_5, 1, 2)
@@ -209,32 +210,67 @@ def test_the_graph_must_come_from_dynamo() -> None:
         lower(graph, LoweringTarget(all_backends()["torch_native"], 16))
 
 
+def test_a_quantised_cache_has_its_scales_as_inputs() -> None:
+    """After the K and V of their layer, dynamic in the pages; the op gets them where other caches have None."""
+    graph = trace(tiny())
+    cache = PagedKVCache.for_sites(graph.sites(), num_pages=3, page_size=4, device="cpu", dtype=torch.int8)
+    meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
+    result = graph.paged(Step(cache, meta, attention="torch_native")).lowered
+    names = [n.name for n in placeholders(result.gm.graph)][-8:]
+    assert names == [f"quire_{name}_{layer}" for layer in (0, 1) for name in ("k_cache", "v_cache", "k_scale", "v_scale")]
+    values = result.inputs.of(Step(cache, meta))
+    assert len(values) == len(result.example_inputs)
+    for got, example in zip(values, result.example_inputs, strict=True):
+        assert got.dtype == example.dtype and got.dim() == example.dim() and got.stride()[1:] == example.stride()[1:]
+    assert all(got is want for got, want in zip(values[-4:], cache.of_layer(1), strict=True))
+    sizes = [example.shape[0] for example in result.example_inputs[4:]]
+    assert all(isinstance(s, torch.SymInt) for s in sizes) and len({str(s) for s in sizes}) == 8
+    ops = [n for n in result.gm.graph.nodes if n.target == all_backends()["torch_native"].op]
+    assert [str(a) for a in ops[1].args[3:7]] == names[4:]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a compiler")
-def test_inductor_does_not_copy_the_cache() -> None:
-    """Compiled, in both layouts of memory a cache can have: the generated code allocates nothing of the cache's size."""
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_inductor_does_not_copy_the_cache(kv_dtype) -> None:
+    """Compiled: the generated code allocates nothing of the size of the cache or its scales."""
     model = tiny()
     graph = trace(model, compiler="inductor")
     compiled = torch.compile(model, backend=graph.owner, dynamic=True, fullgraph=True)
-    cache = PagedKVCache.for_sites(graph.sites(), num_pages=70, page_size=4, device="cpu")
+    cache = PagedKVCache.for_sites(graph.sites(), num_pages=70, page_size=4, device="cpu", dtype=kv_dtype)
     sequence = inputs(9)[0]
     meta = CommonAttentionMetadata.build([9], [9], [[3, 1, 7]], page_size=4)
     with running(Step(cache, meta)), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         out, code = run_and_get_code(compiled, sequence[None], meta.positions[None])
     assert "quire.torch_native_paged_attention" in "".join(code)
     allocated = re.findall(r"empty_strided\w*\(\(([^)]*)\)", "".join(code))
-    assert allocated and not [shape for shape in allocated if re.search(r"4, 2, 4,?$", shape.strip())], allocated
-    expected = model(sequence[None], torch.arange(9)[None])
-    assert (out - expected).abs().max() <= TOLERANCE
+    assert allocated and not [shape for shape in allocated if re.search(r"4, 2(, 4)?,?$", shape.strip())], allocated
+    expected = model if kv_dtype is None else op_by_op(model, kv_dtype)
+    assert (out - expected(sequence[None], torch.arange(9)[None])).abs().max() <= TOLERANCE
     # The caller's own tensors were written: 9 slots of pages 3, 1 and 7, and no other.
-    for tensor in [*cache.k, *cache.v]:
-        written = tensor.flatten(2).abs().sum(-1) > 0
+    for tensor in [t for t in [*cache.k, *cache.v, *cache.k_scale, *cache.v_scale] if t is not None]:
+        written = tensor.float().flatten(2).abs().sum(-1) > 0
         assert written.nonzero().tolist() == [[1, 0], [1, 1], [1, 2], [1, 3], [3, 0], [3, 1], [3, 2], [3, 3], [7, 0]]
     # And the same code serves a decode of another shape, with a larger cache.
-    larger = PagedKVCache.for_sites(graph.sites(), num_pages=99, page_size=4, device="cpu")
-    for mine, theirs in zip([*larger.k, *larger.v], [*cache.k, *cache.v], strict=True):
-        mine[:70] = theirs
+    larger = PagedKVCache.for_sites(graph.sites(), num_pages=99, page_size=4, device="cpu", dtype=kv_dtype)
+    for layer in larger.layer_ids:
+        for mine, theirs in zip(larger.of_layer(layer), cache.of_layer(layer), strict=True):
+            if mine is not None:
+                mine[:70] = theirs
     longer = torch.cat([sequence, sequence[:2]])
     meta = CommonAttentionMetadata.build([2, 0], [11, 0], [[3, 1, 7], [0]], page_size=4)
     with running(Step(larger, meta)), torch.no_grad():
         out = compiled(longer[None, 9:], meta.positions[None])
-    assert (out - model(longer[None], torch.arange(11)[None])[:, 9:]).abs().max() <= TOLERANCE
+    assert (out - expected(longer[None], torch.arange(11)[None])[:, 9:]).abs().max() <= TOLERANCE
+
+
+def op_by_op(model, kv_dtype):
+    """The same model in one step on a quantised cache of its own, run without a compiler."""
+    def call(ids, positions):
+        graph = trace(model)
+        cache = PagedKVCache.for_sites(graph.sites(), num_pages=5, page_size=4, device="cpu", dtype=kv_dtype)
+        meta = CommonAttentionMetadata.build([ids.shape[1]], [ids.shape[1]], [[1, 2, 3]], page_size=4)
+        compiled = torch.compile(model, backend=graph.owner, dynamic=True, fullgraph=True)
+        with running(Step(cache, meta)), torch.no_grad():
+            return compiled(ids, positions)
+
+    return call

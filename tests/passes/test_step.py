@@ -117,6 +117,18 @@ def in_steps(call: Callable[..., Any], cache: quire.PagedKVCache, ids: list[torc
     return [torch.cat(f) for f in found]
 
 
+@WAYS
+def test_quantised_cache(way) -> None:
+    """A cache made by hand with dtype int8 is used as such: near the plain logits, and not on them."""
+    model, call = way()
+    ids = sequences()
+    cache = cache_for(model, dtype=torch.int8)
+    for got, w in zip(in_steps(call, cache, ids), [plain(model, i) for i in ids], strict=True):
+        off = (got - w).abs().max() / w.abs().max()
+        assert 1e-4 <= off <= 5e-2  # codes are 1/254 of a vector's largest number off, at most, in each of the layers
+    assert all(scale.count_nonzero() == 2 * sum(LENGTHS) for scale in [*cache.k_scale, *cache.v_scale])
+
+
 @pytest.mark.parametrize(("layout", "pad"), [("NHD", 0), ("HND", 3)])
 @WAYS
 def test_logits(way, layout, pad) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from attn_ops.attention import LIBRARY
 from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from attn_ops.kv_quant import QUANTISED, check_scales
 
 _kernels: Any = None
 
@@ -53,23 +54,28 @@ def available(device: torch.device) -> str | None:
 
 def paged_attention(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None, prepared: list[torch.Tensor], *, scale: float, window: int | None,
-    softcap: float | None, chunk: int | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
 
     Raises:
-        ValueError: caches whose head dim is not contiguous.
+        ValueError: caches whose head dim is not contiguous; scales that the caches do not go with, or strided unlike each
+            other.
     """
+    check_scales(k_cache, k_scale, v_scale)
+    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
+        raise ValueError("the triton backend needs k_scale and v_scale of the same strides, got "
+                         f"{k_scale.stride()} and {v_scale.stride()}")
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("the triton backend needs KV caches whose last dim is contiguous, got strides "
                          f"{k_cache.stride()} and {v_cache.stride()}")
     device = q.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on the current device
-            return paged_attention(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens,
-                                   sinks, prepared, scale=scale, window=window, softcap=softcap, chunk=chunk)
+            return paged_attention(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc,
+                                   seq_lens, sinks, prepared, scale=scale, window=window, softcap=softcap, chunk=chunk)
     _, decode, extend, write = _kernels or _load()
     num_tokens, num_reqs = q.shape[0], seq_lens.shape[0]
     out = q.new_empty((num_tokens, q.shape[1], v_cache.shape[3]))
@@ -85,18 +91,18 @@ def paged_attention(
         if v.stride(2) != 1:
             v = v.contiguous()
     options = (scale, window, softcap, chunk)
+    caches = (k_cache, v_cache, k_scale, v_scale)
     if num_tokens <= num_reqs:
-        decode.decode(q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
-                      out, *options, by_row=False)
+        decode.decode(q, k, v, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options,
+                      by_row=False)
         return out
     if k is not None and v is not None:
-        write.write(k, v, k_cache, v_cache, slot_mapping)
+        write.write(k, v, *caches, slot_mapping)
     singles = num_reqs > 1
-    extend.extend(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options,
-                  skip_single=singles)
+    extend.extend(q, *caches, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options, skip_single=singles)
     if singles:
-        decode.decode(q, None, None, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-                      prepared, out, *options, by_row=True)
+        decode.decode(q, None, None, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out,
+                      *options, by_row=True)
     return out
 
 
@@ -122,6 +128,7 @@ BACKEND = AttentionBackend(
     name="triton",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        kv_dtypes=QUANTISED, min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)},  # older ones lack the conversions
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
         window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),

@@ -29,15 +29,21 @@ from attn_ops.backends.triton._common import (
     NUM_COUNTERS,
     arrived_last,
     counters_for,
+    encode,
     find_row,
     first_key,
     head_blocks,
     key_rows,
     load_rows,
+    load_scales,
     logits,
     num_sms,
     power_of_2,
+    rounding,
+    scale_strides,
+    unit,
 )
+from attn_ops.kv_quant import FORMATS
 
 
 @triton.jit
@@ -78,19 +84,22 @@ def one_key(highest, total, acc, query, key, value, scale, softcap):
 
 @triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "stride_table"])
 def decode_kernel(
-    q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
-    num_reqs, splits, chunk_min, scale, softcap,
+    q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out,
+    partial, counters, num_reqs, splits, chunk_min, scale, softcap,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_table,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr,
+    QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUNDER: tl.constexpr, UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     D_P2: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, SPLIT: tl.constexpr, ATOMIC: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MERGE_ROWS: tl.constexpr,
     MERGE_STEP: tl.constexpr,
 ):
     """HEADS query heads (ROWS with padding) of one token, over one range of its keys. None stands for an absent k, v,
-    sinks, softcap, partial or counters; K_* and V_* are the strides of the caches."""
+    k_scale, v_scale, sinks, softcap, partial or counters; K_*, V_* and S_* are the strides of caches and scales. See
+    NOTE [Quantised caches]."""
     program = tl.program_id(0)
     head_block = program % (HKV * BLOCKS)
     item = program // (HKV * BLOCKS)
@@ -161,9 +170,13 @@ def decode_kernel(
         keys = load_rows(key_rows(k_cache, table_row, kv_head, offsets, live, PAGE, K_PAGE, K_TOKEN, K_HEAD, True),
                          live, D, D_P2, True)
         if DOT:
+            if k_scale is not None:
+                keys = keys.to(query.dtype)
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         else:
             scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
+        if k_scale is not None:
+            scores *= load_scales(k_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, True)[None, :]
         scores = tl.where(live[None, :], logits(scores, scale, softcap), float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         shrink = tl.exp2(highest - new_highest)
@@ -172,7 +185,12 @@ def decode_kernel(
         acc = acc * shrink[:, None]
         values = load_rows(key_rows(v_cache, table_row, kv_head, offsets, live, PAGE, V_PAGE, V_TOKEN, V_HEAD, True),
                            live, DV, DV_P2, True)
+        if v_scale is not None:
+            scales = load_scales(v_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, True) * UNIT
+            weights *= scales[None, :]
         if DOT:
+            if v_scale is not None:
+                values = values.to(query.dtype)
             acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         else:
             acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
@@ -187,17 +205,34 @@ def decode_kernel(
                 source = token.to(tl.int64) - (token - other)
                 key = tl.load(key_row + source * stride_kt, mask=columns < D, other=0.0)
                 value = tl.load(value_row + source * stride_vt, mask=columns_v < DV, other=0.0)
+                if k_scale is not None:
+                    codes, key_scale = encode(key, 0, QMAX, LOWEST, ROUNDER)
+                    codes_v, value_scale = encode(value, 0, QMAX, LOWEST, ROUNDER)
+                    key = codes * key_scale
+                    value = codes_v * (value_scale * UNIT)
                 highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
             key = tl.load(key_row + token.to(tl.int64) * stride_kt, mask=columns < D, other=0.0)
             value = tl.load(value_row + token.to(tl.int64) * stride_vt, mask=columns_v < DV, other=0.0)
+            if k_scale is not None:
+                codes, key_scale = encode(key, 0, QMAX, LOWEST, ROUNDER)
+                codes_v, value_scale = encode(value, 0, QMAX, LOWEST, ROUNDER)
+                key = codes.to(k_cache.dtype.element_ty)
+                value = codes_v.to(v_cache.dtype.element_ty)
             if head_block % BLOCKS == 0:
                 target = tl.load(slot_mapping + token).to(tl.int64)
                 page = target // PAGE
                 live = target >= 0
+                if k_scale is not None:
+                    place = page * S_PAGE + target % PAGE * S_TOKEN + kv_head * S_HEAD
+                    tl.store(k_scale + place, key_scale, mask=live)
+                    tl.store(v_scale + place, value_scale, mask=live)
                 tl.store(k_cache + page * K_PAGE + target % PAGE * K_TOKEN + kv_head * K_HEAD + columns, key,
                          mask=(columns < D) & live)
                 tl.store(v_cache + page * V_PAGE + target % PAGE * V_TOKEN + kv_head * V_HEAD + columns_v, value,
                          mask=(columns_v < DV) & live)
+            if k_scale is not None:
+                key = codes * key_scale
+                value = codes_v * (value_scale * UNIT)
             highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
         if sinks is not None:
             sink = tl.load(sinks + first_head + rows, mask=row_live, other=0.0).to(tl.float32) * LOG2E
@@ -207,6 +242,8 @@ def decode_kernel(
             acc = acc * shrink[:, None]
             highest = new_highest
 
+    if v_scale is not None:
+        acc *= 1.0 / UNIT
     acc = acc / total[:, None]
     if SPLIT:
         if active > 1:
@@ -304,9 +341,10 @@ def overridden(**params: Any) -> Iterator[None]:
         _plan.cache_clear()
 
 
-def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device) -> DecodeConfig:
-    """The parameters for padded head dims, bytes an element, query heads a program, slots (see NOTE [Partial
-    results])."""
+def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device,
+           quantised: bool = False) -> DecodeConfig:
+    """The parameters for padded head dims, bytes an element (of q), query heads a program, slots (see NOTE [Partial
+    results]), and for a quantised cache."""
     widest = max(dim, dim_v)
     # Sums of products keep heads x block_n x dim numbers in registers; in float32 they cost what the dot costs.
     dot = heads > 2 if itemsize == 2 else heads > 8
@@ -324,6 +362,8 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     chunk = 2048 if slots >= sms else min(1024, power_of_2(max(512 * slots // sms, 64)))
     if dot and itemsize == 2 and widest <= 128:
         block_n, warps = (128, 4) if slots >= sms else (64, 2) if chunk == 64 else (64, 4)
+        if quantised:  # converting the codes takes registers: the other two spill some (compiled for sm_90; not timed yet)
+            block_n, warps = 64, 4
     params = dict(block_n=block_n, warps=warps, stages=stages, chunk_min=chunk, max_splits=64, atomic=True, dot=dot)
     return DecodeConfig(**(params | _overrides))
 
@@ -351,7 +391,7 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size,
           v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None,
-          by_row: bool, device: torch.device) -> _Plan | None:
+          s_strides: tuple[int, ...], kv_dtype: torch.dtype, by_row: bool, device: torch.device) -> _Plan | None:
     num_tokens, heads, dim = q_shape
     page, kv_heads, dim_v = k_shape[1], k_shape[2], v_shape[3]
     itemsize = dtype.itemsize
@@ -361,15 +401,16 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_stride
     slots = (num_reqs if by_row else num_tokens) * kv_heads * blocks
     if not slots:
         return None
-    tuned = config(dim_p2, dim_v_p2, itemsize, per_block, slots, device)
+    tuned = config(dim_p2, dim_v_p2, itemsize, per_block, slots, device, kv_dtype in FORMATS)
     splits = num_splits(slots, table_width * page, tuned)
     merge_rows = power_of_2(per_block)
     return _Plan(
         grid=(slots * splits,), splits=splits, workspace=slots * splits * per_block * (dim_v + 1) if splits > 1 else 0,
         counters=splits > 1 and tuned.atomic, tuned=tuned,
-        constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], window or 0, chunk or 0, blocks,
-                   per_block, power_of_2(per_block, 16 if tuned.dot else 1), dim_p2, dim_v_p2, by_row, splits > 1,
-                   tuned.atomic, tuned.dot, "ieee" if itemsize == 4 else "tf32", tuned.block_n, tuned.stages,
+        constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], *s_strides, *rounding(kv_dtype),
+                   unit(kv_dtype), window or 0, chunk or 0, blocks, per_block, power_of_2(per_block, 16 if tuned.dot else 1),
+                   dim_p2, dim_v_p2, by_row, splits > 1, tuned.atomic, tuned.dot, "ieee" if itemsize == 4 else "tf32",
+                   tuned.block_n, tuned.stages,
                    merge_rows, max(1, min(16, 8192 // (merge_rows * dim_v_p2)))),
         reduce_grid=(slots * per_block,),
         reduce_constants=(heads, kv_heads, dim_v, window or 0, chunk or 0, blocks, per_block, dim_v_p2, by_row,
@@ -379,15 +420,15 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_stride
 
 def decode(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None, prepared: list[torch.Tensor], out: torch.Tensor, scale: float, window: int | None,
-    softcap: float | None, chunk: int | None, by_row: bool,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor],
+    out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, by_row: bool,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in
-    their row. With k and v it also writes the caches. The other arguments are the paged op's."""
+    their row. With k and v it also writes the caches and their scales. The other arguments are the paged op's."""
     num_reqs, device = seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
-                 block_table.shape[1], window, chunk, by_row, device)
+                 block_table.shape[1], window, chunk, scale_strides(k_scale), k_cache.dtype, by_row, device)
     if plan is None:
         return
     partial = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
@@ -397,9 +438,9 @@ def decode(
     stride_vt, stride_vh, _ = (0, 0, 0) if v is None else v.stride()
     tuned = plan.tuned
     decode_kernel[plan.grid](
-        q, k, v, k_cache, v_cache, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
-        num_reqs, plan.splits, tuned.chunk_min, scale, softcap, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
-        stride_vh, block_table.stride(0), *plan.constants, num_warps=tuned.warps,
+        q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out,
+        partial, counters, num_reqs, plan.splits, tuned.chunk_min, scale, softcap, stride_qt, stride_qh, stride_kt,
+        stride_kh, stride_vt, stride_vh, block_table.stride(0), *plan.constants, num_warps=tuned.warps,
     )
     if plan.splits > 1 and not tuned.atomic:
         reduce_kernel[plan.reduce_grid](

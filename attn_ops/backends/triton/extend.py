@@ -33,29 +33,38 @@ from attn_ops.backends.triton._common import (
     head_blocks,
     key_rows,
     load_rows,
+    load_scales,
     logits,
     num_sms,
     power_of_2,
+    scale_strides,
+    unit,
 )
 
 
 @triton.jit
 def attend(
-    highest, total, acc, query, pos, k_cache, v_cache, table_row, kv_head, begin, stop, scale, softcap,
+    highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, stop, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr, UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, D_P2: tl.constexpr, DV_P2: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):
     """The running softmax over keys begin..stop. Without MASKED every row sees all of them, and BLOCK_N divides
-    them."""
+    them. See NOTE [Quantised caches]."""
     for block in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         offsets = block + tl.arange(0, BLOCK_N)
         live = offsets < stop
         keys = load_rows(key_rows(k_cache, table_row, kv_head, offsets, live, PAGE, K_PAGE, K_TOKEN, K_HEAD, MASKED),
                          live, D, D_P2, MASKED)
-        scores = logits(tl.dot(query, tl.trans(keys), input_precision=PRECISION), scale, softcap)
+        if k_scale is not None:
+            keys = keys.to(query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        if k_scale is not None:
+            scores *= load_scales(k_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, MASKED)[None, :]
+        scores = logits(scores, scale, softcap)
         if MASKED:
             keep = live[None, :] & (offsets[None, :] <= pos[:, None])
             if (WINDOW > 0) or (CHUNK > 0):
@@ -72,6 +81,10 @@ def attend(
         acc = acc * shrink[:, None]
         values = load_rows(key_rows(v_cache, table_row, kv_head, offsets, live, PAGE, V_PAGE, V_TOKEN, V_HEAD, MASKED),
                            live, DV, DV_P2, MASKED)
+        if v_scale is not None:
+            values = values.to(query.dtype)
+            scales = load_scales(v_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, MASKED) * UNIT
+            weights *= scales[None, :]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         highest = new_highest
     return highest, total, acc
@@ -79,17 +92,18 @@ def attend(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "stride_table"])
 def extend_kernel(
-    q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
+    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
     num_tokens, num_reqs, splits, chunk_min, scale, softcap, stride_qt, stride_qh, stride_table,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr, UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr,
     D_P2: tl.constexpr, DV_P2: tl.constexpr, SKIP_SINGLE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):
     """BLOCK_M rows (tokens x HEADS query heads) of one sequence. SKIP_SINGLE: sequences with one query token are served
-    elsewhere. None stands for absent sinks, softcap, partial or counters."""
+    elsewhere. None stands for absent scales (S_* are their strides), sinks, softcap, partial or counters."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks have the most keys: start with them
     head_block = program % (HKV * BLOCKS)
@@ -167,17 +181,19 @@ def extend_kernel(
     table_row = block_table + row.to(tl.int64) * stride_table
     if (WINDOW > 0) or (CHUNK > 0):
         highest, total, acc = attend(
-            highest, total, acc, query, pos, k_cache, v_cache, table_row, kv_head, begin, all_see, scale, softcap, D,
-            DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N,
-            STAGES, True)
+            highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, all_see,
+            scale, softcap, D, DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD, UNIT,
+            WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N, STAGES, True)
     highest, total, acc = attend(
-        highest, total, acc, query, pos, k_cache, v_cache, table_row, kv_head, all_see, causal, scale, softcap, D, DV,
-        PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N, STAGES,
-        False)
+        highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, all_see, causal, scale,
+        softcap, D, DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD, UNIT, WINDOW, CHUNK,
+        D_P2, DV_P2, PRECISION, BLOCK_N, STAGES, False)
     highest, total, acc = attend(
-        highest, total, acc, query, pos, k_cache, v_cache, table_row, kv_head, causal, stop, scale, softcap, D, DV,
-        PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N, STAGES,
-        True)
+        highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, causal, stop, scale,
+        softcap, D, DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD, UNIT, WINDOW, CHUNK,
+        D_P2, DV_P2, PRECISION, BLOCK_N, STAGES, True)
+    if v_scale is not None:
+        acc *= 1.0 / UNIT
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLIT:
         if active > 1:
@@ -266,7 +282,7 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size,
           v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None,
-          skip_single: bool, device: torch.device) -> _Plan:
+          s_strides: tuple[int, ...], kv_dtype: torch.dtype, skip_single: bool, device: torch.device) -> _Plan:
     num_tokens, heads, dim = q_shape
     page, kv_heads, dim_v = k_shape[1], k_shape[2], v_shape[3]
     itemsize = dtype.itemsize
@@ -283,29 +299,30 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_stride
     return _Plan(
         grid=(slots * splits,), splits=splits, workspace=num_tokens * heads * splits * (dim_v + 1) if splits > 1 else 0,
         tuned=tuned,
-        constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], window or 0, chunk or 0, blocks,
-                   per_block, dim_p2, dim_v_p2, skip_single, splits > 1, "ieee" if itemsize == 4 else "tf32",
-                   tuned.block_m, tuned.block_n, tuned.stages),
+        constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], *s_strides, unit(kv_dtype),
+                   window or 0, chunk or 0, blocks, per_block, dim_p2, dim_v_p2, skip_single, splits > 1,
+                   "ieee" if itemsize == 4 else "tf32", tuned.block_m, tuned.block_n, tuned.stages),
     )
 
 
 def extend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor],
-    out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None, prepared: list[torch.Tensor], out: torch.Tensor, scale: float, window: int | None,
+    softcap: float | None, chunk: int | None, skip_single: bool,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv) for all tokens, zeros for padding tokens; with ``skip_single`` not
     for tokens that are alone in their sequence. The other arguments are the paged op's."""
     num_reqs, device = seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
-                 block_table.shape[1], window, chunk, skip_single, device)
+                 block_table.shape[1], window, chunk, scale_strides(k_scale), k_cache.dtype, skip_single, device)
     partial = counters = None
     if plan.workspace:
         partial = torch.empty(plan.workspace, dtype=torch.float32, device=device)
         counters = counters_for(prepared, device)
     stride_qt, stride_qh, _ = q.stride()
     extend_kernel[plan.grid](
-        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
+        q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
         q.shape[0], num_reqs, plan.splits, plan.tuned.chunk_min, scale, softcap, stride_qt, stride_qh,
         block_table.stride(0), *plan.constants, num_warps=plan.tuned.warps,
     )

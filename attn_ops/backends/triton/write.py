@@ -6,17 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.backends.triton._common import power_of_2
+from attn_ops.backends.triton._common import encode, power_of_2, rounding, scale_strides
 
 
 @triton.jit
 def write_kernel(
-    k, v, k_cache, v_cache, slot_mapping, stride_kt, stride_kh, stride_vt, stride_vh,
+    k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, stride_kt, stride_kh, stride_vt, stride_vh,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
     HEADS: tl.constexpr, D_P2: tl.constexpr, DV_P2: tl.constexpr,
+    S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr,
+    QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUNDER: tl.constexpr,
 ):
+    """None stands for absent scales: the caches then take keys and values as they are."""
     token = tl.program_id(0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -26,19 +29,35 @@ def write_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, D_P2)
     mask = (head < HKV)[:, None] & (columns < D)[None, :]
-    key = tl.load(k + token.to(tl.int64) * stride_kt + (head * stride_kh)[:, None] + columns[None, :], mask=mask)
+    if k_scale is None:
+        key = tl.load(k + token.to(tl.int64) * stride_kt + (head * stride_kh)[:, None] + columns[None, :], mask=mask)
+    else:
+        key = tl.load(k + token.to(tl.int64) * stride_kt + (head * stride_kh)[:, None] + columns[None, :], mask=mask,
+                      other=0.0)
+        codes, scale = encode(key, 1, QMAX, LOWEST, ROUNDER)
+        key = codes.to(k_cache.dtype.element_ty)
+        tl.store(k_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale, mask=head < HKV)
     tl.store(k_cache + page * K_PAGE + offset * K_TOKEN + (head.to(tl.int64) * K_HEAD)[:, None] + columns[None, :], key,
              mask=mask)
     columns_v = tl.arange(0, DV_P2)
     mask_v = (head < HKV)[:, None] & (columns_v < DV)[None, :]
-    value = tl.load(v + token.to(tl.int64) * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :], mask=mask_v)
+    if v_scale is None:
+        value = tl.load(v + token.to(tl.int64) * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :],
+                        mask=mask_v)
+    else:
+        value = tl.load(v + token.to(tl.int64) * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :],
+                        mask=mask_v, other=0.0)
+        codes_v, scale_v = encode(value, 1, QMAX, LOWEST, ROUNDER)
+        value = codes_v.to(v_cache.dtype.element_ty)
+        tl.store(v_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale_v, mask=head < HKV)
     tl.store(v_cache + page * V_PAGE + offset * V_TOKEN + (head.to(tl.int64) * V_HEAD)[:, None] + columns_v[None, :],
              value, mask=mask_v)
 
 
-def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-          slot_mapping: torch.Tensor) -> None:
-    """Store k (T, Hkv, D) and v (T, Hkv, Dv) at their slots of the caches, which it mutates; slot -1 stores nothing."""
+def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
+          v_scale: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
+    """Store k (T, Hkv, D) and v (T, Hkv, Dv) at their slots of the caches, which it mutates, the scales too; slot -1
+    stores nothing."""
     num_tokens, kv_heads, dim = k.shape
     dim_v = v.shape[2]
     if not num_tokens:
@@ -46,8 +65,9 @@ def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torc
     dim_p2, dim_v_p2 = power_of_2(dim), power_of_2(dim_v)
     block = min(power_of_2(kv_heads), max(1, 4096 // max(dim_p2, dim_v_p2)))
     write_kernel[(num_tokens, -(-kv_heads // block))](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv_heads, dim, dim_v,
-        k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3], block, dim_p2, dim_v_p2, num_warps=4,
+        k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        kv_heads, dim, dim_v, k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3], block, dim_p2, dim_v_p2,
+        *scale_strides(k_scale), *rounding(k_cache.dtype), num_warps=4,
     )
 
 

@@ -1,0 +1,191 @@
+"""The definition of quantised keys and values, against one that looks through all codes; ``torch_native`` on such caches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attn_ops.backends import torch_native
+from attn_ops.backends.torch_native import BACKEND
+from attn_ops.kv_quant import ALIASES, FORMATS, QUANTISED, check_scales, dequantise, quantise
+from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
+from tests.attn_ops.oracle import half_step, quantised, read_back
+from tests.attn_ops.scheduling import in_pieces, steps_of
+
+KV_DTYPES = sorted(QUANTISED, key=str)
+EACH = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=8, page_size=4)
+OPTIONS = {"window": 5, "softcap": 2.0, "chunk": 8, "sinks": True}
+
+
+def case(query_lens, seq_lens, **options):
+    return make_case(query_lens, seq_lens, **{**SMALL, **options})
+
+
+# The definition.
+
+
+@EACH
+def test_codes_and_scales_are_the_nearest(kv_dtype) -> None:
+    """Over magnitudes that reach all codes, small ones too: bit for bit what a search through all codes finds."""
+    torch.manual_seed(0)
+    x = torch.randn(4000, 3, 16) * torch.exp(3 * torch.randn(4000, 3, 16))
+    codes, scale = quantise(x, kv_dtype)
+    wanted, wanted_scale = quantised(x, kv_dtype)
+    assert codes.dtype == kv_dtype and codes.shape == x.shape and scale.shape == x.shape[:-1]
+    assert torch.equal(bits(codes), bits(wanted)) and torch.equal(scale, wanted_scale)
+    assert ((dequantise(codes, scale) - x).abs() <= half_step(x, scale, kv_dtype) * (1 + 1e-6)).all()  # of float32
+    if kv_dtype == torch.int8:
+        assert codes.amin() == -127 and codes.amax() == 127 and codes.unique().numel() == 255
+
+
+@EACH
+def test_ties_go_to_the_even_code(kv_dtype) -> None:
+    """The scale is 1: the largest is qmax. Half way between two codes, and between 0 and the smallest."""
+    code = FORMATS[kv_dtype]
+    least = 2.0 ** (code.min_exponent - code.mantissa)
+    x = torch.tensor([code.qmax, 0.5 * least, 1.5 * least, 2.5 * least, -0.5 * least, -1.5 * least, -0.0])
+    codes, scale = quantise(x, kv_dtype)
+    assert scale == 1.0
+    assert codes.float().tolist() == [code.qmax, 0.0, 2 * least, 2 * least, 0.0, -2 * least, 0.0]
+    assert not bits(codes)[codes.float() == 0].any(), "zero has no sign"
+
+
+@EACH
+def test_extremes(kv_dtype) -> None:
+    tiny = torch.finfo(torch.float32).tiny
+    x = torch.stack([torch.zeros(4), torch.full((4,), 1e-44), torch.tensor([3e38, -3e38, 1e30, 0.0]), torch.full((4,), 2e-3)])
+    codes, scale = quantise(x, kv_dtype)
+    back = dequantise(codes, scale)
+    assert scale[:2].tolist() == [tiny, tiny] and not back[:2].any()
+    assert back.isfinite().all() and torch.allclose(back[2:], x[2:], rtol=1e-6, atol=1e36)
+    assert torch.allclose(back[3], x[3], rtol=1e-6, atol=0)
+
+
+@EACH
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reads_back_as_nan(bad, kv_dtype) -> None:
+    """int8 cannot hold a NaN and e4m3 no infinity: the scale says it, of that vector and no other."""
+    x = torch.ones(3, 2, 4)
+    x[1, 0, 2] = bad
+    codes, scale = quantise(x, kv_dtype)
+    assert scale.isnan().nonzero().tolist() == [[1, 0]] and not bits(codes)[1, 0].any()
+    back = dequantise(codes, scale)
+    assert back[1, 0].isnan().all() and torch.equal(back[0], x[0]) and torch.equal(back[1, 1], x[1, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@EACH
+def test_codes_fit_the_dtypes_of_models(kv_dtype, dtype) -> None:
+    """Kernels multiply codes in the dtype of the queries: it must hold each of them exactly."""
+    codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype).float()
+    codes = codes[codes.isfinite()]
+    assert torch.equal(codes.to(dtype).float(), codes)
+    code = FORMATS[kv_dtype]
+    assert code.qmax == codes.max() and code.qmax / 2 < code.unit <= code.qmax
+
+
+def test_aliases() -> None:
+    assert ALIASES == {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    assert set(ALIASES.values()) <= QUANTISED == {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def test_scales_must_go_with_the_cache() -> None:
+    codes, plain, scale = torch.zeros(2, dtype=torch.int8), torch.zeros(2), torch.zeros(1)
+    check_scales(codes, scale, scale)
+    check_scales(plain, None, None)
+    with pytest.raises(ValueError, match="a KV cache of torch.int8 needs k_scale and v_scale; pass PagedKVCache.of_layer"):
+        check_scales(codes, None, scale)
+    with pytest.raises(ValueError, match="a KV cache of torch.float32 takes no k_scale and v_scale"):
+        check_scales(plain, scale, None)
+    made = case([1], [5], kv_dtype=torch.int8)
+    made.cache.v_scale[0] = None
+    with pytest.raises(ValueError, match="needs k_scale and v_scale"):
+        run_case(BACKEND, made)
+
+
+# torch_native.
+
+
+@EACH
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_batches(page_size, layout, kv_dtype) -> None:
+    """Decode, prefill, mixed, padded: numbers as of what reads back, caches and scales bit by bit, the rest untouched."""
+    shape = dict(page_size=page_size, layout=layout, kv_dtype=kv_dtype)
+    for queries, seqs in (([1] * 4, [1, 15, 17, 40]), ([5, 16, 33], [5, 16, 33]), ([1, 7, 0, 33, 1], [20, 9, 5, 40, 1])):
+        made = case(queries, seqs, pad_tokens=3, pad_reqs=2, **shape)
+        check_drift(check_case(BACKEND, made), made)
+
+
+@EACH
+@pytest.mark.parametrize("queries", [[1, 1, 1], [9, 1, 30]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_features(dtype, queries, kv_dtype) -> None:
+    for options in ({}, OPTIONS, dict(write=False), dict(head_dim=24, head_dim_v=16), dict(strided=True)):
+        check_case(BACKEND, case(queries, [9, 17, 40], dtype=dtype, kv_dtype=kv_dtype, **options))
+
+
+@EACH
+@pytest.mark.parametrize("queries", [[1, 1, 1], [5, 1, 30]])
+def test_garbage_in_slots_of_nobody(queries, kv_dtype) -> None:
+    """NaN codes and NaN scales past the ends and in the null page."""
+    for options in ({}, OPTIONS):
+        check_case(BACKEND, case(queries, [9, 17, 41], poison=math.nan, kv_dtype=kv_dtype, pad_tokens=2, pad_reqs=1,
+                                 **options))
+
+
+@EACH
+@pytest.mark.parametrize("queries", [[1, 1], [5, 12]])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_nan_is_not_hidden(which, queries, kv_dtype) -> None:
+    """A NaN in the first sequence's newest key or value: its last query, and no other sequence, gets NaN."""
+    made = case(queries, [9, 17], kv_dtype=kv_dtype)
+    (made.k if which == "k" else made.v)[queries[0] - 1, 1, 3] = math.nan
+    out = run_case(BACKEND, made)
+    assert out[queries[0] - 1, 2:].isnan().all() and out[queries[0] - 1, :2].isfinite().all()
+    made.expected, made.bound = made.expected[queries[0] :], made.bound[queries[0] :]
+    assert ((out[queries[0] :].double() - made.expected).abs() <= made.bound).all()
+
+
+@EACH
+def test_how_a_sequence_is_cut_does_not_matter(kv_dtype) -> None:
+    """In pieces of 1, 3, 16 or whole: the same caches bit by bit, the same outputs but for the order of float32 sums."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(37, 4, 8), torch.randn(37, 2, 8), torch.randn(37, 2, 8)
+    whole, cache = in_pieces(BACKEND, q, k, v, [37], kv_dtype)
+    for size in (1, 3, 16):
+        out, again = in_pieces(BACKEND, q, k, v, steps_of(37, size), kv_dtype)
+        torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
+        for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+    expected = fast_oracle(q, read_back(*quantised(k, kv_dtype)), read_back(*quantised(v, kv_dtype)), scale=8**-0.5)
+    torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
+
+
+@EACH
+@pytest.mark.parametrize("queries", [[1, 1], [5, 1]])
+def test_opcheck(queries, kv_dtype) -> None:
+    for options in ({}, OPTIONS, dict(write=False)):
+        made = case(queries, [9, 17], kv_dtype=kv_dtype, poison=0.5, **options)
+        tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        if kv_dtype.is_floating_point:
+            tests = tests[1:3]  # opcheck compares tensors with ==, which fp8 has not on a CPU
+        torch.library.opcheck(BACKEND.op, made.arguments(), made.options, test_utils=tests)
+
+
+def test_only_what_is_gathered_is_dequantised(monkeypatch) -> None:
+    """The float copies are of the pages that the batch names, not of the cache."""
+    sizes = []
+    real = torch_native.dequantise
+    monkeypatch.setattr(torch_native, "dequantise", lambda codes, scale: sizes.append(codes.numel()) or real(codes, scale))
+    made = case([1, 1], [9, 17], kv_dtype=torch.int8, num_pages=5000)
+    check_output(run_case(BACKEND, made), made)
+    assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens a page, Hkv, D)
+
+
+def test_read_back_is_dequantise() -> None:
+    codes, scale = quantise(torch.randn(5, 2, 8), torch.int8)
+    torch.testing.assert_close(read_back(codes, scale).float(), dequantise(codes, scale), rtol=1e-7, atol=0)
