@@ -26,6 +26,9 @@ PAGED_SCHEMA = (
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, Tensor[] prepared, *, "
     "float scale, int? window, float? softcap, int? chunk) -> Tensor"
 )
+#: The same with q and k as they are before the rotary embedding; see ``attn_ops/rope.py`` for the five more arguments.
+ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
+    "Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, "))
 
 
 class CudagraphSupport(IntEnum):
@@ -125,6 +128,8 @@ class AttentionBackend:
         capabilities: see AttentionCapabilities.
         available: device -> None if usable on it in this process, else the reason in words, with what to do about it.
         op: the paged op (PAGED_SCHEMA), from ``define_paged_op``.
+        rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), if the kernels do that better than a
+            kernel before them (``attn_ops/rope.py``).
         make_state: (sites, cache, limits) -> the backend's own state for one engine or step (workspaces, planned kernels),
             or None for a backend that keeps none. ``limits`` is a StepLimits.
         plan: (metadata, step) host work before a forward or a replay, outside the graph; once a step, never once a layer.
@@ -141,19 +146,27 @@ class AttentionBackend:
     capabilities: AttentionCapabilities
     available: Callable[[torch.device], str | None]
     op: Any
+    rope_op: Any | None = None
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
     prepare: Any | None = None
     priority: dict[str, int] | None = None
     packages: tuple[str, ...] = ()
 
+    @property
+    def ops(self) -> tuple[Any, ...]:
+        """The ops that attend: ``op``, and ``rope_op`` if there is one."""
+        return (self.op,) if self.rope_op is None else (self.op, self.rope_op)
+
 
 class UnsupportedAttention(ValueError):
     """A model, or one attention site of it, needs what cannot be honoured. The message lists what, and why not."""
 
 
-def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA")) -> Any:
-    """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
+def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
+                    rope: bool = False) -> Any:
+    """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload. With ``rope`` it is
+    ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA.
 
     ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer with their scales, the metadata
     tensors and ``prepared``; it mutates caches and scales and nothing else, and returns (T, H, Dv). k and v None: nothing
@@ -161,17 +174,23 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
     else codes, and every key and value is attended to as it reads back, the step's own included (``attn_ops/kv_quant.py``).
     Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which eager steps pay once a layer.
     """
-    op_name = f"{name}_paged_attention"
-    LIBRARY.define(op_name + PAGED_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    op_name = f"{name}_{'rope_' if rope else ''}paged_attention"
+    LIBRARY.define(op_name + (ROPE_PAGED_SCHEMA if rope else PAGED_SCHEMA), tags=(torch.Tag.pt2_compliant_tag,))
     for device in devices:
         LIBRARY.impl(op_name, impl, device)
-    torch.library.register_fake(f"quire::{op_name}", _paged_fake, lib=LIBRARY)
+    torch.library.register_fake(f"quire::{op_name}", _rope_paged_fake if rope else _paged_fake, lib=LIBRARY)
     return getattr(torch.ops.quire, op_name).default
 
 
 def _paged_fake(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor,
                 v_cache: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+
+
+def _rope_paged_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: Any,
+                     k_norm: Any, eps: float, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
+                     ) -> torch.Tensor:
+    return _paged_fake(q, k, v, k_cache, v_cache)
 
 
 # Registry. Backends arrive by entry point, so that third parties and our own come in by the same door.
@@ -310,6 +329,6 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "Selection",
+__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "ROPE_PAGED_SCHEMA", "Selection",
            "UnsupportedAttention", "all_backends", "broken_backends", "define_paged_op", "get_backend", "register_backend",
            "select_backend"]

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from attn_ops.attention import LIBRARY
+from attn_ops.kv_quant import QUANTISED, check_scales, quantise
 
 LIBRARY.define(
     "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, "
-    "float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    "float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping) -> "
+    "Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
 def rope_kv_write_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
-    v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """The definition. Returns q, normalised and rotated, (T, H, D) contiguous; writes k, likewise, and v to the caches.
 
@@ -53,13 +55,22 @@ def rope_kv_write_eager(
         q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head, before the rotation; None: no norm.
         eps: of the norms.
         k_cache, v_cache: of the layer, (num_pages, page_size, Hkv, D or Dv); see PagedKVCache.
+        k_scale, v_scale: (num_pages, page_size, Hkv) of a quantised cache, else None.
         slot_mapping: (T,) int64; a token with slot -1 is not written.
     """
+    check_scales(k_cache, k_scale, v_scale)
     keys = rotate(_normed(k, k_norm_weight, eps), cos, sin)
     page, offset = slot_mapping.clamp_min(0) // k_cache.shape[1], slot_mapping.clamp_min(0) % k_cache.shape[1]
     live = (slot_mapping >= 0)[:, None, None]
-    for cache, new in ((k_cache, keys), (v_cache, v)):  # slot -1 writes back what slot 0 of the null page holds: a no-op
-        cache[page, offset] = torch.where(live, new.to(cache.dtype), cache[page, offset])
+    for cache, scale, new in ((k_cache, k_scale, keys), (v_cache, v_scale, v)):
+        codes = new.to(cache.dtype) if scale is None else new
+        if scale is not None:
+            codes, made = quantise(new, cache.dtype)
+            scale[page, offset] = torch.where(live[..., 0], made, scale[page, offset])
+        # Slot -1 writes back what slot 0 of the null page holds: a no-op. (Bytes: torch.where knows no fp8.)
+        bits = cache.view(torch.uint8) if cache.dtype in QUANTISED else cache
+        codes = codes.view(torch.uint8) if cache.dtype in QUANTISED else codes
+        bits[page, offset] = torch.where(live, codes, bits[page, offset])
     return rotate(_normed(q, q_norm_weight, eps), cos, sin).contiguous()
 
 
@@ -70,7 +81,7 @@ def _fake(q: torch.Tensor, *args: Any) -> torch.Tensor:
 def rope_kv_write_cuda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
-    v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """The op as one Triton kernel, computed in float32. Strided q, k, v are read as they lie."""
     num_tokens, heads, dim = q.shape
@@ -81,17 +92,21 @@ def rope_kv_write_cuda(
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(f"rope_kv_write needs KV caches whose last dim is contiguous, got strides {k_cache.stride()} and "
                          f"{v_cache.stride()}")
+    check_scales(k_cache, k_scale, v_scale)
+    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
+        raise ValueError(f"rope_kv_write needs scales of the same strides, got {k_scale.stride()} and {v_scale.stride()}")
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
     # Few tokens: many small programs fill the GPU. Many tokens: larger programs, as launching them has a price, too.
     block = 1 if num_tokens <= 8 else 4 if num_tokens <= 256 else 8
     q_blocks, kv_blocks = -(-heads // block), -(-kv_heads // block)
-    kernels, use_pdl, launch_options = _kernels()
+    kernels, use_pdl, launch_options, rounding, scale_strides = _kernels()
     pdl = use_pdl(q.device)
     kernels.rope_kv_write_kernel[(num_tokens, q_blocks + 2 * kv_blocks)](
-        q, k, v, cos, sin, q_norm_weight, k_norm_weight, out, k_cache, v_cache, slot_mapping, eps,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
-        heads, kv_heads, dim, dim_v, size, k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3], block,
+        q, k, v, cos, sin, q_norm_weight, k_norm_weight, out, k_cache, v_cache, k_scale, v_scale,
+        slot_mapping, eps, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
+        heads, kv_heads, dim, dim_v, size, k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *scale_strides(k_scale), *rounding(k_cache.dtype), block,
         1 << (dim - 1).bit_length(), 1 << (dim_v - 1).bit_length(), pdl, num_warps=1 if block == 1 else 4,
         **launch_options(pdl))
     return out
@@ -99,9 +114,9 @@ def rope_kv_write_cuda(
 
 @functools.cache
 def _kernels() -> Any:
-    from attn_ops._kernels import pdl, rope
+    from attn_ops._kernels import kv_quant, pdl, rope
 
-    return rope, pdl.use_pdl, pdl.launch_options
+    return rope, pdl.use_pdl, pdl.launch_options, kv_quant.rounding, kv_quant.scale_strides
 
 
 LIBRARY.impl("rope_kv_write", rope_kv_write_eager, "CPU")

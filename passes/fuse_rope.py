@@ -10,10 +10,14 @@ After::
     q = rope_kv_write(ragged(q0), ragged(k0), ragged(v), cos, sin, None, None, 0.0, k_cache, v_cache, slot_mapping)
     out = paged_attention(q, None, None, k_cache, v_cache, ...)
 
+or, for a backend whose kernels rotate as well (``AttentionBackend.rope_op``)::
+
+    out = rope_paged_attention(ragged(q0), ragged(k0), ragged(v), cos, sin, None, None, 0.0, k_cache, v_cache, ...)
+
 with ``ragged`` the view of (B, H, S, D) as (B * S, H, D). Also matched: only the first R dimensions rotated (the others joined
 again by cat), a cast of the result back to q's dtype, Llama's RMSNorm over each head right before (Qwen3). Left to the
 compiler: other orders of dimensions (GPT-J, complex numbers), q and k with cos and sin of their own, layers that share
-another's keys, caches with scales.
+another's keys.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ def fuse_rope(lowered: Lowered) -> int:
     count = 0
     for node in [n for n in lowered.gm.graph.nodes if n.target is lowered.target.backend.op]:
         args = paged_arguments(node)
-        if args["k"] is None or args["v"] is None or args.get("k_scale") is not None:
+        if args["k"] is None or args["v"] is None:
             continue
         q, k = (_match(_before_ragged(args[name])) for name in ("q", "k"))
         if q is None or k is None or q.cos is not k.cos or q.sin is not k.sin:
@@ -60,9 +64,17 @@ def fuse_rope(lowered: Lowered) -> int:
             else:
                 sources, weights, eps = [graph.call_method("transpose", (r.x, 1, 2)) for r in (q, k)], [None, None], 0.0
             ragged = [graph.call_method("flatten", (x, 0, 1)) for x in sources]
-            rotated = graph.call_function(rope_kv_write, (
-                *ragged, args["v"], cos, sin, *weights, eps, args["k_cache"], args["v_cache"], args["slot_mapping"]))
-        set_paged_arguments(node, q=rotated, k=None, v=None)
+            rope = (*ragged, args["v"], cos, sin, *weights, eps)
+            rope_op = lowered.target.backend.rope_op
+            if rope_op is not None:
+                new = graph.call_function(rope_op, (*rope, *node.args[3:]), dict(node.kwargs))
+                new.meta = dict(node.meta)
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+            else:
+                caches = (args[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale"))
+                rotated = graph.call_function(rope_kv_write, (*rope, *caches, args["slot_mapping"]))
+                set_paged_arguments(node, q=rotated, k=None, v=None)
         erase_dead(graph, old)
         count += 1
     return count

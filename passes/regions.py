@@ -102,7 +102,7 @@ def _places(lowered: Lowered) -> dict[fx.Node, int]:
             place[node] = place[source]
         else:
             place[node] = at
-        at += node.target is lowered.target.backend.op
+        at += node.target in lowered.target.backend.ops
     return place
 
 

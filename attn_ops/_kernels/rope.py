@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_ops._kernels.kv_quant import encode
 from attn_ops._kernels.pdl import let_next_start, wait_for_previous
 
 
@@ -29,11 +30,13 @@ def rotated(rows, live, cos_row, sin_row, norm_weight, eps, DIM: tl.constexpr, R
 
 @triton.jit
 def rope_kv_write_kernel(
-    q, k, v, cos, sin, q_norm_weight, k_norm_weight, out, k_cache, v_cache, slot_mapping, eps,
+    q, k, v, cos, sin, q_norm_weight, k_norm_weight, out, k_cache, v_cache, k_scale, v_scale, slot_mapping, eps,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr,
+    QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUNDER: tl.constexpr,
     HEADS: tl.constexpr, D_P2: tl.constexpr, DV_P2: tl.constexpr, PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -59,11 +62,20 @@ def rope_kv_write_kernel(
             if block < q_blocks + kv_blocks:
                 key = rotated(k + token * stride_kt + head * stride_kh, live, cos + token * stride_cos,
                               sin + token * stride_sin, k_norm_weight, eps, D, ROTARY, D_P2)
+                key = key.to(k.dtype.element_ty)
+                if k_scale is not None:
+                    codes, scale = encode(key, 1, QMAX, LOWEST, ROUNDER)
+                    key = codes.to(k_cache.dtype.element_ty)
+                    tl.store(k_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale, mask=live)
                 tl.store(k_cache + page * K_PAGE + offset * K_TOKEN + (head.to(tl.int64) * K_HEAD)[:, None]
                          + columns[None, :], key, mask=live[:, None] & (columns < D)[None, :])
             else:
                 columns_v = tl.arange(0, DV_P2)
                 mask = live[:, None] & (columns_v < DV)[None, :]
-                value = tl.load(v + token * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :], mask=mask)
+                value = tl.load(v + token * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :], mask=mask, other=0.0)
+                if v_scale is not None:
+                    codes_v, scale_v = encode(value, 1, QMAX, LOWEST, ROUNDER)
+                    value = codes_v.to(v_cache.dtype.element_ty)
+                    tl.store(v_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale_v, mask=live)
                 tl.store(v_cache + page * V_PAGE + offset * V_TOKEN + (head.to(tl.int64) * V_HEAD)[:, None]
                          + columns_v[None, :], value, mask=mask)

@@ -13,7 +13,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES, PAGE = 7, 4
 
 
-def case(tokens=5, heads=4, kv_heads=2, dim=16, dim_v=None, rotary=None, norm=False, dtype=torch.float32, layout="NHD", seed=0):
+def case(tokens=5, heads=4, kv_heads=2, dim=16, dim_v=None, rotary=None, norm=False, dtype=torch.float32, layout="NHD",
+         kv_dtype=None, seed=0):
     """Arguments whose q, k and v are parts of one projection, as the projection fusion leaves them; slot 1 is padding."""
     torch.manual_seed(seed)
     dim_v, rotary, made = dim_v or dim, rotary or dim, dict(dtype=dtype, device=DEVICE)
@@ -23,17 +24,21 @@ def case(tokens=5, heads=4, kv_heads=2, dim=16, dim_v=None, rotary=None, norm=Fa
     angles = torch.rand(tokens, rotary // 2, device=DEVICE).mul(6.3).repeat(1, 2)
     weights = [torch.rand(dim, **made) + 0.5 if norm else None for _ in range(2)]
     cache = PagedKVCache(num_layers=1, num_pages=PAGES, page_size=PAGE, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
-                         dtype=dtype, device=DEVICE, layout=layout)
-    for tensor in (cache.k[0], cache.v[0]):
-        tensor.normal_()
+                         dtype=kv_dtype or dtype, device=DEVICE, layout=layout)
+    for tensor in (t for t in cache.of_layer(0) if t is not None):
+        tensor.copy_(torch.randn(tensor.shape) * 9)
     slots = torch.randperm(PAGES * PAGE - PAGE, device=DEVICE)[:tokens] + PAGE
     if tokens > 1:
         slots[1] = -1
-    return [q, k, v, angles.cos().to(dtype), angles.sin().to(dtype), *weights, 1e-6, cache.k[0], cache.v[0], slots]
+    return [q, k, v, angles.cos().to(dtype), angles.sin().to(dtype), *weights, 1e-6, *cache.of_layer(0), slots]
 
 
-def oracle(q, k, v, cos, sin, q_weight, k_weight, eps, k_cache, v_cache, slots):
-    """(rotated q, k cache, v cache) in float64: a loop over tokens and heads."""
+def read(cache, scale):
+    return cache.double() if scale is None else cache.double() * scale.double()[..., None]
+
+
+def oracle(q, k, v, cos, sin, q_weight, k_weight, eps, k_cache, v_cache, k_scale, v_scale, slots):
+    """(rotated q, k cache, v cache) in float64, as they read: a loop over tokens and heads."""
     def turned(x, weight, t):
         x = x.double()
         if weight is not None:
@@ -46,7 +51,7 @@ def oracle(q, k, v, cos, sin, q_weight, k_weight, eps, k_cache, v_cache, slots):
             out[i + half] = b * cos[t, i + half].double() + a * sin[t, i + half].double()
         return out
 
-    k_cache, v_cache = k_cache.double(), v_cache.double()
+    k_cache, v_cache = read(k_cache, k_scale), read(v_cache, v_scale)
     out = torch.stack([torch.stack([turned(head, q_weight, t) for head in token]) for t, token in enumerate(q)])
     for t, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -59,9 +64,12 @@ def check(run, args) -> None:
     """float32: sums of two products, and a norm, of numbers of order 1. float16: those rounded once (2**-11 of up to 8)."""
     atol = 1e-5 if args[0].dtype == torch.float32 else 8e-3
     expected = oracle(*args)
-    got = run(*args), args[8], args[9]
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g.double(), e, atol=atol, rtol=0)
+    got = run(*args), read(args[8], args[10]), read(args[9], args[11])
+    # A code is off by half a step: of int8 1/254 of the largest number, of e4m3 2**-4 and of e5m2 2**-3 of the number.
+    coarse = {torch.int8: dict(atol=12 / 254, rtol=0), torch.float8_e4m3fn: dict(atol=1e-2, rtol=2**-4 + 1e-3),
+              torch.float8_e5m2: dict(atol=1e-2, rtol=2**-3 + 1e-3)}
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        torch.testing.assert_close(g.double(), e, **(coarse.get(args[8].dtype) if i else None) or dict(atol=atol, rtol=0))
 
 
 RUNS = [pytest.param(rope_kv_write_eager, id="eager"), pytest.param(rope_kv_write_cuda, id="kernel")]
@@ -82,14 +90,33 @@ def test_many_tokens() -> None:
     check(rope_kv_write_cuda, case(tokens=12, heads=5, kv_heads=3))
     many = case(tokens=20, heads=5, kv_heads=3)
     twice = [torch.cat([x] * 13) if i in (0, 1, 2, 3, 4) else x for i, x in enumerate(many)]  # 260 tokens
-    twice[10] = torch.cat([many[10], torch.full((240,), -1, device=DEVICE)])
+    twice[12] = torch.cat([many[12], torch.full((240,), -1, device=DEVICE)])
     check(rope_kv_write_cuda, twice)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_quantised_caches(run, kv_dtype) -> None:
+    if DEVICE == "cpu" and run is rope_kv_write_cuda and kv_dtype is not torch.int8:
+        pytest.skip("Triton's interpreter converts to fp8 in its own way")
+    check(run, case(tokens=7, norm=True, kv_dtype=kv_dtype, layout="HND"))
+
+
+def test_codes_are_those_of_the_definition() -> None:
+    """Both forms store the same bits where they rotate to the same float32 numbers: with angles of zero."""
+    stored = []
+    for run in (rope_kv_write_eager, rope_kv_write_cuda):
+        args = case(tokens=7, kv_dtype=torch.int8)
+        args[3], args[4] = torch.ones_like(args[3]), torch.zeros_like(args[4])
+        run(*args)
+        stored.append(args[8:12])
+    assert all(torch.equal(a, b) for a, b in zip(*stored, strict=True))
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_unmapped_slots_keep_their_bits(run) -> None:
     args = case(tokens=3)
-    args[10][:] = torch.tensor([-1, 9, -1])
+    args[12][:] = torch.tensor([-1, 9, -1])
     before = [args[8].clone(), args[9].clone()]
     run(*args)
     for old, new in zip(before, args[8:10], strict=True):
@@ -111,3 +138,4 @@ def test_a_cache_that_cannot_be_written() -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(rope_kv_write, case(norm=True))
     torch.library.opcheck(rope_kv_write, case(rotary=8))
+    torch.library.opcheck(rope_kv_write, case(kv_dtype=torch.int8))

@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.rope import rope_kv_write
 from attn_ops.step import Step, running
 from passes.dynamo_backend import QuireBackend, QuireOptions
 from passes.fuse_rope import fuse_rope
@@ -89,7 +90,8 @@ class Rotary(nn.Module):
         return (out, k) if self.keys_too else out
 
 
-def run(model: nn.Module, fusions: str, compiler: str = "eager") -> tuple[Any, torch.Tensor, torch.Tensor]:
+def run(model: nn.Module, fusions: str, compiler: str = "eager", attention: str = "torch_native"
+        ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """(lowered graph, result, keys cached) of two ragged rows of 9 and 4 tokens."""
     torch._dynamo.reset()
     backend, x = QuireBackend(QuireOptions(compiler=compiler, fusions=fusions)), torch.randn(
@@ -102,7 +104,7 @@ def run(model: nn.Module, fusions: str, compiler: str = "eager") -> tuple[Any, t
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         compiled(x, positions)
         cache = PagedKVCache.for_sites(backend.graphs[0].sites(), num_pages=6, page_size=4, device="cpu")
-        step = Step(cache, meta, attention="torch_native")
+        step = Step(cache, meta, attention=attention)
         with running(step):
             out = compiled(x, positions)
     return backend.graphs[0].paged(step).lowered, out[0] if isinstance(out, tuple) else out, cache.k[0]
@@ -166,9 +168,9 @@ flatten_1 = flatten(transpose_4, 0, 1)
 transpose_5 = transpose(v_1, 1, 2)
 flatten_2 = flatten(transpose_5, 0, 1)
 torch_native_paged_attention_default = torch_native_paged_attention.default(flatten, flatten_1, flatten_2,
-    quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
-    quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738, window=None,
-    softcap=None, chunk=None)
+    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
+    quire_query_start_loc, quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738,
+    window=None, softcap=None, chunk=None)
 view = view(torch_native_paged_attention_default, 1, -1, 4, 8)
 transpose_6 = transpose(view, 1, 2)
 transpose_3 = transpose(transpose_6, 1, 2)
@@ -203,11 +205,11 @@ transpose_8 = transpose(k_1, 1, 2)
 flatten_5 = flatten(transpose_7, 0, 1)
 flatten_6 = flatten(transpose_8, 0, 1)
 rope_kv_write_default = rope_kv_write.default(flatten_5, flatten_6, flatten_2, flatten_3, flatten_4, None,
-    None, 0.0, quire_k_cache_0, quire_v_cache_0, quire_slot_mapping)
+    None, 0.0, quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping)
 torch_native_paged_attention_default = torch_native_paged_attention.default(rope_kv_write_default, None, None,
-    quire_k_cache_0, quire_v_cache_0, quire_slot_mapping, quire_block_table, quire_query_start_loc,
-    quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738, window=None,
-    softcap=None, chunk=None)
+    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
+    quire_query_start_loc, quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738,
+    window=None, softcap=None, chunk=None)
 view = view(torch_native_paged_attention_default, 1, -1, 4, 8)
 transpose_6 = transpose(view, 1, 2)
 transpose_3 = transpose(transpose_6, 1, 2)
@@ -236,6 +238,19 @@ def test_norms_go_along() -> None:
 def test_what_is_not(model: Rotary) -> None:
     assert matches(model) == 0
     same(model)
+
+
+@pytest.mark.parametrize("norms", [(), (1e-6, 1e-6)])
+def test_a_backend_that_rotates_itself(norms) -> None:
+    """One op for all of it, which the graph is cut behind."""
+    model = Rotary(norms=norms)
+    lowered, got, keys = run(model, "rope", attention="triton")
+    targets = [n.target for n in lowered.gm.graph.nodes]
+    assert targets.count(lowered.target.backend.rope_op) == 1 and lowered.target.backend.op not in targets
+    assert rope_kv_write not in targets
+    _, wanted, wanted_keys = run(model, "none")
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(keys, wanted_keys, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ Three kernels: ``decode`` (split-KV, one query token a program), ``extend`` (til
 the device. So every launch can be captured in a CUDA graph, at any length, and replayed at any other.
 
 =======  ==========================================================================================================
-T <= B   ``decode`` by token, which writes the cache too: one launch
+T <= B   ``decode`` by token, which writes the cache too, and for few tokens rotates q and k before: one launch
 T > B    ``write``, then ``extend``, then ``decode`` by row for the sequences with one query token, unless B is 1
 =======  ==========================================================================================================
 """
@@ -22,6 +22,7 @@ import torch
 from attn_ops.attention import LIBRARY
 from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from attn_ops.kv_quant import QUANTISED, check_scales
+from attn_ops.rope import rope_kv_write
 
 _kernels: Any = None
 
@@ -56,9 +57,12 @@ def paged_attention(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None, rope: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
+
+    Args:
+        rope: cos, sin, the norms' weights and eps, for q and k not yet rotated; for decode batches (T <= B) only.
 
     Raises:
         ValueError: caches whose head dim is not contiguous; scales that the caches do not go with, or strided unlike each
@@ -75,7 +79,8 @@ def paged_attention(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on the current device
             return paged_attention(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc,
-                                   seq_lens, sinks, prepared, scale=scale, window=window, softcap=softcap, chunk=chunk)
+                                   seq_lens, sinks, prepared, scale=scale, window=window, softcap=softcap, chunk=chunk,
+                                   rope=rope)
     _, decode, extend, write = _kernels or _load()
     num_tokens, num_reqs = q.shape[0], seq_lens.shape[0]
     out = q.new_empty((num_tokens, q.shape[1], v_cache.shape[3]))
@@ -94,7 +99,7 @@ def paged_attention(
     caches = (k_cache, v_cache, k_scale, v_scale)
     if num_tokens <= num_reqs:
         decode.decode(q, k, v, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options,
-                      by_row=False)
+                      by_row=False, rope=rope)
         return out
     if k is not None and v is not None:
         write.write(k, v, *caches, slot_mapping)
@@ -104,6 +109,24 @@ def paged_attention(
         decode.decode(q, None, None, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out,
                       *options, by_row=True)
     return out
+
+
+def rope_paged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor,
+    block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None,
+    prepared: list[torch.Tensor], **options: Any,
+) -> torch.Tensor:
+    """Rotate q and k (``attn_ops/rope.py``), then ``paged_attention``. Small decode batches take one launch for all of it; with
+    a program or more for each multiprocessor the registers that rotating takes would cost more than the launch."""
+    caches, tables = (k_cache, v_cache, k_scale, v_scale), (slot_mapping, block_table, query_start_loc, seq_lens)
+    rope = (cos, sin, q_norm_weight, k_norm_weight, eps)
+    common = (_kernels or _load())[0]
+    if q.shape[0] > seq_lens.shape[0] or q.shape[0] * k.shape[1] >= common.num_sms(q.device):
+        q = rope_kv_write(q, k, v, *rope, *caches, slot_mapping)
+        return paged_attention(q, None, None, *caches, *tables, sinks, prepared, **options)
+    return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=rope)
 
 
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
@@ -134,6 +157,7 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op("triton", paged_attention),
+    rope_op=define_paged_op("triton", rope_paged_attention, rope=True),
     prepare=torch.ops.quire.triton_prepare.default,
     priority={"cuda": 10},
     packages=("triton",),

@@ -24,11 +24,6 @@ NOTE [Quantised caches]: codes go into the products as they are, in the dtype of
 exactly; a key's scale multiplies its scores, a value's scale its weights. Weights are rounded to the dtype of the
 queries, and in float16 a weight times a small scale could vanish: so values' scales are multiplied with UNIT, a power
 of two near the largest code, and the sums divided by it in the end.
-
-NOTE [Rounding to codes]: ``encode`` rounds in float32 and leaves only numbers that are codes, so whatever way a GPU has
-to convert to fp8 is exact. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - mantissa) apart; adding and subtracting
-1.5 * 2**23 times that rounds x to a multiple of it, ties to even. 2**e are the exponent bits of x; ROUNDER is
-1.5 * 2**(23 - mantissa), and LOWEST is 2**min_exponent, below which codes get no closer.
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 NUM_COUNTERS = 16384
 
 LOG2E = tl.constexpr(1.4426950408889634)
-SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
 @triton.jit
@@ -120,25 +114,6 @@ def load_scales(scale, block_table_row, kv_head, offsets, live, PAGE: tl.constex
 
 
 @triton.jit
-def encode(x, AXIS: tl.constexpr, QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUNDER: tl.constexpr):
-    """``kv_quant.quantise`` along the last axis, AXIS: codes, still float32, and scale. See NOTE [Rounding to codes]."""
-    x = x.to(tl.float32)
-    size = tl.abs(x)
-    broken = tl.max((~(size < float("inf"))).to(tl.int32), AXIS) > 0
-    scale = tl.maximum(tl.div_rn(tl.max(size, AXIS), QMAX), SMALLEST)
-    scale = tl.where(broken, float("nan"), scale)
-    if AXIS == 1:
-        scaled = tl.div_rn(x, tl.where(broken, 1.0, scale)[:, None])
-        scaled = tl.where(broken[:, None], 0.0, scaled)
-    else:
-        scaled = tl.where(broken, 0.0, tl.div_rn(x, tl.where(broken, 1.0, scale)))
-    scaled = tl.minimum(tl.maximum(scaled, -QMAX), QMAX)
-    power = tl.maximum(tl.abs(scaled), LOWEST).to(tl.int32, bitcast=True) & 0x7F800000
-    shift = power.to(tl.float32, bitcast=True) * ROUNDER
-    return (scaled + shift) - shift, scale
-
-
-@triton.jit
 def logits(scores, scale, softcap):
     """q.k -> the base-2 logits: scaled, capped. ``softcap`` is a number or None."""
     if softcap is not None:
@@ -159,21 +134,9 @@ def arrived_last(counter, active):
     return last
 
 
-def rounding(dtype: torch.dtype) -> tuple[float, float, float]:
-    """QMAX, LOWEST and ROUNDER of ``encode`` for a cache's dtype; zeros for one that is not quantised."""
-    if dtype not in FORMATS:
-        return 0.0, 0.0, 0.0
-    code = FORMATS[dtype]
-    return code.qmax, 2.0**code.min_exponent, 1.5 * 2.0 ** (23 - code.mantissa)
-
-
 def unit(dtype: torch.dtype) -> float:
     """UNIT of a cache's dtype. See NOTE [Quantised caches]."""
     return FORMATS[dtype].unit if dtype in FORMATS else 1.0
-
-
-def scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if scale is None else scale.stride()
 
 
 @functools.cache

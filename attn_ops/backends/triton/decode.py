@@ -24,12 +24,14 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops._kernels.kv_quant import encode, rounding, scale_strides
+from attn_ops._kernels.pdl import launch_options, let_next_start, use_pdl, wait_for_previous
+from attn_ops._kernels.rope import rotated
 from attn_ops.backends.triton._common import (
     LOG2E,
     NUM_COUNTERS,
     arrived_last,
     counters_for,
-    encode,
     find_row,
     first_key,
     head_blocks,
@@ -39,8 +41,6 @@ from attn_ops.backends.triton._common import (
     logits,
     num_sms,
     power_of_2,
-    rounding,
-    scale_strides,
     unit,
 )
 from attn_ops.kv_quant import FORMATS
@@ -82,11 +82,25 @@ def one_key(highest, total, acc, query, key, value, scale, softcap):
     return new_highest, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
 
 
+@triton.jit
+def new_key(key_row, token, stride_kt, cos, sin, stride_cos, stride_sin, k_norm, eps, D: tl.constexpr, ROTARY: tl.constexpr,
+            D_P2: tl.constexpr):
+    """The key (D_P2,) of one of the step's own tokens (64-bit), rotated if cos is there, in k's dtype."""
+    if cos is None:
+        columns = tl.arange(0, D_P2)
+        return tl.load(key_row + token * stride_kt + columns, mask=columns < D, other=0.0)
+    else:
+        one = tl.arange(0, 1)
+        key = rotated(key_row + token * stride_kt + one, one == 0, cos + token * stride_cos, sin + token * stride_sin, k_norm,
+                      eps, D, ROTARY, D_P2)
+        return tl.sum(key, 0).to(key_row.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "stride_table"])
 def decode_kernel(
-    q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out,
-    partial, counters, num_reqs, splits, chunk_min, scale, softcap,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_table,
+    q, k, v, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
+    query_start_loc, seq_lens, sinks, out, partial, counters, num_reqs, splits, chunk_min, scale, softcap,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin, stride_table,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
@@ -95,11 +109,13 @@ def decode_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     D_P2: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, SPLIT: tl.constexpr, ATOMIC: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_STEP: tl.constexpr,
+    MERGE_STEP: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """HEADS query heads (ROWS with padding) of one token, over one range of its keys. None stands for an absent k, v,
-    k_scale, v_scale, sinks, softcap, partial or counters; K_*, V_* and S_* are the strides of caches and scales. See
-    NOTE [Quantised caches]."""
+    """HEADS query heads (ROWS with padding) of one token, over one range of its keys. None stands for an absent k, v, cos
+    and what goes with it, k_scale, v_scale, sinks, softcap, partial or counters; K_*, V_* and S_* are the strides of
+    caches and scales. See NOTE [Quantised caches]."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     program = tl.program_id(0)
     head_block = program % (HKV * BLOCKS)
     item = program // (HKV * BLOCKS)
@@ -158,8 +174,13 @@ def decode_kernel(
         begin = first + split * chunk
         stop = tl.minimum(begin + chunk, last)
 
-    query = tl.load(q + token.to(tl.int64) * stride_qt + ((first_head + rows) * stride_qh)[:, None] + columns[None, :],
-                    mask=row_live[:, None] & (columns < D)[None, :], other=0.0)
+    if cos is None:
+        query = tl.load(q + token.to(tl.int64) * stride_qt + ((first_head + rows) * stride_qh)[:, None] + columns[None, :],
+                        mask=row_live[:, None] & (columns < D)[None, :], other=0.0)
+    else:
+        query = rotated(q + token.to(tl.int64) * stride_qt + (first_head + rows) * stride_qh, row_live,
+                        cos + token.to(tl.int64) * stride_cos, sin + token.to(tl.int64) * stride_sin, q_norm, eps, D,
+                        ROTARY, D_P2).to(q.dtype.element_ty)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_P2], tl.float32)
@@ -198,12 +219,12 @@ def decode_kernel(
 
     if split == 0:
         if k is not None:
-            key_row = k + kv_head * stride_kh + columns
+            key_row = k + kv_head * stride_kh
             value_row = v + kv_head * stride_vh + columns_v
             # The step's earlier tokens of the sequence: none in a pure decode batch.
             for other in range(start + tl.maximum(first - last, 0), token):
                 source = token.to(tl.int64) - (token - other)
-                key = tl.load(key_row + source * stride_kt, mask=columns < D, other=0.0)
+                key = new_key(key_row, source, stride_kt, cos, sin, stride_cos, stride_sin, k_norm, eps, D, ROTARY, D_P2)
                 value = tl.load(value_row + source * stride_vt, mask=columns_v < DV, other=0.0)
                 if k_scale is not None:
                     codes, key_scale = encode(key, 0, QMAX, LOWEST, ROUNDER)
@@ -211,7 +232,8 @@ def decode_kernel(
                     key = codes * key_scale
                     value = codes_v * (value_scale * UNIT)
                 highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
-            key = tl.load(key_row + token.to(tl.int64) * stride_kt, mask=columns < D, other=0.0)
+            key = new_key(key_row, token.to(tl.int64), stride_kt, cos, sin, stride_cos, stride_sin, k_norm, eps, D, ROTARY,
+                          D_P2)
             value = tl.load(value_row + token.to(tl.int64) * stride_vt, mask=columns_v < DV, other=0.0)
             if k_scale is not None:
                 codes, key_scale = encode(key, 0, QMAX, LOWEST, ROUNDER)
@@ -423,9 +445,11 @@ def decode(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor],
     out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, by_row: bool,
+    rope: tuple[Any, ...] | None = None,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in
-    their row. With k and v it also writes the caches and their scales. The other arguments are the paged op's."""
+    their row. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R), the norms' weights
+    and eps, for q and k not yet rotated. The other arguments are the paged op's."""
     num_reqs, device = seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
                  block_table.shape[1], window, chunk, scale_strides(k_scale), k_cache.dtype, by_row, device)
@@ -436,11 +460,16 @@ def decode(
     stride_qt, stride_qh, _ = q.stride()
     stride_kt, stride_kh, _ = (0, 0, 0) if k is None else k.stride()
     stride_vt, stride_vh, _ = (0, 0, 0) if v is None else v.stride()
-    tuned = plan.tuned
+    cos, sin, q_norm, k_norm, eps = rope or (None, None, None, None, 0.0)
+    if rope is not None:
+        cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
+    stride_cos, stride_sin, rotary = (cos.stride(0), sin.stride(0), cos.shape[1]) if rope is not None else (0, 0, 0)
+    tuned, pdl = plan.tuned, use_pdl(device)
     decode_kernel[plan.grid](
-        q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks, out,
-        partial, counters, num_reqs, plan.splits, tuned.chunk_min, scale, softcap, stride_qt, stride_qh, stride_kt,
-        stride_kh, stride_vt, stride_vh, block_table.stride(0), *plan.constants, num_warps=tuned.warps,
+        q, k, v, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
+        query_start_loc, seq_lens, sinks, out, partial, counters, num_reqs, plan.splits, tuned.chunk_min, scale, softcap,
+        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin, block_table.stride(0),
+        *plan.constants, rotary, pdl, num_warps=tuned.warps, **launch_options(pdl),
     )
     if plan.splits > 1 and not tuned.atomic:
         reduce_kernel[plan.reduce_grid](

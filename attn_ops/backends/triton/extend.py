@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_ops._kernels.kv_quant import scale_strides
 from attn_ops.backends.triton._common import (
     LOG2E,
     NUM_COUNTERS,
@@ -37,7 +38,6 @@ from attn_ops.backends.triton._common import (
     logits,
     num_sms,
     power_of_2,
-    scale_strides,
     unit,
 )
 

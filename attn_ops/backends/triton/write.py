@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.backends.triton._common import encode, power_of_2, rounding, scale_strides
+from attn_ops._kernels.kv_quant import encode, rounding, scale_strides
+from attn_ops.backends.triton._common import power_of_2
 
 
 @triton.jit
