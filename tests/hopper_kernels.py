@@ -1,0 +1,106 @@
+"""What ``python -m tests.hopper`` compiles: each Triton kernel, as the shapes of large models launch it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from attn_ops.backends import triton as backend
+from attn_ops.kv_cache import PagedKVCache
+from attn_ops.rope import rope_kv_write_cuda
+from attn_ops.small_linear import small_linear_cuda
+from tests.hopper import Compiled, compiling
+
+SMS = 132
+#: name -> query heads, KV heads, D, Dv, and options of the site
+HEADS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
+    "llama-8b": (32, 8, 128, 128, {}), "qwen3-0.6b": (16, 8, 128, 128, {}), "gemma2-9b": (16, 8, 256, 256, dict(
+        window=4096, softcap=50.0)), "gpt-oss-20b": (64, 8, 64, 64, dict(window=128, sinks=True)),
+    "phi-2": (32, 32, 80, 80, {}), "deepseek-v2-lite": (16, 16, 192, 128, {}), "llama4": (40, 8, 128, 128, dict(chunk=8192)),
+}
+KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, Any], *, query_lens: list[int],
+              dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, rope: bool = False) -> None:
+    """One call of the backend's op; its launches compile, and nothing runs."""
+    tokens, rows = sum(query_lens), len(query_lens)
+    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=16, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
+                         dtype=kv_dtype or dtype, device="cpu")
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim_v]
+    qkv = torch.zeros(tokens, sum(sizes), dtype=dtype).split(sizes, 1)
+    q, k, v = (x.unflatten(1, (-1, d)) for x, d in zip(qkv, (dim, dim, dim_v), strict=True))
+    ints = dict(dtype=torch.int32)
+    tables = (torch.zeros(tokens, dtype=torch.int64), torch.zeros(rows, 512, **ints), torch.zeros(rows + 1, **ints),
+              torch.zeros(rows, **ints))
+    sinks = torch.zeros(heads, dtype=dtype) if site.get("sinks") else None
+    options = dict(scale=0.1, window=site.get("window"), softcap=site.get("softcap"), chunk=site.get("chunk"))
+    rest = (*cache.of_layer(0), *tables, sinks, [torch.zeros(16384, **ints)])
+    if rope:
+        cos = torch.zeros(tokens, dim, dtype=dtype)
+        # As on a GPU: rope_kv_write's own implementation there, and not the one for CPU tensors.
+        backend.rope_kv_write = rope_kv_write_cuda
+        backend.rope_paged_attention(q, k, v, cos, cos, None, None, 0.0, *rest, **options)
+    else:
+        backend.paged_attention(q, k, v, *rest, **options)
+
+
+def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool, pdl: bool) -> None:
+    made = dict(dtype=torch.bfloat16)
+    weight_norm = torch.zeros(k, **made) if norm else None
+    res = torch.zeros(1, tokens, n, **made) if residual else None
+    x, weight = torch.zeros(1, tokens, k, **made), torch.zeros(n, k, **made)
+    small_linear_cuda(x, weight, None, weight_norm, 1e-5, res, swiglu, pdl=pdl)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """(name, what launches) of everything to compile."""
+    batches = {"decode 1": [1], "decode 32": [1] * 32, "decode 256": [1] * 256, "extend": [512], "mixed": [448, *[1] * 63]}
+    for (model, heads), (batch, lens) in itertools.product(HEADS.items(), batches.items()):
+        yield f"{model} {batch}", lambda h=heads, n=lens: attention(*h, query_lens=n)
+    for (kv, kv_dtype), (batch, lens), rope in itertools.product(KV.items(), batches.items(), (False, True)):
+        if kv_dtype is not None or rope:
+            yield f"llama-8b {batch} {kv}{' rope' if rope else ''}", lambda n=lens, t=kv_dtype, r=rope: attention(
+                *HEADS["llama-8b"], query_lens=n, kv_dtype=t, rope=r)
+    for dtype in (torch.float16, torch.float32):
+        for batch in ("decode 1", "mixed"):
+            yield f"llama-8b {batch} {dtype}", lambda n=batches[batch], t=dtype: attention(
+                *HEADS["llama-8b"], query_lens=n, dtype=t)
+    shapes = {"qkv": (6144, 4096, True, False, False), "o": (4096, 4096, False, True, False),
+              "gate_up": (28672, 4096, True, False, True), "down": (4096, 14336, False, True, False),
+              "odd": (1000, 1100, True, False, False)}
+    for (name, shape), tokens, pdl in itertools.product(shapes.items(), (1, 8, 32), (False, True)):
+        yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", lambda s=shape, t=tokens, p=pdl: linear(t, *s, p)
+
+
+def main() -> None:
+    """Compile everything, or the cases whose name has one of the arguments in it; a line for each kernel."""
+    common, *modules = backend._load()
+    for module in (common, *modules):
+        if hasattr(module, "num_sms"):
+            module.num_sms = lambda device: SMS  # type: ignore[attr-defined]
+    failed = 0
+    with compiling() as found:
+        for name, launch in cases():
+            if len(sys.argv) > 1 and not any(word in name for word in sys.argv[1:]):
+                continue
+            before = len(found)
+            try:
+                launch()
+            except Exception as error:
+                failed += 1
+                print(f"FAILED {name}: {type(error).__name__}: {str(error).strip().splitlines()[-1]}", flush=True)
+            for kernel in dict.fromkeys(found[before:]):
+                print(describe(name, kernel), flush=True)
+    print(f"{len(found)} kernels compiled, {failed} cases failed, {sum(k.spilled > 0 for k in found)} spilled")
+    raise SystemExit(failed > 0)
+
+
+def describe(name: str, kernel: Compiled) -> str:
+    spilled = f", SPILLED {kernel.spilled} bytes" if kernel.spilled else ""
+    return (f"{name:34s} {kernel.name:20s} {kernel.registers:3d} registers, {kernel.warps} warps, "
+            f"{kernel.shared / 1024:5.1f} KiB shared{spilled}")
