@@ -11,7 +11,7 @@ softmax weights and the output are each rounded once. The same holds for quantis
 read back; codes and scales must be those of ``attn_ops/kv_quant.py`` bit for bit, so that backends can share a cache.
 Without --kv-dtype the checks run on a cache of the model's dtype, and two of them on each quantised one that is declared.
 
-Not covered: caches of another floating-point dtype than the model's, speed.
+Not covered: caches of another floating-point dtype than the model's, norms of the heads in ``rope_op``, speed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from attn_ops.backend import AttentionBackend, CudagraphSupport, broken_backends
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.kv_quant import QUANTISED, dequantise, quantise
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.rope import rotate
 from attn_ops.step import Step, ensure_planned, running
 
 FEATURES: dict[str, Any] = {"window": 5, "softcap": 4.0, "chunk": 8, "sinks": True}
@@ -224,12 +225,23 @@ class Kit:
             return ()
         return self.backend.prepare(*batch.tables, batch.metadata.page_size)
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """The batch through the backend as in a model's forward: state and plan on the host, then prepare and the op."""
+    def run(self, batch: Batch, rotary: int = 0) -> torch.Tensor:
+        """The batch through the backend as in a model's forward: state and plan on the host, then prepare and the op.
+
+        With ``rotary`` through ``rope_op``, on q and k that a rotation of so many dimensions turns into the batch's: by quarter
+        turns, which are exact.
+        """
         step = self.step(batch)
         with running(step), torch.no_grad():
             ensure_planned(step, self.backend, [batch.site])
-            return self.backend.op(*batch.arguments(self.prepared(batch)), **batch.options)
+            arguments = batch.arguments(self.prepared(batch))
+            if not rotary:
+                return self.backend.op(*arguments, **batch.options)
+            turns = torch.randint(4, (len(batch.q), rotary // 2), generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+            cos, sin = (torch.tensor(v, dtype=self.dtype)[turns].to(self.device) for v in ((1, 0, -1, 0), (0, 1, 0, -1)))
+            q, k = (rotate(x, cos, -sin) for x in (batch.q, batch.k))
+            op: Any = self.backend.rope_op
+            return op(q, k, batch.v, cos, sin, None, None, 0.0, *arguments[3:], **batch.options)
 
     def compare(self, out: torch.Tensor, batch: Batch) -> None:
         """Raise Failure unless every live number is within its bound, and padding is zero."""
@@ -246,7 +258,7 @@ class Kit:
         if not (out[live:] == 0).all():
             raise Failure("outputs of padding tokens are not zero")
 
-    def exact(self, batch: Batch) -> None:
+    def exact(self, batch: Batch, rotary: int = 0) -> None:
         """Run the batch; outputs within bounds, new keys and values stored exactly, every other slot bit for bit as before."""
         wanted = {name: _bits(tensor).clone() for name, tensor in batch.held.items()}
         if batch.write:
@@ -255,7 +267,7 @@ class Kit:
                 for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
                     if part is not None:
                         wanted[name][live // size, live % size] = _bits(part)
-        out = self.run(batch)
+        out = self.run(batch, rotary)
         for name, tensor in batch.held.items():
             differs = (_bits(tensor) != wanted[name]).flatten(2).any(-1)
             if differs.any():
@@ -282,6 +294,7 @@ class Kit:
             *((f"layout {name}", lambda name=name: self.layout(name)) for name in ("NHD", "HND")),
             *((f"KV cache {str(d).removeprefix('torch.')}", lambda d=d: self.quantised(d)) for d in sorted(QUANTISED, key=str)),
             ("shared cache (no k, v)", self.shared),
+            ("rotary embedding (rope_op)", self.rope),
             ("padding", self.padding),
             ("stale metadata in padding", self.stale),
             ("garbage in unused slots", self.garbage),
@@ -388,6 +401,15 @@ class Kit:
     def shared(self) -> None:
         for rows in (DECODE, MIXED):
             self.exact(self.batch(rows, write=False))
+
+    def rope(self) -> None:
+        if self.backend.rope_op is None:
+            raise Skip("it has no rope_op; a kernel before it rotates")
+        for rows in (DECODE[:1], DECODE, MIXED):
+            for features in ({}, self.features):
+                batch = self.batch(rows, pad=(2, 1), **features)
+                self.exact(batch, rotary=batch.site.head_dim)
+                self.exact(self.batch(rows), rotary=batch.site.head_dim // 2)
 
     def padding(self) -> None:
         for rows in (DECODE, MIXED):

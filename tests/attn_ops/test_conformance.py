@@ -25,6 +25,7 @@ from attn_ops.backend import (
 from attn_ops.backends import torch_native
 from attn_ops.conformance import Kit, main, oracle, run
 from attn_ops.kv_quant import dequantise, quantise
+from attn_ops.rope import rotate
 from attn_ops.step import current_step
 from tests.attn_ops.oracle import oracle_attention
 
@@ -52,6 +53,17 @@ def statuses(backend: AttentionBackend, only: str = "", **options) -> dict[str, 
 
 def failures(backend: AttentionBackend, only: str = "") -> set[str]:
     return {name for name, status in statuses(backend, only).items() if status == "FAIL"}
+
+
+@pytest.mark.parametrize("way, status", [(1, "ok"), (-1, "FAIL"), (0, "FAIL")])
+def test_rope_op(way: int, status: str) -> None:
+    """Rotating the wrong way, or not at all, is seen."""
+    def rope_op(q, k, v, cos, sin, q_norm, k_norm, eps, *args, **options):
+        if way:
+            q, k = rotate(q, cos, way * sin), rotate(k, cos, way * sin)
+        return torch_native.paged_attention(q, k, v, *args, **options)
+
+    assert statuses(dataclasses.replace(NATIVE, rope_op=rope_op), "rotary") == {"rotary embedding (rope_op)": status}
 
 
 def test_the_oracle_is_the_plain_one() -> None:
