@@ -21,6 +21,8 @@ from graph_runner.sampler import SamplingTensors
 
 # Sampling parameters: name, type, value for padding rows.
 _PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0))
+#: Bytes. Inductor takes inputs to be aligned so, and else copies them: at every call, in every compiled piece.
+ALIGNMENT = 16
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
 
@@ -32,7 +34,7 @@ class BatchShape(NamedTuple):
 
 
 def _fields(shape: BatchShape, page_size: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, type, shape) of each field; 8-byte ones first, so that all are aligned."""
+    """(name, type, shape) of each field."""
     t, b = shape
     changes = change_capacity(t, b, page_size)
     return [
@@ -58,7 +60,7 @@ class StepLayout:
         fields, at = {}, 0
         for name, kind, size in _fields(shape, page_size):
             fields[name] = (at, kind, size)
-            at += int(np.prod(size)) * int(kind[1])
+            at += -(-int(np.prod(size)) * int(kind[1]) // ALIGNMENT) * ALIGNMENT
         return cls(shape, fields, at)
 
 

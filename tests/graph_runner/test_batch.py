@@ -187,9 +187,9 @@ def test_layout_is_aligned_and_tight(shape, page) -> None:
     end = 0
     for name, (at, kind, size) in layout.fields.items():
         item = int(kind[1])
-        assert at == end and at % item == 0, name
+        assert end <= at < end + 16 and at % 16 == 0, name  # Inductor copies tensors that are not aligned so, in every piece
         end = at + item * int(np.prod(size))
-    assert end == layout.num_bytes
+    assert end <= layout.num_bytes < end + 16
     small = StepLayout.of(BatchShape(shape.num_tokens, max(1, shape.num_reqs - 1)), page)
     assert small.num_bytes <= layout.num_bytes  # so the largest shape bounds the buffer
 

@@ -173,5 +173,5 @@ def test_a_measured_batch_is_a_real_one(name: str, point: Any) -> None:
     timing = measure(backend, batch)
     assert timing.us > 0 and timing.us == timing.host_us and timing.how == "host"
     slots = batch.metadata.slot_mapping
-    for k_cache, v_cache in batch.caches:
+    for k_cache, v_cache, *_ in batch.caches:
         assert torch.equal(k_cache[slots // 4, slots % 4], batch.k) and torch.equal(v_cache[slots // 4, slots % 4], batch.v)

@@ -86,7 +86,7 @@ flatten_4 = flatten(transpose_16, 0, 1)
 transpose_17 = transpose(v_2, 1, 2)
 flatten_5 = flatten(transpose_17, 0, 1)
 triton_paged_attention_default_1 = triton_paged_attention.default(flatten_3, flatten_4, flatten_5, in_6, in_7,
-    in_8, in_9, in_10, in_11, None, [in_12], scale=0.5, window=None, softcap=None, chunk=None)
+    None, None, in_8, in_9, in_10, in_11, None, [in_12], scale=0.5, window=None, softcap=None, chunk=None)
 return (x_1, triton_paged_attention_default_1)""")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 import passes.dynamo_backend
+from attn_ops.backend import UnsupportedAttention
 from passes.graph_tools import placeholders, value
 from tests.passes.models import served, tiny, trace
 
@@ -33,7 +34,6 @@ def test_an_assumption_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("condition, text", [
     (lambda t: t * 100 <= 2900, "100*"),  # traced with 23 tokens, served with 30
-    (lambda t: t == 23, "== 23"),
     (lambda t: t % 23 == 0, "23"),
 ])
 def test_a_batch_that_breaks_one(condition: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +42,10 @@ def test_a_batch_that_breaks_one(condition: Any, text: str, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="the compiled graph assumes .*30.*max_num_batched_tokens") as error:
         served(trace(model, compiler="inductor"), model)
     assert text in str(error.value)
+
+
+def test_a_size_that_becomes_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(lambda t: t == 23))
+    model = tiny()
+    with pytest.raises(UnsupportedAttention, match="settled a size that changes from batch to batch"):
+        served(trace(model, compiler="inductor"), model)

@@ -14,6 +14,7 @@ from attn_ops.kv_cache import PagedKVCache, pages_for
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step
 from passes.capture import PagedModel
+from passes.lowering import set_paged_arguments
 
 LENGTHS = (11, 6, 21)
 # Tokens that each step schedules of each sequence: chunked prefill beside decode, a lone token, sequences that wait.
@@ -101,8 +102,7 @@ def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[N
     run = paged.run
     if change:
         for node, (args, kwargs) in before.items():
-            args = tuple(None if i == 9 and "sinks" in change else a for i, a in enumerate(args))  # the sinks
-            node.args, node.kwargs = args, {**kwargs, **{k: v for k, v in change.items() if k != "sinks"}}
+            set_paged_arguments(node, **change)
         graph.recompile()
         paged.run = graph.forward
     try:
