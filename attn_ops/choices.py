@@ -133,11 +133,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def cache_file() -> Path:
-    """The user's measurements: $QUIRE_CACHE_DIR/attention.json, else attention.json in quire's folder of the XDG cache."""
+def cache_folder() -> Path:
+    """Where measurements made on this machine are kept: $QUIRE_CACHE_DIR, else quire's folder of the XDG cache."""
     if folder := os.environ.get("QUIRE_CACHE_DIR"):
-        return Path(folder) / "attention.json"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "attention.json"
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+
+
+def cache_file() -> Path:
+    """The user's measurements of attention."""
+    return cache_folder() / "attention.json"
 
 
 @functools.cache

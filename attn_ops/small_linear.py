@@ -17,17 +17,15 @@ Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from attn_ops.attention import LIBRARY
+from attn_ops.small_linear_tuning import Config, config_for, padded
 
 MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
-TABLE = Path(__file__).parent / "small_linear_configs.json"
 
 LIBRARY.define(
     "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu) -> "
@@ -60,40 +58,15 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if swiglu else 1))
 
 
-class Config(NamedTuple):
-    """Launch parameters of one kernel: weight rows and columns a tile, warps, pipeline stages."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@functools.cache
-def _table() -> dict[str, list[int]]:
-    return json.loads(TABLE.read_text()) if TABLE.is_file() else {}
-
-
-def _padded(num_tokens: int) -> int:
-    return 1 if num_tokens == 1 else max(16, 1 << (num_tokens - 1).bit_length())
-
-
-def config_for(num_tokens: int, n: int, k: int, swiglu: bool) -> Config:
-    """The measured parameters for a shape (small_linear_configs.json), else a rule that suits most."""
-    padded = _padded(num_tokens)
-    found = _table().get(f"{padded}x{n}x{k}{'s' if swiglu else ''}")
-    if found is not None:
-        return Config(*found)
-    if padded == 1:
-        return Config(1 if n <= 8192 and not swiglu else 2, 1024 if k % 1024 == 0 else 512, 4, 2)
-    return Config(32 if n < 16384 else 64, 128, 4, 4)
-
-
 def small_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
     residual: torch.Tensor | None, swiglu: bool, config: Config | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """The op on CUDA; falls to the definition for more than MAX_TOKENS tokens and for fp32. ``pdl``: see _kernels/pdl.py."""
+    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens, for fp32, and where it was measured to be faster.
+
+    Args:
+        config: launch parameters; None: the measured ones (``attn_ops/small_linear_tuning.py``). pdl: see _kernels/pdl.py.
+    """
     k = x.shape[-1]
     m = x.numel() // k
     if m > MAX_TOKENS or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype \
@@ -105,7 +78,9 @@ def small_linear_cuda(
     x2 = x.reshape(m, k)
     res = residual.reshape(m, n) if residual is not None else None
     out = x.new_empty(m, n)
-    config = config or config_for(m, weight.shape[0], k, swiglu)
+    config = config or config_for(m, weight.shape[0], k, swiglu, x.device)
+    if config is None:
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu)
     flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,
                              "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0, "PDL": pdl,
                              **launch_options(pdl)}
@@ -116,7 +91,7 @@ def small_linear_cuda(
                                     num_warps=config.num_warps, num_stages=config.num_stages, **flags)
     else:
         kernels.tile_kernel[grid](*pointers, m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0,
-                                  eps, BLOCK_M=_padded(m), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+                                  eps, BLOCK_M=padded(m), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
                                   num_warps=config.num_warps, num_stages=config.num_stages, **flags)
     return out.view(*x.shape[:-1], n)
 
@@ -133,4 +108,4 @@ LIBRARY.impl("small_linear", small_linear_cuda, "CUDA")
 torch.library.register_fake("quire::small_linear", _fake, lib=LIBRARY)
 small_linear = torch.ops.quire.small_linear.default
 
-__all__ = ["Config", "MAX_TOKENS", "config_for", "small_linear", "small_linear_cuda", "small_linear_eager"]
+__all__ = ["MAX_TOKENS", "small_linear", "small_linear_cuda", "small_linear_eager"]

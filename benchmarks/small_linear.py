@@ -25,7 +25,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from attn_ops.small_linear import Config, small_linear_cuda, small_linear_eager
+from attn_ops.small_linear import small_linear_cuda, small_linear_eager
+from attn_ops.small_linear_tuning import Config, LinearShape, arguments, graph_time, key
 
 # name: (rows of the weight, K, norm, residual, swiglu)
 SHAPES = {
@@ -43,14 +44,8 @@ def candidates(m: int) -> list[Config]:
     return VECTOR if m == 1 else TILE
 
 
-def arguments(m: int, shape: tuple[int, int, bool, bool, bool], copies: int) -> list[tuple[Any, ...]]:
-    n, k, norm, residual, swiglu = shape
-    out_n = n // 2 if swiglu else n
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    weight_norm = torch.rand(k, device="cuda", dtype=torch.bfloat16) + 0.5 if norm else None
-    res = torch.randn(m, out_n, device="cuda", dtype=torch.bfloat16) if residual else None
-    return [(x, torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, None, weight_norm, 1e-5, res, swiglu)
-            for _ in range(copies)]
+def shape_of(shape: tuple[int, int, bool, bool, bool]) -> LinearShape:
+    return LinearShape(*shape, torch.bfloat16)
 
 
 def compile_share(job: tuple[int, int, list[int], list[tuple[int, int, bool, bool, bool]]]) -> None:
@@ -59,29 +54,9 @@ def compile_share(job: tuple[int, int, list[int], list[tuple[int, int, bool, boo
     jobs = [(m, s, c) for m in sizes for s in {(256, 4096, *s[2:]) for s in shapes} for c in candidates(m)]
     for m, shape, config in jobs[which::of]:
         try:
-            small_linear_cuda(*arguments(m, shape, 1)[0], config)
+            small_linear_cuda(*arguments(shape_of(shape), m, torch.device("cuda"), 1)[0], config)
         except Exception:  # does not fit in shared memory: the timing run reports it
             continue
-
-
-def graph_time(run: Any, calls: int) -> float:
-    """Microseconds a call, median of 5 replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(7):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) * 1e3 / calls)
-    return sorted(times[2:])[2]
 
 
 def copy_bandwidth() -> float:
@@ -108,7 +83,7 @@ def main() -> int:
     for (name, shape), m in itertools.product(shapes.items(), sizes):
         n, k, swiglu = shape[0], shape[1], shape[4]
         copies = max(2, int(240e6 / (n * k * 2)) + 1)
-        calls = arguments(m, shape, copies)
+        calls = arguments(shape_of(shape), m, torch.device("cuda"), copies)
         floor = n * k * 2 / bandwidth / 1e6
         cublas = graph_time(lambda c=calls: [torch.nn.functional.linear(a[0], a[1]) for a in c], copies)
         eager = graph_time(lambda c=calls: [small_linear_eager(*a) for a in c], copies)
@@ -126,9 +101,8 @@ def main() -> int:
             rows.append({"shape": name, "tokens": m, "n": n, "k": k, "config": list(config), "us": us, "floor_us": floor,
                          "cublas_us": cublas, "eager_us": eager, "error": error})
             best = min(best, (us, config), key=lambda b: b[0])
-        padded = 1 if m == 1 else max(16, 1 << (m - 1).bit_length())
         if best[1] is not None:
-            table[f"{padded}x{n}x{k}{'s' if swiglu else ''}"] = list(best[1])
+            table[key(m, n, k, swiglu)] = list(best[1])
         print(f"{name:>10} {m:>3} {floor:9.2f} {cublas:8.2f} {eager:8.2f} {best[0]:8.2f}  {tuple(best[1] or ())}", flush=True)
         del calls
     environment = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
@@ -138,8 +112,11 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
     if args.table:
-        old = json.loads(args.table.read_text()) if args.table.is_file() else {}
-        args.table.write_text("{\n" + ",\n".join(f' "{k}": {v}' for k, v in sorted((old | table).items())) + "\n}\n")
+        devices = json.loads(args.table.read_text()) if args.table.is_file() else {}
+        devices[environment["device"]] = dict(sorted((devices.get(environment["device"], {}) | table).items()))
+        blocks = [f' "{name}": {{\n' + ",\n".join(f'  "{k}": {v}' for k, v in configs.items()) + "\n }"
+                  for name, configs in devices.items()]
+        args.table.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
     return 0
 
 

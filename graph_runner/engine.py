@@ -82,7 +82,7 @@ class Engine:
             cudagraph_capture_sizes=cudagraph_capture_sizes, cudagraph_token_sizes=cudagraph_token_sizes,
             compiler=loading.default_compiler(compiler, device),
             fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions,
-            progress=loading.capture_progress if on_gpu else None)
+            progress=loading.progress_bar if on_gpu else None)
         with own_forward(self.model):
             self.runner = ModelRunner(self.model, config)
         self.watch = ModelWatch(self.model, addresses=on_gpu)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from attn_ops.kv_quant import ALIASES
-from graph_runner.batch import BatchShape
 
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
 DEFAULT_LENGTH = 2048  # for a model that does not say how long its sequences may be
@@ -108,8 +107,8 @@ def default_compiler(name: str, device: torch.device) -> str:
     return name if name != "auto" else "inductor" if device.type == "cuda" else "eager"
 
 
-def capture_progress(buckets: Sequence[BatchShape]) -> Iterator[BatchShape]:
-    """A progress bar over the graphs being captured."""
+def progress_bar(items: Sequence[Any], description: str) -> Iterator[Any]:
+    """Go through ``items`` with a bar that goes away in the end."""
     from rich.progress import track
 
-    yield from track(buckets, description="Capturing CUDA graphs", transient=True)
+    yield from track(items, description=description, transient=True)

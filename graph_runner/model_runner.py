@@ -8,6 +8,7 @@ them where the next step will read them, sample anew for rows with filters, and 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import CudagraphSupport
 from attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
+from attn_ops.small_linear_tuning import tune
 from attn_ops.step import Step, StepLimits
 from graph_runner.batch import BatchShape, StepBuffers
 from graph_runner.buckets import decode_buckets, token_buckets
@@ -55,7 +57,7 @@ class RunnerConfig:
     cudagraph_token_sizes: Sequence[int] | None
     compiler: str
     fusions: str | Sequence[str]
-    progress: Callable[[Sequence[BatchShape]], Iterator[BatchShape]] | None = None
+    progress: Callable[[Sequence[Any], str], Iterator[Any]] | None = None  # (what takes long, description), for a bar
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class ModelRunner:
         self.selection = self.paged.selection
         self.backend = self.selection.backend
         logger.info("attention: %s", self.selection)
+        if self.device.type == "cuda" and os.environ.get("QUIRE_TUNE", "1") != "0":
+            tune(self.paged.backend.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
         # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
         # does: then the table is brought up to date ahead of both, else inside the graph.
         self._plans = self.backend.plan is not None
@@ -118,10 +122,15 @@ class ModelRunner:
                       max_model_len=config.max_model_len)
         self._new_states(self.cache)
         self.graphs = CudaGraphRunner(self._run_captured, self._buckets(), self.device,
-                                      before_capture=self._before_capture, progress=config.progress)
+                                      before_capture=self._before_capture,
+                                      progress=self._progress("Capturing CUDA graphs"))
         if self.graphs.buckets:
             self.graphs.capture()
         self._capture_steps.clear()
+
+    def _progress(self, description: str) -> Callable[[Sequence[Any]], Iterator[Any]]:
+        bar = self.config.progress
+        return iter if bar is None else lambda items: bar(items, description)
 
     # -- sizes ------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from attn_ops.small_linear import small_linear
+from attn_ops.small_linear_tuning import LinearShape
 from passes.fusion import Fusion
 from passes.graph_tools import erase_dead, value
 
@@ -73,6 +74,9 @@ def _rewrite(node: fx.Node, fusion: Fusion) -> None:
     with graph.inserting_before(end):
         new = graph.call_function(small_linear, (
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu))
+    rows, columns = fusion.tensor(weight).shape  # type: ignore[arg-type,union-attr]
+    fusion.weights.small_linears.add(LinearShape(
+        rows, columns, norm is not None, residual is not None, swiglu, value(weight).dtype))
     new.meta = dict(end.meta)
     end.replace_all_uses_with(new)
     inputs = list(end.all_input_nodes)

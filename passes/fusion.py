@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
 
+from attn_ops.small_linear_tuning import LinearShape
 from passes.graph_tools import placeholders, value
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class FusedWeights:
     parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
     of_graph: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     inputs_of_graph: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of a graph: (index, address)
+    small_linears: set[LinearShape] = field(default_factory=set)  # shapes that the pass of that name gave to its kernel
 
     def fuse(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor holding ``parameters`` end to end along dim 0; they become views of it."""

@@ -78,7 +78,7 @@ def vector_kernel(x, w, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.c
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # or 16 and 32 tokens are kernels of their own
 def tile_kernel(x, w, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,

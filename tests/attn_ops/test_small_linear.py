@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from attn_ops.small_linear import (
-    MAX_TOKENS,
-    TABLE,
-    Config,
-    config_for,
-    small_linear,
-    small_linear_cuda,
-    small_linear_eager,
-)
+from attn_ops.small_linear import MAX_TOKENS, small_linear, small_linear_cuda, small_linear_eager
+from attn_ops.small_linear_tuning import Config
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,12 +70,3 @@ def test_leading_dimensions_are_kept() -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(small_linear, case(3, 16, 32, norm=True, bias=True, residual=True, swiglu=True))
     torch.library.opcheck(small_linear, case(3, 16, 32))
-
-
-def test_the_table_is_of_configs_that_can_be() -> None:
-    for key, values in json.loads(TABLE.read_text()).items():
-        tokens, n, k = key.rstrip("s").split("x")
-        config = Config(*values)
-        assert config_for(int(tokens), int(n), int(k), key.endswith("s")) == config
-        assert all(v & (v - 1) == 0 for v in config[:3])
-        assert int(tokens) == 1 or config.block_n >= 16

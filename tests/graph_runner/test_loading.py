@@ -14,12 +14,12 @@ from graph_runner.batch import BatchShape
 from graph_runner.loading import (
     DEFAULT_LENGTH,
     TINY_MODEL,
-    capture_progress,
     default_compiler,
     eos_token_ids,
     kv_dtype,
     load,
     model_length,
+    progress_bar,
     vocab_size,
 )
 from tests.tiny import load_model, load_tokenizer
@@ -135,7 +135,7 @@ def test_default_compiler() -> None:
     assert default_compiler("inductor", cpu) == "inductor" and default_compiler("eager", cuda) == "eager"
 
 
-def test_capture_progress(caplog) -> None:
+def test_progress_bar(caplog) -> None:
     buckets = [BatchShape(4, 4), BatchShape(1, 1)]
     with caplog.at_level(logging.INFO):
-        assert list(capture_progress(buckets)) == buckets
+        assert list(progress_bar(buckets, "Capturing")) == buckets

@@ -101,7 +101,7 @@ def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[N
     assert before, "the lowered graph has no paged op"
     run = paged.run
     if change:
-        for node, (args, kwargs) in before.items():
+        for node in before:
             set_paged_arguments(node, **change)
         graph.recompile()
         paged.run = graph.forward
