@@ -155,17 +155,18 @@ def tune(shapes: Iterable[LinearShape], device: torch.device, *, timer: Callable
 
 def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Callable[..., float]) -> Config | None:
     """The fastest parameters; None if the definition is faster than all."""
-    from attn_ops.small_linear import small_linear_cuda, small_linear_eager
+    from attn_ops import small_linear
 
-    calls: list[Any] = arguments(shape, num_tokens, device, max(2, int(_COLD / (shape.n * shape.k * 2)) + 1))
-    reference = small_linear_eager(*calls[0]).double()
-    times: dict[Config | None, float] = {None: timer(lambda: [small_linear_eager(*a) for a in calls], len(calls))}
+    kernel: Any = small_linear.small_linear_cuda
+    calls = arguments(shape, num_tokens, device, max(2, int(_COLD / (shape.n * shape.k * 2)) + 1))
+    reference = small_linear.small_linear_eager(*calls[0]).double()
+    times: dict[Config | None, float] = {None: timer(lambda: [small_linear.small_linear_eager(*a) for a in calls], len(calls))}
     for config in CANDIDATES[num_tokens == 1]:
         try:
-            out = small_linear_cuda(*calls[0], config=config).double()
+            out = kernel(*calls[0], config=config).double()
             if not (out - reference).norm() <= 1e-2 * reference.norm():
                 raise ArithmeticError("the result is off by more than 1 %")
-            times[config] = timer(lambda config=config: [small_linear_cuda(*a, config=config) for a in calls], len(calls))
+            times[config] = timer(lambda config=config: [kernel(*a, config=config) for a in calls], len(calls))
         except Exception as error:  # too much shared memory for this GPU, say
             logger.debug("%s with %d tokens and %s: %s", shape, num_tokens, config, error)
     return min(times, key=times.__getitem__)
