@@ -27,9 +27,11 @@ from graph_runner.cuda_graph import CudaGraphRunner
 from graph_runner.packing_check import check_packing
 from graph_runner.request import ScheduledBatch
 from graph_runner.sampler import Sampler
+from passes import stages
 from passes.capture import PagedModel
 from passes.dynamo_backend import QuireOptions
 from passes.eager import ensure_planned
+from passes.stages import stage
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
@@ -79,15 +81,18 @@ class ModelRunner:
 
     def __init__(self, model: torch.nn.Module, config: RunnerConfig) -> None:
         self.config, self.device = config, next(model.parameters()).device
+        before = dict(stages.seconds)
         self.paged = PagedModel(model, QuireOptions(
             attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
             kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
             max_model_len=config.max_model_len), draws=config.compiler != "eager")
         try:
-            self._set_up()
+            with stage("set-up"):
+                self._set_up()
         except BaseException:
             self.close()
             raise
+        logger.info("ready: %s", stages.described(stages.since(before)))
 
     def _set_up(self) -> None:
         config = self.config
@@ -96,7 +101,8 @@ class ModelRunner:
         self.backend = self.selection.backend
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and os.environ.get("QUIRE_TUNE", "1") != "0":
-            tune(self.paged.backend.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
+            with stage("autotune"):
+                tune(self.paged.backend.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
         # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
         # does: then the table is brought up to date ahead of both, else inside the graph.
         self._plans = self.backend.plan is not None
@@ -125,7 +131,8 @@ class ModelRunner:
                                       before_capture=self._before_capture,
                                       progress=self._progress("Capturing CUDA graphs"))
         if self.graphs.buckets:
-            self.graphs.capture()
+            with stage("capture"):
+                self.graphs.capture()
         self._capture_steps.clear()
 
     def _progress(self, description: str) -> Callable[[Sequence[Any]], Iterator[Any]]:

@@ -25,6 +25,7 @@ from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions, Traced
 from passes.graph_tools import value
 from passes.hf_interface import interface_active, uses_interface
 from passes.sites import check_config
+from passes.stages import stage
 
 # Sizes of the traced batch. All different, none 0 or 1 (Dynamo would make them constants or one symbol).
 _TOKENS, _REQS = 23, 7
@@ -68,7 +69,8 @@ class PagedModel:
         for module in training:
             module.training = False  # dropout would be traced into the graph
         try:
-            self._compiled = self._trace()
+            with stage("trace"):
+                self._compiled = self._trace()
         except BaseException:
             self.close()
             raise

@@ -33,6 +33,7 @@ from passes.raising import raise_sdpa
 from passes.regions import compile_by_regions
 from passes.sites import check_mixing, check_positions, site_nodes, site_of, verify
 from passes.size_guards import checked, watched
+from passes.stages import stage
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ class QuireGraph:
         lowered = lower(gm, target)
         apply_lowered_fusions(lowered, fusions, small)
         inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
-        with torch.no_grad(), _traced_in(self.context), watched(lowered.gm.graph) as assumed:
+        with torch.no_grad(), _traced_in(self.context), watched(lowered.gm.graph) as assumed, stage("compile"):
             run = _compile(lowered, self.owner.options.compiler)
         self._check_still_dynamic(inputs)
         return lowered, checked(run, assumed)

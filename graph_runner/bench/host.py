@@ -24,7 +24,6 @@ import torch
 from attn_ops.kv_cache import pages_for
 from graph_runner.bench.report import PHASES
 from graph_runner.bench.shapes import ModelSpec, build
-from graph_runner.bench.start import timed
 from graph_runner.bench.workloads import Prompts, Row, Tick
 
 BATCHES = (1, 8, 32, 128, 256)
@@ -96,6 +95,20 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
         return {"ms_per_step": statistics.median(medians), "repeats_ms": medians, "slowest_ms": max(map(max, totals)),
                 "phases_ms": {name: statistics.median(found) for name, found in phases.items()},
                 "attention": engine.runner.backend.name, "engine_options": chosen}
+
+
+def timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
+    """``function``, its time added up in ``seconds[name]``."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+
+    return wrapper
+
 
 
 class _Timer:

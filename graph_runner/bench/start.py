@@ -1,11 +1,12 @@
 """The start workload: from the start of a process until the system is ready to take requests.
 
 The process is a fresh Python that builds the model, makes the system and then generates one token (no part of the time,
-but on record as ``first_token_s``: a system that puts work off shows it there). ``cold``: with empty compile caches of
-Inductor, Triton and vLLM; ``warm``: with what the cold start left. Kernels that FlashInfer compiled are kept in both.
+but on record as ``first_token_s``: a system that puts work off shows it there). ``cold``: with empty caches of
+Inductor, Triton, quire and vLLM; ``warm``: with what the cold start left. Kernels that FlashInfer compiled are kept in both.
 
 quire's time is split into ``import`` (Python, torch, transformers), ``load`` (the model), ``trace``, ``compile``,
-``capture`` (CUDA graphs) and ``other`` (sizing the KV cache, first runs of kernels).
+``autotune`` (matrix shapes that nobody measured), ``capture`` (CUDA graphs, and compiling the kernels that they run first),
+``set-up`` (sizing the KV cache, the trial batch) and ``other``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from graph_runner.bench.workloads import Row, Tick
 
 MARK = "QUIRE_START "
 SYSTEMS = ("quire", "vllm", "vllm-transformers")
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm",
+           "QUIRE_CACHE_DIR": "quire"}
 
 
 def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], tick: Tick) -> Iterator[Row]:
@@ -54,19 +56,3 @@ def _run(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], 
         raise RuntimeError(f"the process that starts {system} ended with exit code {done.returncode}: {said[-1]}\n"
                            + "\n".join(said[-40:]))
     return dict(json.loads(lines[-1].removeprefix(MARK)))
-
-
-def timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
-    """``function``, its time added up in ``seconds[name]``."""
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
-
-    return wrapper
-
-
-__all__ = ["MARK", "SYSTEMS", "start", "timed"]

@@ -6,7 +6,8 @@ import importlib
 import json
 import sys
 import time
-from typing import Any
+
+PARTS = ("load", "trace", "compile", "autotune", "capture", "set-up")
 
 
 def main() -> None:
@@ -14,11 +15,10 @@ def main() -> None:
     import torch
 
     importlib.import_module("transformers")  # a part of what a user waits for
-    import passes.capture
-    import passes.dynamo_backend
     from graph_runner.bench.shapes import ModelSpec
-    from graph_runner.bench.start import MARK, timed
+    from graph_runner.bench.start import MARK
     from graph_runner.bench.systems import Limits, Models, open_system
+    from passes.stages import seconds, stage
 
     spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"],
                      job["quantization"])
@@ -27,18 +27,14 @@ def main() -> None:
     parts: dict[str, float] = {"import": time.time() - job["began"]}
     models = Models(spec)
     if job["system"] == "quire":
-        timed(models.get, parts, "load")()
-        passes.dynamo_backend._compile = timed(passes.dynamo_backend._compile, parts, "compile")
-        model_class: Any = passes.capture.PagedModel
-        model_class.__init__ = timed(model_class.__init__, parts, "trace")
+        with stage("load"):
+            models.get()
     with open_system(job["system"], models, job["attention"], Limits(256, 1024), job["options"]) as system:
         ready = time.time() - job["began"]
         began = time.perf_counter()
         system.generate([[1, 2, 3, 4]], [1], 0.0)
         first = time.perf_counter() - began
-        if job["system"] == "quire":
-            parts["trace"] -= parts.setdefault("compile", 0.0)  # compiling happens inside tracing
-            parts["capture"] = system.capture_s or 0.0
+        parts |= {name: seconds.get(name, 0.0) for name in PARTS if job["system"] == "quire"}
         parts["other"] = ready - sum(parts.values())
         row = {"seconds": ready, "parts_s": parts, "first_token_s": first, "attention": system.attention,
                "capture_s": system.capture_s, "peak_memory_gib": system.peak_memory_gib(spec.device)}
