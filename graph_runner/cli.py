@@ -6,6 +6,7 @@ Without --model the small model that ships with quire is used: no download, no G
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -284,11 +285,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _quieten() -> None:
+    """transformers imports torchao where it is installed, which then tells what of it does not load: no news to our users."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. 2: it cannot be carried out as given, with one message on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
     args.argv = argv
+    _quieten()
     try:
         return int(args.run(args))
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # UnsupportedAttention is a ValueError

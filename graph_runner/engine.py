@@ -48,7 +48,7 @@ class Engine:
         cudagraph_token_sizes: token counts of mixed batches to capture, for backends that allow it; None: default buckets up
             to 1024 on a GPU, none on a CPU. []: none.
         compiler: "inductor", "eager", or "auto": inductor on a GPU, eager on a CPU (where compiling costs more than it saves).
-        fusions: fusion passes: "all", "none", "auto" (all on a GPU) or their names.
+        fusions: fusion passes: "all", "none", "auto" (all on a GPU), or names (a sequence, or with commas between).
         async_stepping: take results in one step late (see above). None: on a GPU.
         seed: of the requests that bring none.
 

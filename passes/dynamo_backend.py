@@ -53,7 +53,7 @@ class QuireOptions:
         attention: backend name, or "auto".
         compiler: "inductor", which compiles each distinct layer once (``passes/regions.py``); "inductor-whole", the whole graph
             at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
-        fusions: fusion passes to run: a name, several, or "all" / "none" (``passes/fusion.py`` lists them).
+        fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see ``passes/fusion.py``.
         page_size, kv_cache_dtype, layout, device: of the cache; None: taken from the step in progress.
         max_model_len: no sequence will be longer; some models can be served only up to a length.
     """
@@ -70,7 +70,7 @@ class QuireOptions:
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
         if isinstance(self.fusions, str) and self.fusions not in ("all", "none"):
-            object.__setattr__(self, "fusions", (self.fusions,))
+            object.__setattr__(self, "fusions", tuple(name.strip() for name in self.fusions.split(",")))
         names = () if self.fusions in ("all", "none") else self.fusions
         unknown = [n for n in names if n not in fusion_names()]
         if unknown:

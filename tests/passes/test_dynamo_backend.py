@@ -291,6 +291,8 @@ def test_options() -> None:
         QuireOptions(compiler="gcc")
     with pytest.raises(ValueError, match=r"unknown fusions \['nope'\]; there are .*, 'all' and 'none'"):
         QuireOptions(fusions=["nope"])
+    assert QuireOptions(fusions="rope").fusions == ("rope",)
+    assert QuireOptions(fusions="projections, rope").fusions == ("projections", "rope")
 
 
 def test_mode_is_refused() -> None:

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# The measurements behind benchmarks/results, on one GPU: each part writes JSON and a log under $OUT (default: results).
+#
+#   benchmarks/measure.sh decode mixed prefill start        # parts, in the order given
+#   MODEL=tiny OUT=/tmp/out PY=.venv/bin/python benchmarks/measure.sh start     # a dry run
+#
+# decode    ms a step at B = 1, 8, 32, 128, context 1024: triton, then flashinfer
+# pdl       the same for triton with programmatic dependent launch
+# mixed     256 requests of mixed lengths; prefill: 128 x 960 and 1 x 960 tokens
+# start     cold and warm
+# attention the attention kernels alone, and attention="auto"'s table
+# kv        decode with int8 and fp8 KV caches; weights: with torchao's int8 and fp8 weights
+# sweep     launch parameters of triton's decode kernel, and of small_linear
+# rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
+# tests     the GPU tests, several files at a time
+set -u
+cd "$(dirname "$0")/.."
+OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
+mkdir -p "$OUT"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+bench() {  # name, arguments of quire bench
+    local name=$1; shift
+    timeout "$LIMIT" "$PY" -m graph_runner.cli bench "$@" --model "$MODEL" --out "$OUT/$name.json" > "$OUT/$name.log" 2>&1
+    echo "== $name: exit $?"; grep -vE '^\s*$' "$OUT/$name.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-200
+}
+
+for part in "$@"; do
+    began=$SECONDS
+    case $part in
+        decode)    bench h200_decode decode --attention triton,flashinfer --batch 1,8,32,128 --context 1024 ;;
+        triton)    bench h200_decode_triton decode --attention triton --batch 1,8,32,128 --context 1024 ;;
+        pdl)       QUIRE_PDL=1 bench h200_decode_pdl decode --attention triton --batch 1,8,32,128 --context 1024 ;;
+        nofuse)    bench h200_decode_no_rope decode --attention triton --batch 1,32,128 --engine fusions=projections,small_linear ;;
+        mixed)     bench h200_mixed256 mixed256 --attention triton ;;
+        prefill)   bench h200_prefill prefill --attention triton ;;
+        start)     bench h200_start start --attention triton ;;
+        kv)        for t in int8 fp8; do bench "h200_decode_kv_$t" decode --attention triton --kv-cache-dtype $t --batch 1,32,128; done ;;
+        weights)   for t in int8wo fp8wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32; done ;;
+        rivals)    bench h200_rivals decode --systems hf-eager,hf-static,hf-cb --vs vllm --batch 1,32 ;;
+        attention) bench h200_attention attention --attention triton,flashinfer --save ;;
+        sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \
+                       --json "$OUT/h200_triton_decode_sweep2.json" > "$OUT/sweep.log" 2>&1; grep best "$OUT/sweep.log" ;;
+        tests)
+            for file in tests/gpu/test_*.py; do
+                name=$(basename "$file" .py)
+                timeout "$LIMIT" "$PY" -m pytest -q -p no:cacheprovider -m gpu "$file" --durations=5 > "$OUT/$name.log" 2>&1 &
+            done
+            wait
+            for file in tests/gpu/test_*.py; do
+                name=$(basename "$file" .py); echo "== $name"; tail -8 "$OUT/$name.log" | cut -c1-200
+            done ;;
+        *) echo "unknown part $part; see the top of this file" >&2; exit 2 ;;
+    esac
+    echo "-- $part took $((SECONDS - began)) s"
+done
