@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_CONTEXT = 6  # tokens of context before the new ones
+_CONTEXT = 6  # tokens of context before the new ones, at least
+_LONGEST = 18  # and at most: until then what was decoded last time serves as the text before
+_PATIENCE = 32  # tokens after which an incomplete character is no longer waited for: none has so many bytes
 _UNFINISHED = "\ufffd"  # what decoders print for an incomplete character
 
 
@@ -34,6 +36,7 @@ class Detokenizer:
         self._stop, self._include_stop = stop, include_stop
         self._ids = list(prompt_token_ids[-_CONTEXT:])
         self._begin, self._shown = 0, len(self._ids)
+        self._before: str | None = None  # the text of the tokens from _begin to _shown, if it is known
         self._held = ""  # decoded, and perhaps the beginning of a stop string
         self.text = ""
         self.stopped_by: str | None = None
@@ -55,14 +58,19 @@ class Detokenizer:
         if self.error is not None:
             return ""
         try:
-            before = self._decode(self._ids[self._begin : self._shown])
+            if self._before is None:
+                self._before = self._decode(self._ids[self._begin : self._shown])
             now = self._decode(self._ids[self._begin :])
         except Exception as error:  # one request's trouble, not that of the others in its batch
             self.error = f"the tokenizer could not decode the tokens: {type(error).__name__}: {error}"
             return ""
-        if (now.endswith(_UNFINISHED) and not last) or len(now) <= len(before):
+        before = self._before
+        waits = now.endswith(_UNFINISHED) or len(now) < len(before)
+        if waits and not last and len(self._ids) - self._shown <= _PATIENCE:
             return ""
-        self._begin = max(self._begin, self._shown - _CONTEXT)
+        self._before = now
+        if len(self._ids) - self._begin > _LONGEST:
+            self._begin, self._before = max(self._begin, self._shown - _CONTEXT), None
         self._shown = len(self._ids)
         return now[len(before) :]
 

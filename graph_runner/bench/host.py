@@ -2,9 +2,10 @@
 
 The engine is real, its model is not: the forward (and the replay of a graph) is replaced by one that returns at once. What
 is left is the host's work, split into ``schedule``, ``fill`` (pack the batch), ``upload`` (the copy; on a GPU its launch),
-``launch`` (metadata, planning, sampling flags, copying tokens back) and ``collect`` (take results in; no text is decoded).
+``launch`` (metadata, planning, sampling flags, copying tokens back) and ``collect`` (take results in).
 
-decode   ``batch`` sequences decode a token each.
+decode   ``batch`` sequences decode a token each; no text is decoded.
+text     the same for the largest batch, with text, by the tokenizer of the model that ships.
 prefill  ``batch`` sequences decode, and chunks of long prompts fill the step up to PREFILL_TOKENS.
 
 Each is measured for short and long ``max_model_len``, which decides how wide a block table is.
@@ -41,17 +42,19 @@ def host(spec: ModelSpec, attention: str, options: dict[str, Any], batches: tupl
     for length in LENGTHS:
         model = build(spec, positions=length)
         vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        for batch, tokens in [*((n, 0) for n in batches), (PREFILL_BATCH, PREFILL_TOKENS)]:
-            row: Row = {"variant": "prefill" if tokens else "decode", "batch": batch, "max_model_len": length}
+        cases = [*((n, 0, False) for n in batches), (max(batches), 0, True), (PREFILL_BATCH, PREFILL_TOKENS, False)]
+        for batch, tokens, text in cases:
+            variant = "prefill" if tokens else "text" if text else "decode"
+            row: Row = {"variant": variant, "batch": batch, "max_model_len": length}
             try:
-                row |= _measure(model, Prompts(vocab_size), attention, options, batch, tokens, length, repeats, tick)
+                row |= _measure(model, Prompts(vocab_size), attention, options, batch, tokens, text, length, repeats, tick)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"
             yield row
 
 
 def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: dict[str, Any], batch: int, tokens: int,
-             length: int, repeats: int, tick: Tick) -> Row:
+             text: bool, length: int, repeats: int, tick: Tick) -> Row:
     from graph_runner.engine import Engine
     from graph_runner.sampling_params import SamplingParams
 
@@ -66,9 +69,9 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
     if tokens:
         chosen["max_num_batched_tokens"] = tokens
     chosen.update(options)
-    with Engine(model, attention=attention, **chosen) as engine:
+    with Engine(model, _tokenizer() if text else None, attention=attention, **chosen) as engine:
         timer = _Timer(engine)
-        forever = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
+        forever = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=text)
         # Lengths that differ, so that not all rows need a page in the same step.
         for prompt in prompts([_PROMPT + i % 16 for i in range(batch)]):
             engine.add_request(prompt, forever)
@@ -97,6 +100,14 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
                 "attention": engine.runner.backend.name, "engine_options": chosen}
 
 
+def _tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    from graph_runner.loading import TINY_MODEL
+
+    return AutoTokenizer.from_pretrained(str(TINY_MODEL))
+
+
 def timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
     """``function``, its time added up in ``seconds[name]``."""
 
@@ -110,7 +121,6 @@ def timed(function: Callable[..., Any], seconds: dict[str, float], name: str) ->
     return wrapper
 
 
-
 class _Timer:
     """Times the steps of an engine whose model it takes away."""
 
@@ -118,7 +128,7 @@ class _Timer:
         self.engine, self.seconds = engine, dict.fromkeys(PHASES, 0.0)
         runner = engine.runner
         logits = torch.zeros(runner.limits.max_num_seqs, 8, device=runner.device)
-        result = logits, torch.zeros(logits.shape[0], dtype=torch.int64, device=runner.device)
+        result = logits, torch.full((logits.shape[0],), 17, device=runner.device)  # a token like any other
         stub: Callable[..., Any] = lambda *args: result  # noqa: E731
         # On the instances, so that nothing outside this engine is touched.
         runner.__dict__["_forward"] = runner.graphs.__dict__["replay"] = stub

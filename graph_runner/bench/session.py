@@ -119,7 +119,7 @@ class Session:
         if system != "quire":
             raise NotMeasured("only quire's own host part can be measured without the model")
         batches = tuple(self.args.batch or BATCHES)
-        with self._progress(common, len(LENGTHS) * (len(batches) + 1) * self.sizes.repeats) as tick:
+        with self._progress(common, len(LENGTHS) * (len(batches) + 2) * self.sizes.repeats) as tick:
             for row in host(self.models.spec, attention, options, batches, self.sizes.repeats, tick):
                 self._keep({**common, **row})
 

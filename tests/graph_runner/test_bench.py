@@ -287,7 +287,7 @@ def test_host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     *rows, refused = json.loads(out.read_text())["rows"]
     assert [(r["variant"], r["batch"], r["max_model_len"]) for r in rows] == [
         (variant, batch, length) for length in (2048, 131072)
-        for variant, batch in (("decode", 1), ("decode", 3), ("prefill", 32))]
+        for variant, batch in (("decode", 1), ("decode", 3), ("text", 3), ("prefill", 32))]
     for row in rows:
         assert row["error"] is None and set(COLUMNS) <= set(row) and len(row["repeats_ms"]) == 2
         assert set(row["phases_ms"]) == set(PHASES) and min(row["phases_ms"].values()) > 0
