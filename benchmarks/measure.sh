@@ -12,7 +12,7 @@
 # kv        decode with int8 and fp8 KV caches; weights: with torchao's int8 and fp8 weights
 # sweep     launch parameters of triton's decode kernel, and of small_linear
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
-# tests     the GPU tests, several files at a time
+# tests     the GPU tests (or those in $TESTS), all files at a time
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
@@ -42,13 +42,14 @@ for part in "$@"; do
         sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \
                        --json "$OUT/h200_triton_decode_sweep2.json" > "$OUT/sweep.log" 2>&1; grep best "$OUT/sweep.log" ;;
         tests)
-            for file in tests/gpu/test_*.py; do
-                name=$(basename "$file" .py)
-                timeout "$LIMIT" "$PY" -m pytest -q -p no:cacheprovider -m gpu "$file" --durations=5 > "$OUT/$name.log" 2>&1 &
+            files=(${TESTS:-tests/gpu/test_*.py tests/attn_ops/test_rope.py tests/attn_ops/test_small_linear.py})
+            for file in "${files[@]}"; do
+                timeout "$LIMIT" "$PY" -m pytest -q -p no:cacheprovider -m "${MARK:-}" "$file" --durations=5 \
+                    > "$OUT/$(basename "$file" .py).log" 2>&1 &
             done
             wait
-            for file in tests/gpu/test_*.py; do
-                name=$(basename "$file" .py); echo "== $name"; tail -8 "$OUT/$name.log" | cut -c1-200
+            for file in "${files[@]}"; do
+                echo "== $file"; tail -8 "$OUT/$(basename "$file" .py).log" | cut -c1-200
             done ;;
         *) echo "unknown part $part; see the top of this file" >&2; exit 2 ;;
     esac

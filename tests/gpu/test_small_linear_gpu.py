@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from attn_ops.small_linear import MAX_TOKENS, small_linear, small_linear_eager
+from attn_ops.small_linear import MAX_TOKENS, small_linear, small_linear_cuda, small_linear_eager
 from attn_ops.small_linear_tuning import TABLE, LinearShape, missing, tune
 
 pytestmark = [
@@ -60,3 +60,30 @@ def test_tuning(monkeypatch, tmp_path) -> None:
         args = arguments(tokens, 1536, 2304, False)
         truth = small_linear_eager(*[a.double() if isinstance(a, torch.Tensor) else a for a in args])
         assert error(small_linear(*args), truth) <= 2 * error(small_linear_eager(*args), truth)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32])
+def test_dependent_launch(tokens) -> None:
+    """A chain of kernels that are set up before the one before them ends: the bits are those of a plain chain, each time."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    first, second = arguments(tokens, 4096, 1024, False), arguments(tokens, 1024, 4096, False)
+    x = first[0].clone()
+
+    def chain(pdl: bool) -> torch.Tensor:
+        y = x
+        for _ in range(20):
+            y = small_linear_cuda(y, first[1], None, first[3], 1e-5, None, False, pdl=pdl)
+            y = small_linear_cuda(y, second[1], None, second[3], 1e-5, None, False, pdl=pdl)
+        return y
+
+    expected = chain(False).clone()
+    chain(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(True)
+    for scale in (1, 2, 1):
+        x.copy_(first[0] * scale)
+        graph.replay()
+        assert torch.equal(out, chain(False)) and (scale != 1 or torch.equal(out, expected))
