@@ -30,7 +30,9 @@ from graph_runner.buckets import pick_bucket
 from graph_runner.gc_freeze import freeze_gc
 
 logger = logging.getLogger(__name__)
-WARMUPS = 2  # eager runs before a capture: lazily created handles and kernels must exist by then
+#: Eager runs before the first capture, and before each other: handles and kernels made lazily must exist by then. Handles are
+#: there after the first, and kernels of a bucket's own after one run.
+FIRST_WARMUPS, WARMUPS = 2, 1
 
 
 @dataclass
@@ -136,7 +138,7 @@ class CudaGraphRunner:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for _ in range(WARMUPS):
+            for _ in range(WARMUPS if self._entries else FIRST_WARMUPS):
                 self._run(bucket)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
