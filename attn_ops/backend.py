@@ -304,7 +304,8 @@ def select_backend(
     if usable:
         decision = choices.decide(usable, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
         if decision is None:
-            return replace(first, why=f"first in order of priority; this shape is not measured here: {choices.COMMAND}")
+            how = choices.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
+            return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
         return Selection(decision.backend, {**against, **decision.passed_over}, decision.why)
     others = "" if name == "auto" else _who_else(sites, device, page_size, kv_dtype, layout, but=name)
     at = f" attention site {first_bad.layer} ({first_bad.name or 'unnamed'}) needs {first_bad.needs()}." if first_bad else ""

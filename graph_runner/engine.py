@@ -2,8 +2,8 @@
 
 A turn of the engine (``step``) asks the scheduler for a batch, launches it, and takes in the results of the launch before.
 So on a GPU the host prepares step n + 1 while the device runs step n: sampled tokens stay on the device, where the next
-step reads them, and the host sees them one step late. A request that ends by a stop token has then run one step too many,
-whose result is dropped; how a request ends by length is known ahead.
+step reads them, and the host sees them a step late. A request that ends by a stop token has then run a step too many, whose
+result is dropped.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Engine:
     ) -> None:
         loading.check_arguments(
             gpu_memory_utilization, page_size=page_size, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, prefill_chunk_size=prefill_chunk_size or 1)
+            max_num_batched_tokens=max_num_batched_tokens, prefill_chunk_size=prefill_chunk_size)
         self.model, self.tokenizer = loading.load(model, tokenizer)
         device, self._vocab_size = next(self.model.parameters()).device, loading.vocab_size(self.model)
         on_gpu = device.type == "cuda"

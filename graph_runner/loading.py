@@ -43,10 +43,10 @@ def _text_config(model: torch.nn.Module) -> Any:
     return get(decoder=True) if get is not None else config
 
 
-def check_arguments(gpu_memory_utilization: float, **at_least_one: int) -> None:
-    """Raises ValueError for an argument of the engine that is out of range."""
+def check_arguments(gpu_memory_utilization: float, **at_least_one: int | None) -> None:
+    """Raises ValueError for an argument of the engine that is out of range; None is one that was not given."""
     for name, value in at_least_one.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {gpu_memory_utilization}")
@@ -95,7 +95,7 @@ def kv_dtype(name: str | torch.dtype) -> torch.dtype | None:
         return name
     if name == "auto":
         return None
-    dtype = ALIASES.get(name, getattr(torch, name, None))
+    dtype = ALIASES.get(name, getattr(torch, name, None)) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"kv_cache_dtype {name!r} is neither 'auto' nor a torch dtype such as 'bfloat16' or 'int8' nor one of "
                          f"{', '.join(map(repr, ALIASES))}")

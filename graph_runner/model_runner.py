@@ -79,6 +79,8 @@ class Launched:
 class ModelRunner:
     """See the module's docstring. Raises UnsupportedAttention for a model that cannot be served."""
 
+    @torch.inference_mode(False)  # its tensors outlive whatever mode the caller is in
+    @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: RunnerConfig) -> None:
         self.config, self.device = config, next(model.parameters()).device
         before = dict(stages.seconds)
@@ -110,6 +112,7 @@ class ModelRunner:
         width = pages_for(config.max_model_len, config.page_size)
         rows = config.max_num_seqs
         most = BatchShape(max(config.max_num_batched_tokens, rows), rows)
+        self.paged.check_sizes(*most)
         self.limits = StepLimits(most.num_reqs, most.num_tokens, width)
         self.buffers = StepBuffers(most, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
                                    page_size=config.page_size, device=self.device, graph_draws=self.paged.draws)
@@ -243,6 +246,8 @@ class ModelRunner:
         ensure_planned(step, self.backend, self.sites)
         return self.graphs.replay(bucket)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; the results are in ``Launched.tokens()``."""
         live = BatchShape(batch.num_tokens, len(batch.rows))

@@ -62,26 +62,34 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
 
     (one, two), (one_changed, two_beside_changed), (two_in_front, _) = (
         logits(first, second), logits(changed, second), logits(second, first))
-    effect = (one - one_changed)[_SAME:].abs().max().item()
-    if not effect > 0:  # NaN too: the engine reports it for each request
-        logger.info("packing check: the logits do not depend on the tokens, nothing can be told")
+    effects = _gap(one, one_changed)[_SAME:]
+    effect = effects[effects.isfinite()].max().item() if effects.isfinite().any() else 0.0
+    if effect == 0 or one.isnan().all():
+        logger.warning("the trial batch tells nothing: the model's logits do not depend on the tokens before (or are NaN), so "
+                       "it is not known whether sequences in one batch leave each other alone")
         return
     coarse = kv_dtype in QUANTISED  # a last bit of a key can move it by a whole step
     limit = _ROUNDING_OF_HALVES if coarse else _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
     found: dict[str, Any] = {
-        "its neighbour in the batch": two - two_beside_changed,
-        "its place in the batch": two - two_in_front,
-        "tokens after it": (one - one_changed)[:_SAME],
+        "its neighbour in the batch": _gap(two, two_beside_changed),
+        "its place in the batch": _gap(two, two_in_front),
+        "tokens after it": _gap(one, one_changed)[:_SAME],
     }
     for what, difference in found.items():
-        share = difference.abs().max().item() / effect
-        if share > limit:
+        share = difference.max().item() / effect
+        if not share <= limit:
             raise UnsupportedAttention(
                 f"a trial batch of two short sequences shows that a token's logits depend on {what}: they change by "
                 f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "
                 "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
                 "cannot serve such a model in packed batches.")
     logger.info("packing check: passed")
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a - b|; zero where both are the same infinity or NaN (vocabulary that a model masks), infinite where one of them is."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 __all__ = ["check_packing"]

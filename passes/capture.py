@@ -139,6 +139,20 @@ class PagedModel:
         """The backend chosen and why others were passed over; only with options.page_size set."""
         return self.graph.paged(None).selection
 
+    def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
+        """Would the compiled graphs run a step of that size?
+
+        Raises:
+            ValueError: the compiler assumed that steps are smaller; gives the condition.
+        """
+        for assumed in self.graph.assumed:
+            known = {"tokens": num_tokens, "rows": num_reqs}
+            sizes = {symbol: known[role] for symbol, role in assumed.roles.items() if role in known}
+            condition = assumed.broken(sizes)
+            if condition is not None:
+                raise ValueError(f"steps of up to {num_tokens} tokens and {num_reqs} rows are more than the compiled model "
+                                 f"allows: it assumes {condition}. Lower max_num_batched_tokens, or use compiler='eager'")
+
     def select(self, page_size: int) -> Selection:
         """The backend that would be chosen for pages of ``page_size`` tokens. Raises UnsupportedAttention if there is none."""
         device = next(self.model.parameters()).device

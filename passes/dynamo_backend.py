@@ -32,7 +32,7 @@ from passes.quantized import check_rows
 from passes.raising import raise_sdpa
 from passes.regions import compile_by_regions
 from passes.sites import check_mixing, check_positions, site_nodes, site_of, verify
-from passes.size_guards import checked, watched
+from passes.size_guards import Assumptions, checked, watched
 from passes.stages import stage
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class QuireOptions:
         compiler: "inductor", which compiles each distinct layer once (``passes/regions.py``); "inductor-whole", the whole graph
             at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
         fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see ``passes/fusion.py``.
-        page_size, kv_cache_dtype, layout, device: of the cache; None: taken from the step in progress.
-        max_model_len: no sequence will be longer; some models can be served only up to a length.
+        page_size, kv_cache_dtype, layout: of the cache. None: whatever the step in progress has; else that must have them.
+        max_model_len: no sequence will be longer; some models can be served only up to a length. (For ``PagedModel`` only.)
     """
 
     attention: str = "auto"
@@ -63,7 +63,7 @@ class QuireOptions:
     fusions: str | Sequence[str] = "none"
     page_size: int | None = None
     kv_cache_dtype: torch.dtype | None = None
-    layout: Layout = "NHD"
+    layout: Layout | None = None
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +71,8 @@ class QuireOptions:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
         if isinstance(self.fusions, str) and self.fusions not in ("all", "none"):
             object.__setattr__(self, "fusions", tuple(name.strip() for name in self.fusions.split(",")))
+        if self.layout not in (None, "NHD", "HND"):
+            raise ValueError(f"layout must be 'NHD' or 'HND', got {self.layout!r}")
         names = () if self.fusions in ("all", "none") else self.fusions
         unknown = [n for n in names if n not in fusion_names()]
         if unknown:
@@ -133,7 +135,10 @@ class QuireGraph:
         self.gm, self.example_inputs, self.owner = gm, example_inputs, owner
         self.context = TracingContext.try_get()
         self._unfused = False
+        self._guards: list[Any] = []
+        self.assumed: list[Assumptions] = []  # by the compiler, about sizes; of each compilation
         self._plain: Callable[..., Any] | None = None
+        self._selected: dict[Any, Selection] = {}
         self._paged: dict[Any, _Paged] = {}
         self._raised: tuple[fx.GraphModule, list[AttentionSite]] | None = None
 
@@ -242,15 +247,24 @@ class QuireGraph:
                 attention = step.attention
             kv_dtype: torch.dtype | None
             page_size, kv_dtype, layout = step.cache.page_size, step.cache.dtype, step.cache.layout
+            for option, given, found in (("page_size", opts.page_size, page_size), ("layout", opts.layout, layout),
+                                         ("kv_cache_dtype", opts.kv_cache_dtype, kv_dtype)):
+                if given is not None and given != found:
+                    raise ValueError(f"the model is compiled with {option}={given}, and the step's cache has {found}; leave "
+                                     "the option out, or make a cache that goes with it")
         else:
             assert opts.page_size is not None
-            page_size, kv_dtype, layout = opts.page_size, opts.kv_cache_dtype, opts.layout
+            page_size, kv_dtype, layout = opts.page_size, opts.kv_cache_dtype, opts.layout or "NHD"
         name = attention.name if isinstance(attention, AttentionBackend) else attention
         sites = self.sites()
-        key = (name, page_size, kv_dtype or sites[0].dtype, layout, fusions)
-        if key not in self._paged:
+        asked = (name, page_size, kv_dtype or sites[0].dtype, layout)
+        if asked not in self._selected:
             device = next(value(n.args[0]).device for n in site_nodes(self._raised_graph()[0].graph))
-            selection = select_backend(attention, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
+            self._selected[asked] = select_backend(attention, sites, device=device, page_size=page_size, kv_dtype=kv_dtype,
+                                                   layout=layout)
+        selection = self._selected[asked]
+        key = (selection.backend.name, *asked[1:], fusions)  # by name or as "auto", it is compiled once
+        if key not in self._paged:
             target = LoweringTarget(selection.backend, page_size, kv_dtype, layout)
             self._paged[key] = self._compile_paged(target, selection, fusions)
         return self._paged[key]
@@ -268,9 +282,11 @@ class QuireGraph:
         lowered = lower(gm, target)
         apply_lowered_fusions(lowered, fusions, small)
         inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
-        with torch.no_grad(), _traced_in(self.context), watched(lowered.gm.graph) as assumed, stage("compile"):
+        with torch.no_grad(), _traced_in(self.context), watched(
+                lowered.gm.graph, self._guards) as assumed, stage("compile"):
             run = _compile(lowered, self.owner.options.compiler)
         self._check_still_dynamic(inputs)
+        self.assumed.append(assumed)
         return lowered, checked(run, assumed)
 
     def _check_still_dynamic(self, inputs: list[Any]) -> None:
@@ -334,7 +350,10 @@ def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options:
     """
     if mode not in (None, "default"):
         raise ValueError(f"backend 'quire' takes no mode (got {mode!r}): CUDA graphs are quire's own. Use options={{...}}")
-    return QuireBackend(QuireOptions.of(options))(gm, example_inputs)
+    chosen = QuireOptions.of(options)
+    if chosen.max_model_len is not None:
+        raise ValueError("max_model_len is an option of quire.Engine; in a step by hand sequences are as long as you make them")
+    return QuireBackend(chosen)(gm, example_inputs)
 
 
 __all__ = ["QuireBackend", "QuireGraph", "QuireOptions", "Traced", "quire_backend"]

@@ -39,7 +39,7 @@ class FusedWeights:
         """One tensor holding ``parameters`` end to end along dim 0; they become views of it."""
         key = tuple(id(p) for p in parameters)
         if key not in self.fused:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 fused = torch.cat([p.detach() for p in parameters])
                 at = 0
                 for p in parameters:
@@ -58,7 +58,7 @@ class FusedWeights:
 
     def restore(self) -> None:
         """Give every parameter memory of its own."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for key, group in self.parameters.items():
                 for p in group:
                     if p.untyped_storage().data_ptr() == self.fused[key].untyped_storage().data_ptr():

@@ -30,6 +30,8 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from passes.graph_tools import placeholders, value, written_by
@@ -198,11 +200,15 @@ def _signature(piece: _Piece, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
         return re.sub(r"\b[a-z]+\d+\b", lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
 
     def described(x: Any) -> tuple[Any, ...]:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x):  # what it wraps is what code is compiled for
+            names, context = x.__tensor_flatten__()
+            inner = tuple((name, described(getattr(x, name))) for name in names)
+            return type(x), x.dtype, sizes([*x.shape, *x.stride()]), x.requires_grad, repr(context), inner
+        if isinstance(x, torch.Tensor) and type(x) in _PLAIN:
             alias = storages.setdefault(_storage(x), len(storages))
             where = sizes([*x.shape, *x.stride(), x.storage_offset()])
             return type(x), x.dtype, x.device, x.requires_grad, alias, where
-        if isinstance(x, (int, torch.SymInt)):
+        if isinstance(x, (int, torch.SymInt, torch.SymFloat)):
             return type(x), sizes([x])
         raise _Whole(f"a {type(x).__name__} crosses a cut")
 
@@ -228,6 +234,7 @@ def _signature(piece: _Piece, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
     return inputs, nodes, tuple(number[n] for n in piece.outputs)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 _CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 

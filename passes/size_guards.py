@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,34 +19,65 @@ import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
+from attn_ops.backend import UnsupportedAttention
 from passes.graph_tools import placeholders, value
 
 
 @dataclass
 class Assumptions:
-    """Conditions on the inputs' sizes, as Python source over names of symbols; ``origins``: how to read each off the inputs."""
+    """Conditions on the inputs' sizes, as Python source over names of symbols.
+
+    Args:
+        origins: of each symbol, how to read its number off the inputs.
+        roles: of each symbol, what it counts, in words.
+    """
 
     origins: dict[str, Callable[..., Any]]
+    roles: dict[str, str]
     conditions: list[str] = field(default_factory=list)
     symbols: set[str] = field(default_factory=set)
 
+    def broken(self, sizes: dict[str, Any]) -> str | None:
+        """The first condition that does not hold for ``sizes`` (of symbols), in words; those on other symbols are left out."""
+        for condition in self.conditions:
+            names = set(re.findall(r"\b[a-z]+\d+\b", condition)) & self.origins.keys()
+            if names <= sizes.keys() and not eval(condition, {"math": math, "torch": torch}, sizes):
+                return re.sub(r"\b[a-z]+\d+\b", lambda match: self.roles.get(match[0], match[0]), condition)
+        return None
+
 
 @contextlib.contextmanager
-def watched(graph: fx.Graph) -> Iterator[Assumptions]:
-    """The assumptions that are made while inside about the inputs of ``graph``."""
-    found = Assumptions(_origins(graph))  # now: a symbol that gets specialised is no longer called by its name
+def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
+    """The assumptions that are made while inside about the inputs of ``graph``.
+
+    Args:
+        earlier: guards of compilations before, of graphs with the same symbols; the new ones are added. What was assumed once
+            is not noted a second time, so all of them count for this graph too.
+
+    Raises:
+        UnsupportedAttention: something was assumed about a size that no input has, so that nobody could check it.
+    """
+    found = Assumptions(*_origins(graph))  # now: a symbol that gets specialised is no longer called by its name
     env = next((m.shape_env for n in placeholders(graph) if (m := getattr(value(n), "fake_mode", None)) is not None), None)
     before = len(env.guards) if env is not None else 0
     yield found
-    for guard in env.guards[before:] if env is not None else ():
-        names = {str(s) for s in guard.expr.free_symbols}
-        if names <= found.origins.keys():  # else about a value inside the graph, which the graph itself asserts
-            found.conditions.append(PythonPrinter().doprint(guard.expr))
+    new = [guard.expr for guard in (env.guards[before:] if env is not None else ())]
+    for expr in new:
+        unknown = [s for s in map(str, expr.free_symbols) if s not in found.origins and not s.startswith("u")]  # u: unbacked
+        if unknown:
+            raise UnsupportedAttention(f"the compiler assumes {expr}, and no input of the graph has the size {unknown[0]}, so "
+                                       "this could not be checked; compiler='eager' runs the graph as it is.")
+    earlier += new
+    for expr in dict.fromkeys(earlier):
+        names = {str(s) for s in expr.free_symbols}
+        if names <= found.origins.keys():  # else about a value made inside the graph, which the graph itself asserts
+            found.conditions.append(PythonPrinter().doprint(expr))
             found.symbols |= names
 
 
-def _origins(graph: fx.Graph) -> dict[str, Callable[..., Any]]:
+def _origins(graph: fx.Graph) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
     found: dict[str, Callable[..., Any]] = {}
+    roles: dict[str, str] = {}
     for i, node in enumerate(placeholders(graph)):
         x = value(node)
         if isinstance(x, torch.SymInt):
@@ -54,10 +86,18 @@ def _origins(graph: fx.Graph) -> dict[str, Callable[..., Any]]:
             for dim, size in enumerate(x.shape):
                 if isinstance(size, torch.SymInt):
                     found.setdefault(str(size), lambda args, i=i, dim=dim: args[i].shape[dim])
+                    role = next((words for name, at, words in _ROLES if name in node.name and at in (dim, None)), None)
+                    if role is not None:
+                        roles.setdefault(str(size), role)
             for user in node.users:  # a float comes as a tensor on the CPU
                 if user.target == "item" and isinstance(value(user), torch.SymFloat):
                     found.setdefault(str(value(user)), lambda args, i=i: args[i].item())
-    return found
+    return found, roles
+
+
+#: (part of an input's name, dimension or None for any, what it counts)
+_ROLES = (("input_ids", None, "tokens"), ("position_ids", None, "tokens"), ("slot_mapping", 0, "tokens"),
+          ("seq_lens", 0, "rows"), ("logits_indices", 0, "rows"), ("block_table", 1, "pages_of_a_row"))
 
 
 def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]:
@@ -70,19 +110,18 @@ def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]
         return run
     names = sorted(assumed.symbols)
     readers = [assumed.origins[n] for n in names]
-    tests = [compile(c, "<assumed by the compiler>", "eval") for c in assumed.conditions]
     seen: set[tuple[Any, ...]] = set()
 
     def guarded(*args: Any) -> Any:
         sizes = tuple(read(args) for read in readers)
         if sizes not in seen:
             given = dict(zip(names, sizes, strict=True))
-            for test, condition in zip(tests, assumed.conditions, strict=True):
-                if not eval(test, {"math": math, "torch": torch}, given):
-                    raise RuntimeError(
-                        f"the compiled graph assumes {condition}, and this batch has "
-                        f"{', '.join(f'{n} = {size}' for n, size in given.items())}. Schedule fewer tokens a step "
-                        "(max_num_batched_tokens), or run with compiler='eager'.")
+            condition = assumed.broken(given)
+            if condition is not None:
+                raise RuntimeError(
+                    f"the compiled graph assumes {condition}, and this batch has "
+                    f"{', '.join(f'{assumed.roles.get(n, n)} = {size}' for n, size in given.items())}. Schedule fewer tokens a "
+                    "step (max_num_batched_tokens), or run with compiler='eager'.")
             seen.add(sizes)
         return run(*args)
 

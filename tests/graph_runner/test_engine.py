@@ -612,6 +612,8 @@ def test_max_tokens_0() -> None:
     (dict(attention="flashinfer"),
      "(?s)attention='flashinfer' cannot serve this model on cpu.*Can serve it here: .*torch_native"),
     (dict(compiler="gcc"), "compiler must be one of inductor, inductor-whole, eager; got 'gcc'"),
+    (dict(prefill_chunk_size=0), "prefill_chunk_size must be at least 1, got 0"),
+    (dict(kv_cache_dtype=8), "kv_cache_dtype 8 is neither"),
     (dict(fusions=["all_of_it"]), r"unknown fusions \['all_of_it'\]; there are \['projections'"),
     (dict(max_num_seqs=4, cudagraph_capture_sizes=[8]), "batch size 8 in the list to capture is larger than any batch"),
     (dict(max_num_batched_tokens=64, cudagraph_token_sizes=[65]), "token count 65 in the list to capture is larger"),
@@ -826,3 +828,16 @@ def test_weight_updates_reach_the_engine(fusions, model, prompts, expected) -> N
             p.data = new.detach().clone()
         assert tokens(engine.generate(prompts, GREEDY)) == changed
     assert hf_greedy(ours, prompts[0], GREEDY.max_tokens) == changed[0]
+
+
+def test_inference_mode(model, prompts, expected) -> None:
+    """Made, used and closed inside torch.inference_mode, and used outside of it: the model can be trained as before."""
+    ours = copy.deepcopy(model)
+    with torch.inference_mode():
+        engine = Engine(ours, num_pages=40, max_num_seqs=8, fusions="all")
+        assert [o.token_ids for o in engine.generate(prompts[:2], GREEDY)] == expected[:2]
+    assert [o.token_ids for o in engine.generate(prompts[:2], GREEDY)] == expected[:2]
+    with torch.inference_mode():
+        engine.close()
+    assert not any(p.is_inference() for p in ours.parameters())
+    ours(torch.tensor([[1, 2, 3]])).logits.sum().backward()

@@ -57,17 +57,18 @@ def innocent(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    def __init__(self, mix, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, mix, dtype: torch.dtype = torch.float32, after=None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mix = mix
+        self.mix, self.after = mix, after
         self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
         self.attention, self.head = Attention(), nn.Linear(HIDDEN, VOCAB)
         self.to(dtype)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.place(position_ids)
-        return self.head(self.mix(x + self.attention(x), position_ids))
+        logits = self.head(self.mix(x + self.attention(x), position_ids))
+        return logits if self.after is None else self.after(logits)
 
 
 @pytest.fixture
@@ -76,9 +77,9 @@ def trial(monkeypatch: pytest.MonkeyPatch):
     for check in ("check_mixing", "check_positions"):
         monkeypatch.setattr(passes.dynamo_backend, check, lambda *args: None)
 
-    def run(mix, dtype: torch.dtype = torch.float32, **options) -> None:
+    def run(mix, dtype: torch.dtype = torch.float32, after=None, **options) -> None:
         torch._dynamo.reset()
-        paged = PagedModel(Model(mix, dtype), QuireOptions(compiler="eager"))
+        paged = PagedModel(Model(mix, dtype, after), QuireOptions(compiler="eager"))
         given = dict(page_size=4, kv_dtype=None, layout="NHD", device=torch.device("cpu"), vocab_size=VOCAB, max_model_len=64)
         check_packing(paged, paged.sites, get_backend("torch_native"), **{**given, **options})
 
@@ -105,6 +106,17 @@ def test_what_kind(mix, what, trial) -> None:
         trial(mix)
 
 
+@pytest.mark.parametrize("mix, ok", [(innocent, True), (shift, False), (centre, False)])
+def test_infinite_logits(mix, ok, trial) -> None:
+    """Vocabulary that a model masks hides nothing."""
+    after = lambda logits: logits.masked_fill(torch.arange(VOCAB) % 7 == 0, float("-inf"))  # noqa: E731
+    if ok:
+        trial(mix, after=after)
+    else:
+        with pytest.raises(UnsupportedAttention, match="a trial batch of two short sequences"):
+            trial(mix, after=after)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_found_where_nothing_is(dtype, trial) -> None:
     trial(innocent, dtype)
@@ -120,4 +132,4 @@ def test_too_short_to_tell(options, trial, caplog) -> None:
 def test_logits_that_depend_on_nothing(trial, caplog) -> None:
     with caplog.at_level(logging.INFO, "graph_runner.packing_check"):
         trial(lambda x, positions: x * 0)
-    assert "nothing can be told" in caplog.text
+    assert "the trial batch tells nothing" in caplog.text

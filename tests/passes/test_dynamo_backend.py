@@ -356,3 +356,30 @@ def test_entry_points(tmp_path) -> None:
     path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=300, cwd=tmp_path,
                    env={**os.environ, "PYTHONPATH": path})
+
+
+def test_options_of_the_cache_are_checked() -> None:
+    model, (sequence,) = tiny(), inputs(9)
+    raises = (ValueError, BackendCompilerFailed)  # inside a first call Dynamo wraps it
+    with pytest.raises(raises, match="compiled with page_size=32, and the step's cache has 4"):
+        run(compiled(model, page_size=32), sequence, 0, 9, cache())
+    with pytest.raises(raises, match="compiled with layout=HND, and the step's cache has NHD"):
+        run(compiled(model, layout="HND"), sequence, 0, 9, cache())
+    with pytest.raises(raises, match="compiled with kv_cache_dtype=torch.int8, and the step's cache has torch.float32"):
+        run(compiled(model, kv_cache_dtype=torch.int8), sequence, 0, 9, cache())
+    assert close(run(compiled(model, page_size=4, layout="NHD"), sequence, 0, 9, cache()), plain(model, sequence))
+    with pytest.raises(ValueError, match="layout must be 'NHD' or 'HND', got 'XYZ'"):
+        QuireOptions(layout="XYZ")
+    with pytest.raises(ValueError, match="max_model_len is an option of quire.Engine"):
+        quire_backend(None, [], options={"max_model_len": 9})
+
+
+def test_auto_is_compiled_once() -> None:
+    """Whether a backend is asked for by name or chosen, its graph is one."""
+    model, (sequence,) = tiny(), inputs(9)
+    backend = QuireBackend(QuireOptions(compiler="eager"))
+    quire = torch.compile(model, backend=backend, dynamic=True)
+    for name in ("auto", "torch_native"):
+        assert close(run(quire, sequence, 0, 9, cache(), attention=name), plain(model, sequence))
+    (graph,) = backend.graphs
+    assert len(graph._paged) == 1

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+import passes.dynamo_backend
 from attn_ops.backend import UnsupportedAttention
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
@@ -19,7 +20,7 @@ from graph_runner.watch import ModelWatch
 from passes.capture import PagedModel
 from passes.dynamo_backend import QuireOptions
 from passes.quantized import addresses, num_bytes, parts
-from tests.passes.models import HIDDEN, VOCAB, inputs, tiny
+from tests.passes.models import HIDDEN, VOCAB, Attention, Tiny, inputs, tiny
 
 
 class Int8(torch.Tensor):
@@ -199,3 +200,24 @@ def test_the_larger_of_two_tensors_is_no_mixing() -> None:
     model = tiny()
     model.head = Clipped(model.head)
     PagedModel(model, QuireOptions(compiler="eager")).close()
+
+
+def test_layers_quantised_differently_share_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a graph are equal only if their weights wrap the same: three layers each of two schemes."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(passes.dynamo_backend, "_inductor", lambda gm, fakes: compiled.append(gm) or gm.forward)
+
+    def pieces(*schemes: str | None) -> int:
+        torch._dynamo.reset()
+        compiled.clear()
+        model = Tiny(*(Attention(4, 2, is_causal=True) for _ in schemes)).eval()
+        for layer, scheme in zip(model.layers, schemes, strict=True):
+            for linear in (layer.qkv, layer.out) if scheme else ():
+                linear.weight = nn.Parameter(Int8.of(linear.weight, scheme), requires_grad=False)
+        PagedModel(model, QuireOptions(page_size=4, attention="torch_native")).close()
+        return len(compiled)
+
+    assert pieces("none", "none", "none", "none", "none", "none") == 3
+    # Up to the first attention; "none" to "none"; "none" to "row"; "row" to "row"; the last.
+    assert pieces("none", "none", "none", "row", "row", "row") == 5
+    assert pieces("none", "none", "none", None, None, None) == 5

@@ -11,6 +11,7 @@ from torch import fx
 import passes.dynamo_backend
 from attn_ops.backend import UnsupportedAttention
 from passes.graph_tools import placeholders, value
+from passes.lowering import fake_input
 from tests.passes.models import served, tiny, trace
 
 
@@ -48,4 +49,28 @@ def test_a_size_that_becomes_a_constant(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(lambda t: t == 23))
     model = tiny()
     with pytest.raises(UnsupportedAttention, match="settled a size that changes from batch to batch"):
+        served(trace(model, compiler="inductor"), model)
+
+
+@pytest.mark.parametrize("page_size", [4, 8])
+def test_every_compilation_of_a_graph_is_checked(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was assumed once is not noted again, and holds for the graphs compiled after it as well."""
+    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(lambda t: t * 100 <= 2900))
+    model = tiny()
+    graph = trace(model, compiler="inductor")
+    for size in (4, page_size):  # with 8: a second compilation
+        with pytest.raises(RuntimeError, match=r"assumes 100\*tokens <= 2900, and this batch has tokens = 30"):
+            served(graph, model, page_size=size)
+
+
+def test_a_size_that_no_input_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        fake = next(i for i in inputs if isinstance(i, torch.Tensor)).fake_mode
+        unknown = fake_input(fake, "unknown", torch.empty(77, device="meta"), (True,), torch.device("cpu"))
+        assert unknown.shape[0] != 3
+        return gm.forward
+
+    monkeypatch.setattr(passes.dynamo_backend, "_inductor", compile)
+    model = tiny()
+    with pytest.raises(UnsupportedAttention, match="no input of the graph has the size"):
         served(trace(model, compiler="inductor"), model)
