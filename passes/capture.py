@@ -211,7 +211,8 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
         cause = inner or cause.__cause__ or cause.__context__
     ours = re.search(r"UnsupportedAttention\((.*)\)$", str(error), re.MULTILINE)
     if ours is not None:  # an exception raised while tracing reaches us as a part of Dynamo's text
-        return UnsupportedAttention(ours[1].strip("'\""))
+        plain = re.search(r"ConstantVariable\(str: (['\"])(.*)\1\)", ours[1])  # so torch 2.11 shows it
+        return UnsupportedAttention(plain[2] if plain else ours[1].strip("'\""))
     error = getattr(error, "inner_exception", None) or error  # not Dynamo's line, which prints the whole backend
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return UnsupportedAttention(f"{type(model).__name__} could not be traced into one graph: {type(error).__name__}: {first}")

@@ -215,5 +215,8 @@ def test_longrope_is_served_up_to_its_short_length(length) -> None:
     if length != 40:
         with pytest.raises(UnsupportedAttention, match="'longrope'.*max_model_len=40"):
             PagedModel(model, options)
+    elif tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18):  # decides by the positions on the device
+        with pytest.raises(UnsupportedAttention, match="could not be traced into one graph"):
+            PagedModel(model, options)
     else:
         PagedModel(model, options).close()
