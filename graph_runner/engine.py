@@ -203,7 +203,7 @@ class Engine:
         """A new token of a request: append it, decode it, see whether it ends the request."""
         if token < 0:
             return self._finish(request, FinishReason.ERROR, error=(
-                f"the logits for token {len(request.token_ids)} contain NaN; the model's weights or activations overflowed"))
+                f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"))
         output, params = request.output, request.params
         request.token_ids.append(token)
         output.token_ids.append(token)

@@ -88,11 +88,11 @@ class PagedModel:
         out = self._call(input_ids=input_ids, position_ids=position_ids, **options)
         logits = out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
         logits = logits[0] if self._keep_name is not None else logits[0][logits_indices]
-        # The token is chosen here, where the compiler puts it into the graph; -1 where the logits have NaN.
+        # The token is chosen here, where the compiler puts it into the graph; -1 where logits are NaN, or all -inf.
         if sampling:
             return logits, draw_tokens(logits, *sampling)
         highest, token = logits.max(dim=-1)
-        return logits, torch.where(highest.isnan(), -1, token)
+        return logits, torch.where(highest > float("-inf"), token, -1)  # not so for NaN, too
 
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
@@ -165,7 +165,7 @@ class PagedModel:
 
     def run(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor,
             sampling: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a call, and the tokens (B,) int64 too: of a greedy row the first of the largest logits, -1 where there is NaN.
+        """As a call, and the tokens (B,) int64 too: of a greedy row the first of the largest logits; -1 where they are NaN.
 
         Args:
             sampling: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows

@@ -16,6 +16,7 @@ from graph_runner.sampling_params import SamplingParams
 from passes import draw
 from passes.capture import PagedModel, QuireOptions
 from passes.draw import draw_tokens
+from tests.passes.models import tiny
 from tests.zoo.configs import SERVED, build
 
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0, 1.8, 1e-6)
@@ -98,3 +99,23 @@ def test_greedy_rows_are_argmax(dtype: torch.dtype, as_on_gpu: bool, monkeypatch
     greedy = tensors.temperature == 0
     assert torch.equal(tokens[greedy], expected[greedy])
     assert tokens.tolist() == sample(logits, tensors).tolist() or dtype == torch.float64
+
+
+def test_a_row_of_nothing_is_an_error_on_both_ways() -> None:
+    """No token can be drawn where all are excluded, whether the graph draws or takes the greedy token."""
+    class Nothing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny()
+
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            logits = self.inner(input_ids, position_ids)
+            return torch.where((input_ids == 3)[..., None], float("-inf"), logits)
+
+    for draws in (False, True):
+        torch._dynamo.reset()
+        paged = PagedModel(Nothing(), QuireOptions(compiler="eager"), draws=draws)
+        cache = PagedKVCache.for_sites(paged.sites, num_pages=3, page_size=4, device="cpu")
+        meta = CommonAttentionMetadata.build([2], [2], [[1]], page_size=4)
+        logits, tokens = paged.run(Step(cache, meta), torch.tensor([3, 4]), meta.positions, torch.arange(2))
+        assert tokens.tolist() == [-1, int(logits[1].argmax())]
