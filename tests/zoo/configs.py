@@ -202,7 +202,7 @@ REFUSED: dict[str, Refused] = {
     "falcon_alibi": Refused("FalconConfig", dict(SIZES, alibi=True), "how far it reaches cannot be told .ALiBi"),
     "doge": Refused("DogeConfig", SIZES, "was given an attention_mask"),
     "deepseek_v32": Refused("DeepseekV32Config", dict(DEEPSEEK, index_n_heads=2, index_head_dim=16, index_topk=8),
-                            "indexed|indices"),
+                            "indexed|indices|deepseek_sparse_attention"),
     "diffllama": Refused("DiffLlamaConfig", SIZES, "attend more than once"),
     "bert": Refused("BertConfig", SIZES, "no non-causal attention"),
     "t5": Refused("T5Config", dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
