@@ -119,6 +119,8 @@ class PagedGenerate:
         ids = inputs if inputs is not None else given.get("input_ids", given.get("inputs"))
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
             return "it was not given input_ids of shape (batch, length)", None
+        if not ids.shape[0]:
+            return "it was given an empty batch", None
         if model.training:
             return "the model is in training mode", None
         # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).

@@ -254,6 +254,18 @@ def test_embeddings_alone(plain, model, batch) -> None:
     assert torch.equal(got, plain.generate(inputs_embeds=embeds, max_new_tokens=4))
 
 
+def test_an_empty_batch_is_transformers_own_affair(plain, model) -> None:
+    def outcome(of) -> object:
+        try:
+            return of.generate(input_ids=torch.zeros(0, 3, dtype=torch.long), max_new_tokens=4).shape
+        except Exception as error:
+            return type(error)
+
+    with pytest.warns(UserWarning, match="because it was given an empty batch"):
+        got = outcome(model)
+    assert got == outcome(plain)
+
+
 def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) -> None:
     with pytest.warns(UserWarning, match="because a streamer with several sequences"), pytest.raises(ValueError):
         model.generate(**batch, max_new_tokens=4, streamer=TextStreamer(tokenizer))
