@@ -11,12 +11,18 @@ import torch
 from torch import fx
 
 from attn_ops.backend import UnsupportedAttention, get_backend
+from attn_ops.rope import rope_kv_write
 from graph_runner.packing_check import check_packing
 from passes.capture import PagedModel, QuireOptions
+from passes.fuse_rope import fuse_rope
+from passes.graph_tools import copy_graph
+from passes.lowering import lower
 from passes.regions import compile_by_regions
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 
+#: Some that the rope fusion must go on finding, spelled in each of the ways it knows.
+ROTATED = ("llama", "qwen3", "phi3", "gpt_neox", "olmo2", "gemma3", "mixtral", "falcon", "persimmon")
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
 
 
@@ -24,6 +30,7 @@ TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
 class Specimen:
     """One architecture, traced once for all its tests."""
 
+    name: str
     entry: Served
     paged: PagedModel
     batch: Batch
@@ -35,7 +42,7 @@ def specimen(name: str) -> Iterator[Specimen]:
         pytest.skip(f"the installed transformers has no {entry.config}")
     batch = reference(build(entry, attention="eager"))
     paged = PagedModel(build(entry), QuireOptions(compiler="eager"))
-    yield Specimen(entry, paged, batch)
+    yield Specimen(name, entry, paged, batch)
     paged.close()
 
 
@@ -91,6 +98,25 @@ def test_cut_into_pieces(zoo: Specimen) -> None:
         paged.run = run
     assert 3 <= len(inputs) <= len(zoo.paged.sites) + 1
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_rope_fusion(zoo: Specimen) -> None:
+    """Where the pass finds the rotation (passes/fuse_rope.py), the logits stay; where it does not, nothing changes."""
+    serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
+    graph = zoo.paged.graph
+    (paged,) = (p for key, p in graph._paged.items() if key[0] == "torch_native" and key[1] == 16 and key[3] == "NHD")
+    lowered = lower(copy_graph(graph._raised_graph()[0]), paged.lowered.target)
+    matches = fuse_rope(lowered)
+    lowered.gm.graph.lint()
+    lowered.gm.recompile()
+    assert matches == sum(n.target is rope_kv_write for n in lowered.gm.graph.nodes) <= len(zoo.paged.sites)
+    assert matches or zoo.name not in ROTATED
+    run, paged.run = paged.run, lowered.gm.forward
+    try:
+        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2))
+    finally:
+        paged.run = run
+    assert error(got, zoo.batch) <= TOLERANCE
 
 
 def test_packing_check(zoo: Specimen) -> None:
