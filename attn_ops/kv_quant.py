@@ -5,9 +5,10 @@ with the token and never changed again:
 
     scale = max(max|x| / qmax, smallest normal float32)      codes = x / scale, rounded to the nearest code, ties to even
 
-``codes * scale`` is what every query attends to, the token's own included. So results do not depend on how a
-sequence was cut into steps, nor on which backend wrote a page. The largest element keeps its value (up to float32
-rounding); no calibration is needed, and nothing saturates.
+``codes * scale`` is what every query attends to, the token's own included. So results depend on how a sequence
+was cut into steps, and on which backend wrote a page, no more than the keys before rounding do: a last bit there can
+pick the code next to it. The largest element keeps its value (up to float32 rounding); no calibration is needed, and
+nothing saturates.
 
 A vector with a NaN or an infinity gets scale NaN and codes 0: all of it reads back as NaN, in every dtype. A zero is code 0
 without a sign. Vectors below the range of float32's normal numbers read back as zeros.

@@ -3,7 +3,9 @@
 Two files: the user's (small_linear.json beside the attention measurements, see ``attn_ops/choices.py``), which is asked first,
 and TABLE, which ships with quire. A shape that neither has is measured when an engine starts on a GPU (``tune``): a few sets of
 parameters, and the definition, which is cuBLAS with the norm, SwiGLU and residual in kernels of their own. Where the
-definition was faster the op runs it. QUIRE_TUNE=0 leaves that out; ``config_for`` then goes by a rule.
+definition was faster the op runs it. With QUIRE_TUNE=0 nothing is measured, and ``config_for`` goes by a rule.
+
+A norm or a residual beside a product, or another dtype, does not make it another shape: parameters change speed, not results.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def freeze_gc() -> Iterator[None]:
 class ServingFreeze:
     """Freezes what is alive while an engine serves, so that a collection walks only what is new since.
 
-    With a model and a tokenizer loaded a full collection takes some 0.2 s, in which no step is launched. The collector stays
-    on: what serving and the caller make meanwhile is collected as ever.
+    With a model and a tokenizer loaded a full collection walks millions of objects, and no step is launched meanwhile. The
+    collector stays on: what serving and the caller make meanwhile is collected as ever.
 
     The engine calls ``turn`` in every turn and ``release`` when it has no requests left. Only the TURNS-th turn freezes: runs
     shorter than that are left alone, as each freeze also resets the collector's counters. Garbage among the frozen objects

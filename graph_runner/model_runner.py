@@ -31,7 +31,6 @@ from passes import stages
 from passes.capture import PagedModel
 from passes.dynamo_backend import QuireOptions
 from passes.eager import ensure_planned
-from passes.stages import stage
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
@@ -89,7 +88,7 @@ class ModelRunner:
             kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
             max_model_len=config.max_model_len), draws=config.compiler != "eager")
         try:
-            with stage("set-up"):
+            with stages.stage("set-up"):
                 self._set_up()
         except BaseException:
             self.close()
@@ -103,7 +102,7 @@ class ModelRunner:
         self.backend = self.selection.backend
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and os.environ.get("QUIRE_TUNE", "1") != "0":
-            with stage("autotune"):
+            with stages.stage("autotune"):
                 tune(self.paged.backend.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
         # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
         # does: then the table is brought up to date ahead of both, else inside the graph.
@@ -134,7 +133,7 @@ class ModelRunner:
                                       before_capture=self._before_capture,
                                       progress=self._progress("Capturing CUDA graphs"))
         if self.graphs.buckets:
-            with stage("capture"):
+            with stages.stage("capture"):
                 self.graphs.capture()
         self._capture_steps.clear()
 

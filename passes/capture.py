@@ -39,7 +39,7 @@ class PagedModel:
             returns logits (1, T, V), as a tensor or as ``.logits``.
         options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
         draws: the graph draws the tokens of rows with a temperature too (``passes/draw.py``). Compiled, that is fused into the
-            one pass over the logits that finds the greedy token; op by op, it would be some sixty passes.
+            one pass over the logits that finds the greedy token; op by op, each operation of it would be a pass.
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.

@@ -30,7 +30,7 @@ from torch import fx
 
 from attn_ops.rope import rope_kv_write
 from passes.fuse_small_linear import match_rms_norm
-from passes.graph_tools import erase_dead, value
+from passes.graph_tools import erase_dead, is_function, is_method, value
 from passes.lowering import Lowered, paged_arguments, set_paged_arguments
 
 _MUL = (operator.mul, torch.mul)
@@ -82,25 +82,16 @@ def fuse_rope(lowered: Lowered) -> int:
 
 def _norm_of_heads(x: fx.Node) -> Any:
     """The RMSNorm over the last dimension of (B, S, H, D) whose result, transposed, is x; None if there is none."""
-    if not _is_method(x, "transpose") or x.args[1:] != (1, 2):
+    if not is_method(x, "transpose") or x.args[1:] != (1, 2):
         return None
     norm = match_rms_norm(x.args[0])  # type: ignore[arg-type]
     size = value(x).shape[-1]
     return norm if norm is not None and value(norm.x).dim() == 4 and tuple(value(norm.weight).shape) == (size,) else None
 
 
-def _is(node: Any, targets: tuple[Any, ...]) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
-
-
-def _is_method(node: Any, name: str) -> bool:
-    return isinstance(node, fx.Node) and ((node.op == "call_method" and node.target == name) or (
-        node.op == "call_function" and getattr(node.target, "__name__", "") == name))
-
-
 def _before_ragged(node: Any) -> Any:
     """x of flatten(transpose(x, 1, 2), 0, 1), as the lowering writes it."""
-    if _is_method(node, "flatten") and node.args[1:] == (0, 1) and _is_method(node.args[0], "transpose") \
+    if is_method(node, "flatten") and node.args[1:] == (0, 1) and is_method(node.args[0], "transpose") \
             and node.args[0].args[1:] == (1, 2):
         return node.args[0].args[0]
     return None
@@ -111,13 +102,13 @@ def _match(node: Any) -> _Rotation | None:
     if not isinstance(node, fx.Node):
         return None
     dtype = value(node).dtype
-    while _is_method(node, "to") or _is_method(node, "type_as"):
+    while is_method(node, "to") or is_method(node, "type_as"):
         node = node.args[0]
     passed, whole = None, node
-    if _is_method(node, "cat") and node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) == -1 \
+    if is_method(node, "cat") and node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) == -1 \
             and isinstance(node.args[0], (list, tuple)) and len(node.args[0]) == 2:
         node, passed = node.args[0]
-    if not _is(node, _ADD) or len(node.args) != 2:
+    if not is_function(node, _ADD) or len(node.args) != 2:
         return None
     for direct, turned in (node.args, node.args[::-1]):
         for x, cos in _factors(direct):
@@ -128,14 +119,14 @@ def _match(node: Any) -> _Rotation | None:
 
 
 def _factors(node: Any) -> list[tuple[fx.Node, fx.Node]]:
-    if not _is(node, _MUL) or len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
+    if not is_function(node, _MUL) or len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
         return []
     return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
 
 
 def _part(node: Any) -> tuple[fx.Node, int, int] | None:
     """(x, begin, end) of x[..., begin:end]."""
-    if not _is(node, (operator.getitem,)) or not isinstance(node.args[1], tuple) or len(node.args[1]) != 2:
+    if not is_function(node, (operator.getitem,)) or not isinstance(node.args[1], tuple) or len(node.args[1]) != 2:
         return None
     dots, piece = node.args[1]
     if dots is not Ellipsis or not isinstance(piece, slice) or piece.step not in (None, 1):
@@ -149,11 +140,11 @@ def _part(node: Any) -> tuple[fx.Node, int, int] | None:
 
 def _rotate_half(node: Any) -> fx.Node | None:
     """x of cat((-x[..., R/2:], x[..., :R/2]), -1)."""
-    if not _is_method(node, "cat") or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) != 2 \
+    if not is_method(node, "cat") or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) != 2 \
             or node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) != -1:
         return None
     minus, first = node.args[0]
-    if not _is_method(minus, "neg"):
+    if not is_method(minus, "neg"):
         return None
     second, first = _part(minus.args[0]), _part(first)
     if second is None or first is None or first[0] is not second[0]:
@@ -175,7 +166,7 @@ def _checked(x: fx.Node, passed: Any, cos: fx.Node, sin: fx.Node, whole: fx.Node
         return None
     tables = []
     for table in (cos, sin):
-        if not _is_method(table, "unsqueeze") or table.args[1:] != (1,):
+        if not is_method(table, "unsqueeze") or table.args[1:] != (1,):
             return None
         table, wanted = table.args[0], (value(x).shape[0], value(x).shape[2], size)  # type: ignore[assignment]
         if str(tuple(value(table).shape)) != str(wanted) or not value(table).dtype.is_floating_point:

@@ -27,7 +27,7 @@ from torch import fx
 from attn_ops.small_linear import small_linear
 from attn_ops.small_linear_tuning import LinearShape
 from passes.fusion import Fusion
-from passes.graph_tools import erase_dead, value
+from passes.graph_tools import erase_dead, is_function, is_method, value
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _MUL = (operator.mul, torch.mul)
@@ -88,19 +88,10 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _is(node: Any, targets: tuple[Any, ...]) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
-
-
-def _is_method(node: Any, *names: str) -> bool:
-    return isinstance(node, fx.Node) and ((node.op == "call_method" and node.target in names) or (
-        node.op == "call_function" and getattr(node.target, "__name__", "") in names))
-
-
 def _match_swiglu(node: fx.Node) -> fx.Node | None:
     """linear -> split in two halves -> silu(first) * second: the product node."""
     split = _only_user(node)
-    if split is None or not _is(split, (torch.split, torch.functional.split)) or len(split.users) != 2:
+    if split is None or not is_function(split, (torch.split, torch.functional.split)) or len(split.users) != 2:
         return None
     sizes = split.args[1]
     if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or sizes[0] != sizes[1]:
@@ -110,15 +101,15 @@ def _match_swiglu(node: fx.Node) -> fx.Node | None:
     if [h.args[1] for h in halves] != [0, 1]:
         return None
     active, product = _only_user(gate), _only_user(up)
-    if active is None or product is None or not _is_method(active, "silu") or _only_user(active) is not product:
+    if active is None or product is None or not is_method(active, "silu") or _only_user(active) is not product:
         return None
-    return product if _is(product, _MUL) and set(product.all_input_nodes) == {active, up} else None
+    return product if is_function(product, _MUL) and set(product.all_input_nodes) == {active, up} else None
 
 
 def _match_residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
     """result + something of the same shape and dtype, and no other user: (the sum, the something)."""
     total = _only_user(node)
-    if total is None or not _is(total, _ADD) or len(total.args) != 2:
+    if total is None or not is_function(total, _ADD) or len(total.args) != 2:
         return None
     other = total.args[1] if total.args[0] is node else total.args[0]
     if not isinstance(other, fx.Node) or other is node or total.target is operator.iadd and total.args[0] is not node:
@@ -130,13 +121,13 @@ def _match_residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node
 
 def match_rms_norm(node: fx.Node) -> _Norm | None:
     """``weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(dtype)``, x32 = x in fp32, as Llama and its kin write it."""
-    if not _is(node, _MUL) or len(node.users) != 1 or len(node.args) != 2:
+    if not is_function(node, _MUL) or len(node.users) != 1 or len(node.args) != 2:
         return None
     for weight, cast in (node.args, node.args[::-1]):
-        if not (isinstance(weight, fx.Node) and weight.op == "placeholder" and _is_method(cast, "to", "type_as")):
+        if not (isinstance(weight, fx.Node) and weight.op == "placeholder" and is_method(cast, "to", "type_as")):
             continue
         scaled: Any = cast.args[0]  # type: ignore[union-attr]
-        if not _is(scaled, _MUL):
+        if not is_function(scaled, _MUL):
             continue
         for wide, rsqrt in (scaled.args, scaled.args[::-1]):
             found = _match_rsqrt(wide, rsqrt)
@@ -147,16 +138,16 @@ def match_rms_norm(node: fx.Node) -> _Norm | None:
 
 def _match_rsqrt(wide: Any, rsqrt: Any) -> tuple[fx.Node, float] | None:
     """(x, eps) if ``rsqrt`` is rsqrt(mean(wide ** 2, -1, keepdim) + eps) and ``wide`` is x in fp32."""
-    if not _is_method(rsqrt, "rsqrt") or not _is_method(wide, "to", "float") or value(wide).dtype != torch.float32:
+    if not is_method(rsqrt, "rsqrt") or not is_method(wide, "to", "float") or value(wide).dtype != torch.float32:
         return None
     add: Any = rsqrt.args[0]
-    if not _is(add, _ADD) or not isinstance(add.args[1], float):
+    if not is_function(add, _ADD) or not isinstance(add.args[1], float):
         return None
     mean: Any = add.args[0]
-    if not _is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or not mean.kwargs.get("keepdim"):
+    if not is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or not mean.kwargs.get("keepdim"):
         return None
     power: Any = mean.args[0]
-    if not _is_method(power, "pow") or power.args[0] is not wide or power.args[1] != 2:
+    if not is_method(power, "pow") or power.args[0] is not wide or power.args[1] != 2:
         return None
     return wide.args[0], add.args[1]
 

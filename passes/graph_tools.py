@@ -67,6 +67,17 @@ def is_pure(node: fx.Node) -> bool:
     return target not in ("setitem", "copy_", "index_put_") and not node.is_impure()
 
 
+def is_function(node: Any, targets: tuple[Any, ...]) -> bool:
+    """Is it a node that calls one of these functions?"""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_method(node: Any, *names: str) -> bool:
+    """Is it a node that calls a tensor's method of one of these names, or a function called so?"""
+    return isinstance(node, fx.Node) and ((node.op == "call_method" and node.target in names) or (
+        node.op == "call_function" and getattr(node.target, "__name__", "") in names))
+
+
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "setitem"}
 
 
