@@ -93,6 +93,9 @@ def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts, tick:
             yield {**row, "error": f"{type(error).__name__}: {error}"}
             continue
         step = statistics.median(differences)
+        if step <= 0:
+            yield {**row, "error": "NotMeasured: the long runs took no longer than the short ones; raise --repeats"}
+            continue
         yield {**row, "ms_per_step": step * 1e3, "tokens_per_s": batch / step,
                "repeats_ms": [d * 1e3 for d in differences],
                "bytes_per_step": step_bytes(models.counted, batch, sizes.context, system.kv_cache_dtype)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,17 @@ def test_prompts_differ_from_call_to_call() -> None:
 def test_a_system_that_fails_at_one_size_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Small(Fake):
         def generate(self, prompts: Any, new_tokens: Any, temperature: float) -> int:
+            if len(prompts) == 2:
+                time.sleep(1e-4 * sum(new_tokens))
+            elif len(prompts) == 3:
+                time.sleep(0.05 / sum(new_tokens))
             return 0 if len(prompts) == 1 else sum(new_tokens)
 
-    rows = list(WORKLOADS["decode"].run(Small(), Models(spec("tiny", layers=1)), Sizes((1, 2), 66, 1), Prompts(9),
+    rows = list(WORKLOADS["decode"].run(Small(), Models(spec("tiny", layers=1)), Sizes((1, 2, 3), 66, 1), Prompts(9),
                                         lambda: None))
     assert rows[0]["error"] == "NotMeasured: fake generated 0 tokens instead of 4"
     assert rows[1]["batch"] == 2 and "error" not in rows[1]
+    assert "took no longer than the short ones" in rows[2]["error"]  # no time of a step, let alone a negative one
 
 
 def test_start_refuses_what_does_not_start() -> None:
