@@ -29,8 +29,8 @@ from graph_runner.request import ScheduledBatch
 from graph_runner.sampler import Sampler
 from passes import stages
 from passes.capture import PagedModel
-from passes.dynamo_backend import QuireOptions
 from passes.eager import ensure_planned
+from passes.options import QuireOptions
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
@@ -103,7 +103,7 @@ class ModelRunner:
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and os.environ.get("QUIRE_TUNE", "1") != "0":
             with stages.stage("autotune"):
-                tune(self.paged.backend.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
+                tune(self.paged.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
         # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
         # does: then the table is brought up to date ahead of both, else inside the graph.
         self._plans = self.backend.plan is not None

@@ -23,7 +23,8 @@ from graph_runner.engine import Engine
 from graph_runner.paged_forward import PagedForward, restore_attribute
 from graph_runner.sampling_params import SamplingParams
 from passes.capture import unwrapped
-from passes.dynamo_backend import QuireBackend, QuireOptions
+from passes.dynamo_backend import QuireBackend
+from passes.options import QuireOptions
 
 logger = logging.getLogger(__name__)
 #: Arguments of ``generate`` beside the generation config that the engine honours.

@@ -15,20 +15,51 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 import attn_ops.kv_cache
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import Selection, UnsupportedAttention, get_backend, select_backend
-from attn_ops.step import Step, running
+from attn_ops.step import Step, current_step, running
 from passes.draw import draw_tokens
-from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions, Traced
+from passes.fusion import FusedWeights
 from passes.graph_tools import value
 from passes.hf_interface import interface_active, uses_interface
+from passes.options import QuireOptions
+from passes.paged_graph import PagedGraph
 from passes.sites import check_config
 from passes.stages import stage
+from passes.traced import TracedGraph
 
 # Sizes of the traced batch. All different, none 0 or 1 (Dynamo would make them constants or one symbol).
 _TOKENS, _REQS = 23, 7
+
+
+class _Traced(Exception):
+    """Raised by the graph when it is called only so that Dynamo traces it and keeps it."""
+
+
+class _OneGraph:
+    """The Dynamo backend of a ``PagedModel``: keeps the one graph of the model, for batches of any shape."""
+
+    def __init__(self, options: QuireOptions, config: Any) -> None:
+        self.options, self.config, self.weights = options, config, FusedWeights()
+        self.graph: PagedGraph | None = None
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if self.graph is not None:  # a second trace, in another situation than the first, would be another graph
+            raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
+                               "and make a new one")
+        self.graph = PagedGraph(TracedGraph(gm, inputs, self.config, any_shape=True), self.options, self.weights)
+        if self.options.page_size is not None:  # lowered and compiled before the cache exists
+            self.graph.compiled()
+        return self._run
+
+    def _run(self, *args: Any) -> Any:
+        step = current_step()
+        if step is None or self.graph is None:
+            raise _Traced
+        return self.graph(step, *args)
 
 
 class PagedModel:
@@ -63,8 +94,7 @@ class PagedModel:
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self._call = model  # by a name of its own, which graph_tools.module_path drops from the paths of modules
-        self.backend = QuireBackend(options, config=self.config, trace_only=True, guards_dropped=True,
-                                    compile_ahead=options.page_size is not None)
+        self.options, self._backend, self._closed = options, _OneGraph(options, self.config), False
         training = [m for m in model.modules() if m.training]
         for module in training:
             module.training = False  # dropout would be traced into the graph
@@ -96,8 +126,8 @@ class PagedModel:
 
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
-        # Guards are dropped: one graph serves every batch shape. QuireGraph refuses a trace whose guards meant something.
-        compiled = torch.compile(_with_own_code(self._forward), backend=self.backend, fullgraph=True,
+        # Guards are dropped: one graph serves every batch shape. TracedGraph refuses a trace whose guards meant something.
+        compiled = torch.compile(_with_own_code(self._forward), backend=self._backend, fullgraph=True,
                                  options={"guard_filter_fn": lambda guards: [False] * len(guards)})
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_TOKENS, device=device)[None]
@@ -112,32 +142,39 @@ class PagedModel:
         with route, static, torch.no_grad():
             try:
                 compiled(ids, positions, keep, *sampling)
-            except Traced:
+            except _Traced:
                 pass
             except Exception as error:
                 raise unwrapped(error, self.model) from error
-        self.graph.sites()
+        _ = self.sites  # verified here, not at the first step
         return compiled
 
     @property
-    def graph(self) -> QuireGraph:
-        return self.backend.graphs[0]
+    def graph(self) -> PagedGraph:
+        """The traced graph, and how it runs in steps."""
+        assert self._backend.graph is not None
+        return self._backend.graph
+
+    @property
+    def weights(self) -> FusedWeights:
+        """Tensors that fusions made of the model's parameters."""
+        return self._backend.weights
 
     @property
     def sites(self) -> list[AttentionSite]:
         """The attention sites, in the order of the graph."""
-        return self.graph.sites()
+        return self.graph.traced.sites
 
     @property
     def num_logits(self) -> int:
         """Logits a token has: V."""
-        logits = self.graph.gm.graph.output_node().args[0][0]  # type: ignore[index]
+        logits = self.graph.traced.gm.graph.output_node().args[0][0]  # type: ignore[index]
         return int(value(logits).shape[-1])
 
     @property
     def selection(self) -> Selection:
         """The backend chosen and why others were passed over; only with options.page_size set."""
-        return self.graph.paged(None).selection
+        return self.graph.compiled().selection
 
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
         """Would the compiled graphs run a step of that size?
@@ -156,7 +193,7 @@ class PagedModel:
     def select(self, page_size: int) -> Selection:
         """The backend that would be chosen for pages of ``page_size`` tokens. Raises UnsupportedAttention if there is none."""
         device = next(self.model.parameters()).device
-        return select_backend(self.backend.options.attention, self.sites, device=device, page_size=page_size)
+        return select_backend(self.options.attention, self.sites, device=device, page_size=page_size)
 
     def __call__(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor,
                  logits_indices: torch.Tensor) -> torch.Tensor:
@@ -172,10 +209,12 @@ class PagedModel:
                 are greedy. Needs ``draws``.
 
         Raises:
-            ValueError: ``sampling`` for a graph that does not draw.
+            ValueError: ``sampling`` for a graph that does not draw. RuntimeError: after ``close``.
         """
         if sampling is not None and not self.draws:
             raise ValueError("this PagedModel was traced with draws=False: its graph takes greedy tokens only")
+        if self._closed:
+            raise RuntimeError("this PagedModel is closed, and the model as it was before; make a new one")
         with running(step), torch.no_grad():
             sampling = self._all_greedy(logits_indices) if sampling is None else sampling
             return self._compiled(input_ids[None], positions[None], logits_indices, *sampling)
@@ -189,7 +228,10 @@ class PagedModel:
 
     def close(self) -> None:
         """Undo what tracing and fusion did to the model."""
-        self.backend.weights.restore()
+        self._closed = True
+        if self._backend.graph is not None:
+            self._backend.graph.compilations.clear()
+        self.weights.restore()
 
 
 def _with_own_code(method: Any) -> Any:

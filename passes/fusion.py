@@ -31,8 +31,6 @@ class FusedWeights:
 
     fused: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
-    of_graph: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    inputs_of_graph: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of a graph: (index, address)
     small_linears: set[LinearShape] = field(default_factory=set)  # shapes that the pass of that name gave to its kernel
 
     def fuse(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -48,14 +46,6 @@ class FusedWeights:
             self.fused[key], self.parameters[key] = fused, list(parameters)
         return self.fused[key]
 
-    def tensors_of(self, graph: Any) -> list[torch.Tensor]:
-        return self.of_graph.get(id(graph), [])
-
-    def hold(self, graph: Any, inputs: Sequence[Any]) -> bool:
-        """Are the parameters among the ``inputs`` of this call the fused ones? They are not if the graph now runs for another
-        module of the same class, or if a parameter was replaced (``p.data = ...``, ``load_state_dict(assign=True)``)."""
-        return all(inputs[i].data_ptr() == address for i, address in self.inputs_of_graph.get(id(graph), ()))
-
     def restore(self) -> None:
         """Give every parameter memory of its own."""
         with torch.inference_mode(False), torch.no_grad():
@@ -66,8 +56,24 @@ class FusedWeights:
                 self.fused[key] = torch.empty(0)
         self.fused.clear()
         self.parameters.clear()
-        self.of_graph.clear()
-        self.inputs_of_graph.clear()
+
+
+@dataclass(frozen=True)
+class FusedInputs:
+    """What fusion means for the inputs of a graph.
+
+    Args:
+        tensors: of the inputs that passes added, which come after the graph's own.
+        addresses: (index, address) of those of the graph's own inputs that are views of fused tensors.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    addresses: list[tuple[int, int]] = field(default_factory=list)
+
+    def hold(self, inputs: Sequence[Any]) -> bool:
+        """Are the parameters among the ``inputs`` of a call the fused ones? They are not if the graph now runs for another
+        module of the same class, or if a parameter was replaced (``p.data = ...``, ``load_state_dict(assign=True)``)."""
+        return all(inputs[i].data_ptr() == address for i, address in self.addresses)
 
 
 class Fusion:
@@ -127,21 +133,18 @@ def fusion_names() -> list[str]:
     return list(_passes())
 
 
-def apply_fusions(owner: Any, gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str],
-                  weights: FusedWeights, small: bool = False) -> list[torch.Tensor]:
-    """Run those of the passes called ``names`` ("all", "none" or several) that rewrite the raised graph, in their order; the
-    tensors of the inputs they added.
+def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str], weights: FusedWeights,
+                  small: bool = False) -> FusedInputs:
+    """Run those of the passes called ``names`` ("all", "none" or several) that rewrite the raised graph, in their order.
 
     ``small``: for the graph of small batches, else without the passes that belong there only.
     """
     if names == "none":
-        return []
+        return FusedInputs()
     fusion = Fusion(gm, inputs, weights)
     _run(fusion, gm, names, small, lowered=False)
-    weights.of_graph[id(owner)] = fusion.added
     fused = {id(p) for group in weights.parameters.values() for p in group}
-    weights.inputs_of_graph[id(owner)] = [(i, x.data_ptr()) for i, x in enumerate(inputs) if id(x) in fused]
-    return fusion.added
+    return FusedInputs(fusion.added, [(i, x.data_ptr()) for i, x in enumerate(inputs) if id(x) in fused])
 
 
 def apply_lowered_fusions(lowered: Any, names: str | Sequence[str], small: bool = False) -> None:
@@ -158,4 +161,5 @@ def _run(subject: Any, gm: fx.GraphModule, names: str | Sequence[str], small: bo
             logger.info("%s: %d matches", name, matches)
 
 
-__all__ = ["FusedWeights", "Fusion", "Pass", "apply_fusions", "apply_lowered_fusions", "fusion_names", "has_small_passes"]
+__all__ = ["FusedInputs", "FusedWeights", "Fusion", "Pass", "apply_fusions", "apply_lowered_fusions", "fusion_names",
+           "has_small_passes"]

@@ -10,7 +10,7 @@ import torch
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import UnsupportedAttention
 from passes.capture import PagedModel
-from passes.dynamo_backend import QuireOptions
+from passes.options import QuireOptions
 from passes.sites import format_sites
 
 

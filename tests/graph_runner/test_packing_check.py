@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import passes.dynamo_backend
+import passes.traced
 from attn_ops.backend import UnsupportedAttention, get_backend
 from graph_runner.packing_check import check_packing
 from passes.capture import PagedModel, QuireOptions
@@ -75,7 +75,7 @@ class Model(nn.Module):
 def trial(monkeypatch: pytest.MonkeyPatch):
     """The trial of a model whose graph was not searched for operations that mix tokens."""
     for check in ("check_mixing", "check_positions"):
-        monkeypatch.setattr(passes.dynamo_backend, check, lambda *args: None)
+        monkeypatch.setattr(passes.traced, check, lambda *args: None)
 
     def run(mix, dtype: torch.dtype = torch.float32, after=None, **options) -> None:
         torch._dynamo.reset()

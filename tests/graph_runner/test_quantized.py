@@ -15,7 +15,7 @@ from torch import nn
 import quire
 from attn_ops.backend import UnsupportedAttention
 from passes.capture import PagedModel
-from passes.dynamo_backend import QuireOptions
+from passes.options import QuireOptions
 from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_model, load_tokenizer, tokens
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 

@@ -96,7 +96,7 @@ def served(graph: QuireGraph, model: nn.Module, *, page_size: int = 4, layout: A
     sequences = inputs(13, 5, 22, seed=1)
     with torch.no_grad():
         expected = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
-    cache = PagedKVCache.for_sites(graph.sites(), num_pages=50, page_size=page_size, device="cpu", layout=layout)
+    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=50, page_size=page_size, device="cpu", layout=layout)
     pages = iter((torch.randperm(49, generator=torch.Generator().manual_seed(2)) + 1).tolist())
     table = [[next(pages) for _ in range(pages_for(len(s), page_size))] for s in sequences]
     worst, done = 0.0, [0, 0, 0]

@@ -308,7 +308,7 @@ def test_the_backend_that_was_asked_for_is_used() -> None:
     quire = torch.compile(model, backend=backend, dynamic=True)
     run(quire, sequence, 0, 9, cache())
     (graph,) = backend.graphs
-    assert {p.selection.backend.name for p in graph._paged.values()} == {"torch_native"}
+    assert {p.selection.backend.name for p in graph.paged.compilations.values()} == {"torch_native"}
     with pytest.raises(UnsupportedAttention, match="attention='flashinfer' cannot serve this model on cpu"):
         run(quire, sequence, 0, 9, cache(), attention="flashinfer")
 
@@ -382,4 +382,4 @@ def test_auto_is_compiled_once() -> None:
     for name in ("auto", "torch_native"):
         assert close(run(quire, sequence, 0, 9, cache(), attention=name), plain(model, sequence))
     (graph,) = backend.graphs
-    assert len(graph._paged) == 1
+    assert len(graph.paged.compilations) == 1

@@ -44,19 +44,19 @@ class Layer(nn.Module):
 
 def fused(model: nn.Module, x: torch.Tensor):
     """(matches, the graph after, its result) of tracing the model and running both passes."""
-    backend = QuireBackend(QuireOptions(compiler="eager"), trace_only=False)
+    backend = QuireBackend(QuireOptions(compiler="eager"))
     torch._dynamo.mark_dynamic(x, 1)
     with torch.no_grad():
         torch.compile(model, backend=backend, fullgraph=True)(x)
     graph = backend.graphs[0]
-    gm = copy_graph(graph.gm)
-    work = Fusion(gm, graph.example_inputs, backend.weights)
+    gm = copy_graph(graph.traced.gm)
+    work = Fusion(gm, graph.traced.inputs, backend.weights)
     groups = fuse_projections(work)
     matches = fuse_small_linear(work)
     gm.graph.lint()
     gm.recompile()
     with torch.no_grad():
-        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.example_inputs], *work.added)[0]
+        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.traced.inputs], *work.added)[0]
     backend.weights.restore()
     return (groups, matches), gm, out
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from passes.fuse_projections import fuse_projections
-from passes.fusion import FusedWeights, Fusion, apply_fusions, fusion_names
+from passes.fusion import FusedInputs, FusedWeights, Fusion, apply_fusions, fusion_names
 from passes.graph_tools import copy_graph, placeholders, source_name
 
 WIDTH = 8
@@ -218,15 +218,15 @@ def test_restore(x) -> None:
         assert p.storage_offset() == 0 and p.untyped_storage().nbytes() == p.nbytes and p.is_contiguous()
     assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == len(list(module.parameters()))
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert not (weights.fused or weights.parameters or weights.of_graph or weights.inputs_of_graph)
+    assert not (weights.fused or weights.parameters)
     weights.restore()
 
 
 def test_two_graphs_of_one_model_share_the_fused_weights(x) -> None:
     module, weights = Projections(), FusedWeights()
-    for owner in (object(), object()):
+    for _ in range(2):
         gm, inputs = capture(module, x)
-        added = apply_fusions(owner, gm, inputs, "all", weights)
+        added = apply_fusions(gm, inputs, "all", weights).tensors
         torch._dynamo.reset()
         assert len(weights.fused) == 3 and added[0] is next(iter(weights.fused.values()))
 
@@ -395,7 +395,7 @@ def test_choice_of_passes(names, matches, x, caplog) -> None:
     module, weights = Case(lambda m, x: m.a(x) * m.b(x), a=linear(), b=linear()), FusedWeights()
     gm, inputs = capture(module, x)
     with caplog.at_level(logging.INFO, "passes.fusion"):
-        added = apply_fusions("graph", gm, inputs, names, weights)
+        added = apply_fusions(gm, inputs, names, weights).tensors
     assert len(added) == len(weights.fused) == matches
     messages = [m.getMessage() for m in caplog.records if m.name == "passes.fusion"]
     assert ("projections: 1 matches" in messages) == bool(matches)
@@ -403,15 +403,14 @@ def test_choice_of_passes(names, matches, x, caplog) -> None:
 
 def test_hold(x) -> None:
     """Whether the parameters of a call are those that were fused."""
-    module, other, weights = Projections(), Projections(), FusedWeights()
+    module, other = Projections(), Projections()
     gm, inputs = capture(module, x)
-    owner = object()
-    assert weights.hold(owner, inputs)  # nothing was fused
-    apply_fusions(owner, gm, inputs, "all", weights)
-    assert weights.hold(owner, inputs)
+    assert FusedInputs().hold(inputs)  # nothing was fused
+    fused = apply_fusions(gm, inputs, "all", FusedWeights())
+    assert fused.hold(inputs)
     torch._dynamo.reset()
-    assert not weights.hold(owner, capture(other, x)[1])
+    assert not fused.hold(capture(other, x)[1])
     module.load_state_dict(other.state_dict())
-    assert weights.hold(owner, inputs)
+    assert fused.hold(inputs)
     module.up.weight.data = module.up.weight.detach().clone()
-    assert not weights.hold(owner, inputs)
+    assert not fused.hold(inputs)

@@ -30,7 +30,7 @@ def traced(function, *args) -> fx.GraphModule:
     for arg in args:
         torch._dynamo.mark_dynamic(arg, 0)
     torch.compile(function, backend=backend, fullgraph=True)(*args)
-    return backend.graphs[0].gm
+    return backend.graphs[0].traced.gm
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:

@@ -11,14 +11,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-import passes.dynamo_backend
+import passes.compilers
 from attn_ops.backend import UnsupportedAttention
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step
 from graph_runner.watch import ModelWatch
 from passes.capture import PagedModel
-from passes.dynamo_backend import QuireOptions
+from passes.options import QuireOptions
 from passes.quantized import addresses, num_bytes, parts
 from tests.passes.models import HIDDEN, VOCAB, Attention, Tiny, inputs, tiny
 
@@ -128,7 +128,7 @@ def test_paged_logits_are_those_of_plain_forwards(activations: str, compiler: st
     with torch.no_grad():
         want = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
     model_of_steps = PagedModel(model, QuireOptions(compiler=compiler, fusions="all"))
-    assert not model_of_steps.backend.weights.parameters
+    assert not model_of_steps.weights.parameters
     got = serve(model_of_steps, sequences)
     model_of_steps.close()
     for g, w in zip(got, want, strict=True):
@@ -205,7 +205,7 @@ def test_the_larger_of_two_tensors_is_no_mixing() -> None:
 def test_layers_quantised_differently_share_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a graph are equal only if their weights wrap the same: three layers each of two schemes."""
     compiled: list[Any] = []
-    monkeypatch.setattr(passes.dynamo_backend, "_inductor", lambda gm, fakes: compiled.append(gm) or gm.forward)
+    monkeypatch.setattr(passes.compilers, "inductor", lambda gm, fakes: compiled.append(gm) or gm.forward)
 
     def pieces(*schemes: str | None) -> int:
         torch._dynamo.reset()

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-import passes.dynamo_backend
+import passes.compilers
 from passes.regions import compile_by_regions
 from tests.passes.models import HIDDEN, Attention, Tiny, listing, served, trace
 
@@ -27,7 +27,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
         seen.append(gm)
         return gm.forward
 
-    monkeypatch.setattr(passes.dynamo_backend, "_inductor", keep)
+    monkeypatch.setattr(passes.compilers, "inductor", keep)
     return seen
 
 
@@ -204,12 +204,12 @@ def test_values_are_dropped_after_their_last_reader() -> None:
     from attn_ops.metadata import CommonAttentionMetadata
     from attn_ops.step import Step, ensure_planned
 
-    cache = PagedKVCache.for_sites(graph.sites(), num_pages=4, page_size=16, device="cpu")
+    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=4, page_size=16, device="cpu")
     step = Step(cache, CommonAttentionMetadata.build([5], [5], [[1]], page_size=16))
-    paged = graph.paged(step)
-    ensure_planned(step, paged.backend, list(paged.lowered.sites))
+    paged = graph.paged.compiled(step)
+    ensure_planned(step, paged.lowered.target.backend, list(paged.lowered.sites))
     run = compile_by_regions(paged.lowered, compile)
-    args = [5 if isinstance(x, (int, torch.SymInt)) else x for x in graph.example_inputs]
+    args = [5 if isinstance(x, (int, torch.SymInt)) else x for x in graph.traced.inputs]
     args = [x[:, :5] if isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 2 else x for x in args]
     with torch.no_grad():
         run(*args, *paged.lowered.inputs.of(step))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-import passes.dynamo_backend
+import passes.compilers
 from attn_ops.backend import UnsupportedAttention
 from passes.graph_tools import placeholders, value
 from passes.lowering import fake_input
@@ -28,7 +28,7 @@ def assuming(*conditions: Any) -> Any:
 
 
 def test_an_assumption_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(lambda t: t * 4096 <= 2**31 - 1, lambda t: t < 10**6))
+    monkeypatch.setattr(passes.compilers, "inductor", assuming(lambda t: t * 4096 <= 2**31 - 1, lambda t: t < 10**6))
     model = tiny()
     assert served(trace(model, compiler="inductor"), model) <= 1e-5
 
@@ -38,7 +38,7 @@ def test_an_assumption_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda t: t % 23 == 0, "23"),
 ])
 def test_a_batch_that_breaks_one(condition: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(condition))
+    monkeypatch.setattr(passes.compilers, "inductor", assuming(condition))
     model = tiny()
     with pytest.raises(RuntimeError, match="the compiled graph assumes .*30.*max_num_batched_tokens") as error:
         served(trace(model, compiler="inductor"), model)
@@ -46,7 +46,7 @@ def test_a_batch_that_breaks_one(condition: Any, text: str, monkeypatch: pytest.
 
 
 def test_a_size_that_becomes_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(lambda t: t == 23))
+    monkeypatch.setattr(passes.compilers, "inductor", assuming(lambda t: t == 23))
     model = tiny()
     with pytest.raises(UnsupportedAttention, match="settled a size that changes from batch to batch"):
         served(trace(model, compiler="inductor"), model)
@@ -55,7 +55,7 @@ def test_a_size_that_becomes_a_constant(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("page_size", [4, 8])
 def test_every_compilation_of_a_graph_is_checked(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was assumed once is not noted again, and holds for the graphs compiled after it as well."""
-    monkeypatch.setattr(passes.dynamo_backend, "_inductor", assuming(lambda t: t * 100 <= 2900))
+    monkeypatch.setattr(passes.compilers, "inductor", assuming(lambda t: t * 100 <= 2900))
     model = tiny()
     graph = trace(model, compiler="inductor")
     for size in (4, page_size):  # with 8: a second compilation
@@ -70,7 +70,7 @@ def test_a_size_that_no_input_has(monkeypatch: pytest.MonkeyPatch) -> None:
         assert unknown.shape[0] != 3
         return gm.forward
 
-    monkeypatch.setattr(passes.dynamo_backend, "_inductor", compile)
+    monkeypatch.setattr(passes.compilers, "inductor", compile)
     model = tiny()
     with pytest.raises(UnsupportedAttention, match="no input of the graph has the size"):
         served(trace(model, compiler="inductor"), model)

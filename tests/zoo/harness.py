@@ -95,9 +95,9 @@ def serve(model: PagedModel, batch: Batch, *, page_size: int, layout: Any = "NHD
 @contextlib.contextmanager
 def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[None]:
     """While inside, every lowered attention op of ``model`` has the options in ``change`` instead of its own."""
-    paged = model.graph.paged(step)
+    paged = model.graph.compiled(step)
     graph = paged.lowered.gm
-    before = {n: (n.args, n.kwargs) for n in graph.graph.nodes if n.target is paged.backend.op}
+    before = {n: (n.args, n.kwargs) for n in graph.graph.nodes if n.target is paged.lowered.target.backend.op}
     assert before, "the lowered graph has no paged op"
     run = paged.run
     if change:

@@ -1,0 +1,45 @@
+"""From a lowered graph to something that runs: Inductor, layer by layer or whole, or the graph as it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from passes.graph_tools import placeholders, value
+from passes.lowering import Lowered
+from passes.regions import compile_by_regions
+
+COMPILERS = ("inductor", "inductor-whole", "eager")
+
+
+def compile_lowered(lowered: Lowered, compiler: str) -> Callable[..., Any]:
+    """``lowered.gm`` as a callable that takes its placeholders' values; ``compiler`` is one of COMPILERS."""
+    if compiler == "eager":
+        return lowered.gm.forward
+    if compiler == "inductor-whole":
+        return inductor(lowered.gm, [value(n) for n in placeholders(lowered.gm.graph)])
+    return compile_by_regions(lowered, inductor)
+
+
+def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile for fake ``inputs``. CUDA graphs are ours to capture; Inductor's own would record again for every new cache."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches={"triton.cudagraphs": False})
+    before = set(TensorifyState.force_specializations)
+    try:
+        return compiled()
+    except TensorifyScalarRestartAnalysis:
+        # Floats that Dynamo made inputs (dynamic=True does so) and that must be constants are noted by now. Dynamo would trace
+        # anew; the second try makes guards of their values, which passes/size_guards.py sees.
+        return compiled()
+    finally:
+        TensorifyState.force_specializations.intersection_update(before)
+
+
+__all__ = ["COMPILERS", "compile_lowered", "inductor"]

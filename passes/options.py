@@ -1,0 +1,62 @@
+"""The options of a compilation, as ``torch.compile(backend="quire", options={...})`` and the engine give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from attn_ops.kv_cache import Layout
+from passes.compilers import COMPILERS
+from passes.fusion import fusion_names
+
+
+@dataclass(frozen=True)
+class QuireOptions:
+    """Options of ``torch.compile(backend="quire", options={...})``.
+
+    Args:
+        attention: backend name, or "auto".
+        compiler: "inductor", which compiles each distinct layer once (``passes/regions.py``); "inductor-whole", the whole graph
+            at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
+        fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see ``passes/fusion.py``.
+        page_size, kv_cache_dtype, layout: of the cache. None: whatever the step in progress has; else that must have them.
+        max_model_len: no sequence will be longer; some models can be served only up to a length. (For ``PagedModel`` only.)
+
+    Raises:
+        ValueError: an unknown compiler, layout or fusion.
+    """
+
+    attention: str = "auto"
+    compiler: str = "inductor"
+    fusions: str | Sequence[str] = "none"
+    page_size: int | None = None
+    kv_cache_dtype: torch.dtype | None = None
+    layout: Layout | None = None
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.compiler not in COMPILERS:
+            raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
+        if isinstance(self.fusions, str) and self.fusions not in ("all", "none"):
+            object.__setattr__(self, "fusions", tuple(name.strip() for name in self.fusions.split(",")))
+        if self.layout not in (None, "NHD", "HND"):
+            raise ValueError(f"layout must be 'NHD' or 'HND', got {self.layout!r}")
+        names = () if self.fusions in ("all", "none") else self.fusions
+        unknown = [n for n in names if n not in fusion_names()]
+        if unknown:
+            raise ValueError(f"unknown fusions {unknown}; there are {fusion_names()}, 'all' and 'none'")
+
+    @classmethod
+    def of(cls, options: dict[str, Any] | None) -> QuireOptions:
+        """Raises TypeError for a name that is no option."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(options or {}) - known)
+        if unknown:
+            raise TypeError(f"unknown options for backend 'quire': {unknown}; it takes {sorted(known)}")
+        return cls(**(options or {}))
+
+
+__all__ = ["QuireOptions"]
