@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
+from attn_ops.draw import random_bits
 from graph_runner.sampler import Sampler, SamplingTensors, sample
 from graph_runner.sampling_params import SamplingParams
-from passes.draw import random_bits
 
 pytestmark = pytest.mark.gpu
 

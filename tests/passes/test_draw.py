@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from attn_ops import draw
+from attn_ops.draw import draw_tokens
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step
 from graph_runner.sampler import SamplingTensors, sample
 from graph_runner.sampling_params import SamplingParams
-from passes import draw
 from passes.capture import PagedModel, QuireOptions
-from passes.draw import draw_tokens
 from tests.passes.models import tiny
 from tests.zoo.configs import SERVED, build
 
