@@ -61,8 +61,7 @@ def draw_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: Ten
     Returns:
         (B,) int64; INVALID_TOKEN (-1) for a row with a NaN, with nothing but -inf, or to be drawn from +inf.
     """
-    # Decided while tracing. As an opaque op on a CPU it would be the same functions, one by one, which is slower.
-    if logits.is_cuda and logits.dtype in KERNEL_DTYPES and _HAS_TRITON:
+    if uses_kernel(logits):
         return torch.ops.quire.draw_tokens.default(logits, temperature, seed, position)
     return draw_tokens_eager(logits, temperature, seed, position)
 
@@ -75,6 +74,12 @@ def draw_tokens_eager(logits: Tensor, temperature: Tensor, seed: Tensor, positio
         return drawn
     best, token = logits.max(-1)  # the scores are float32: too coarse for a greedy row
     return torch.where(is_greedy(temperature), torch.where(best > -math.inf, token, INVALID_TOKEN), drawn)
+
+
+def uses_kernel(logits: Tensor) -> bool:
+    """Are tokens of these logits drawn by the op? Decided while tracing: on a CPU the op would be no more than the plain
+    functions, run one by one."""
+    return logits.is_cuda and logits.dtype in KERNEL_DTYPES and _HAS_TRITON
 
 
 # ---- the op
@@ -245,4 +250,4 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 __all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "draw_tokens", "draw_tokens_cuda", "draw_tokens_eager",
-           "gumbel_noise", "inverse", "is_greedy", "on_gpu", "random_bits", "score", "winner"]
+           "gumbel_noise", "inverse", "is_greedy", "on_gpu", "random_bits", "score", "uses_kernel", "winner"]

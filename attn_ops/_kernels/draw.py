@@ -117,6 +117,7 @@ def draw_kernel(logits, temperature, seed, position, out, V, stride, part_size, 
             columns = start + lanes
             noise = gumbel(split_mix(base + columns.to(tl.uint64)))
             scores = load_block(logits_row, columns, V) * inverse + noise
+            scores = tl.where(columns < V, scores, float("-inf"))  # at a temperature of infinity -inf * inverse is NaN
             best, start_of_best = keep(best, start_of_best, scores, start)
     key = best_key(best, start_of_best + lanes)
     if WHOLE:
