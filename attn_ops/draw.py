@@ -33,7 +33,7 @@ from attn_ops.attention import LIBRARY
 INVALID_TOKEN = -1
 
 #: Logits that the kernel reads. The scores are float32: for float64 too coarse.
-KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 LIBRARY.define("draw_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
