@@ -2,7 +2,7 @@
 
 Letters: B rows (sequences), V the vocabulary.
 
-How a row is drawn is in ``passes/draw.py``, as the model's graph draws by itself where no row has a filter. Filters leave
+How a row is drawn is in ``attn_ops/draw.py``, as the model's graph draws by itself where no row has a filter. Filters leave
 that as it is: top-k, top-p and min-p each keep the tokens at or above some logit, so what they compute is one threshold
 a row. See NOTE [Same seed, same tokens].
 """
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_ops.draw import INVALID_TOKEN, chunks, draw_tokens, inverse, is_greedy, on_gpu, score, winner
 from graph_runner.sampling_params import SamplingParams
-from passes.draw import INVALID_TOKEN, chunks, draw_tokens, inverse, is_greedy, on_gpu, score, winner
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ class SamplingTensors:
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Sample one token a row, in plain PyTorch. Reads nothing back to the host. See `Sampler` for the compiled form.
+    """Sample one token a row. Reads nothing back to the host. See `Sampler` for the compiled form.
+
+    In plain PyTorch, except that on CUDA a batch without filters is drawn by the kernel of `draw_tokens`.
 
     Greedy rows get the first of the largest logits, as from ``torch.argmax``. Other rows are drawn from
     ``softmax(logits / temperature)`` after top_k, then top_p, then min_p, which is the order of vLLM and of Hugging
@@ -134,15 +136,15 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
 class Sampler:
     """`sample`, with its pieces compiled on CUDA and plain on a CPU.
 
-    The pieces (drawing, with and without filters, and one for each filter) are compiled when first needed, with dynamic
-    shapes; a batch needs up to four of them, and a greedy one none. A piece is compiled twice for a dtype of logits, as
+    The pieces (one for each filter, and drawing from what filters leave) are compiled when first needed, with dynamic
+    shapes; a batch needs up to four of them, and one without filters none. A piece is compiled twice for a dtype of logits, as
     torch.compile treats a batch of one as a shape of its own, and all instances share what is compiled.
     """
 
     def __init__(self, *, compile: bool = True) -> None:
         """
         Args:
-            compile: False for plain PyTorch on CUDA too, which is slow with filters.
+            compile: False for nothing compiled on CUDA either, which is slow with filters.
         """
         self._compile = compile
 
@@ -177,7 +179,7 @@ def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Pi
         logits = logits.float()
     row_params = (params.temperature, params.seed, params.position)
     if not params.any_filter:
-        return get(draw_tokens)(logits, *row_params)
+        return draw_tokens(logits, *row_params)  # on CUDA one kernel: there is nothing to compile
     threshold = torch.full((rows,), -math.inf, device=logits.device)
     if params.any_top_k:
         threshold = get(_top_k_threshold)(logits, params.top_k)

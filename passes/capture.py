@@ -20,8 +20,8 @@ from torch import fx
 import attn_ops.kv_cache
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import Selection, UnsupportedAttention, get_backend, select_backend
+from attn_ops.draw import draw_tokens
 from attn_ops.step import Step, current_step, running
-from passes.draw import draw_tokens
 from passes.fusion import FusedWeights
 from passes.graph_tools import value
 from passes.hf_interface import interface_active, uses_interface
@@ -69,8 +69,8 @@ class PagedModel:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
             returns logits (1, T, V), as a tensor or as ``.logits``.
         options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
-        draws: the graph draws the tokens of rows with a temperature too (``passes/draw.py``). Compiled, that is fused into the
-            one pass over the logits that finds the greedy token; op by op, each operation of it would be a pass.
+        draws: the graph draws the tokens of rows with a temperature too (``attn_ops/draw.py``): in one pass over the logits
+            on CUDA, or compiled; op by op on a CPU, each operation of it would be a pass.
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.

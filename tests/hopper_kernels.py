@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attn_ops.backends import triton as backend
+from attn_ops.draw import draw_tokens_cuda
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.rope import rope_kv_write_cuda
 from attn_ops.small_linear import small_linear_cuda
@@ -57,6 +58,11 @@ def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool
     small_linear_cuda(x, weight, None, weight_norm, 1e-5, res, swiglu, pdl=pdl)
 
 
+def draw(rows: int, vocabulary: int, dtype: torch.dtype, pdl: bool) -> None:
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    draw_tokens_cuda(torch.empty(rows, vocabulary, dtype=dtype), zeros.float(), zeros, zeros, pdl=pdl)
+
+
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, what launches) of everything to compile."""
     batches = {"decode 1": [1], "decode 32": [1] * 32, "decode 256": [1] * 256, "extend": [512], "mixed": [448, *[1] * 63]}
@@ -70,6 +76,10 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for batch in ("decode 1", "mixed"):
             yield f"llama-8b {batch} {dtype}", lambda n=batches[batch], t=dtype: attention(
                 *HEADS["llama-8b"], query_lens=n, dtype=t)
+    for dtype, (rows, vocabulary), pdl in itertools.product(
+            (torch.bfloat16, torch.float16, torch.float32), ((1, 128256), (2048, 4096), (8, 50257)), (False, True)):
+        yield f"draw {rows} x {vocabulary} {dtype}{' pdl' if pdl else ''}", lambda b=rows, v=vocabulary, t=dtype, p=pdl: draw(
+            b, v, t, p)
     shapes = {"qkv": (6144, 4096, True, False, False), "o": (4096, 4096, False, True, False),
               "gate_up": (28672, 4096, True, False, True), "down": (4096, 14336, False, True, False),
               "odd": (1000, 1100, True, False, False)}

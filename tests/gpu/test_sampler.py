@@ -1,4 +1,4 @@
-"""The compiled sampler on CUDA: the tokens of the plain one on a CPU, nothing read back, and fit for CUDA graphs.
+"""The sampler on CUDA, compiled and as kernel: the tokens of the plain one on a CPU, nothing read back, fit for CUDA graphs.
 
 Compiling is most of the time: each piece for each dtype, for a batch of one and for more, and for a vocabulary that the
 64 chunks divide (32000) and one that they do not (1000).
@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
+from attn_ops.draw import draw_tokens, draw_tokens_cuda, draw_tokens_eager, random_bits
 from graph_runner.sampler import Sampler, SamplingTensors, sample
 from graph_runner.sampling_params import SamplingParams
-from passes.draw import random_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -112,3 +112,59 @@ def test_captured_in_a_cuda_graph() -> None:
         logits.copy_(random_logits(len(MIXED), 1000) * (position + 1) / 2)
         graph.replay()
         assert tokens.tolist() == sample(logits.cpu(), both(MIXED, position)[0]).tolist()
+
+
+# ---- the op that draws rows without filters
+
+
+def rows_of(count: int, temperatures: tuple[float, ...], position: int = 0) -> tuple[torch.Tensor, ...]:
+    """Temperature (in turn), seed and position of each row."""
+    index = torch.arange(count)
+    return torch.tensor(temperatures)[index % len(temperatures)], index * (2**62 + 7), index + position
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows, vocabulary", [(1, 128256), (1, 50257), (7, 1000), (33, 128256), (128, 32000), (2500, 1025)])
+def test_op_draws_the_tokens_of_the_definition(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """All but one drawn row in 1000: where two scores agree to the last bits, the logarithms of two devices may differ."""
+    logits = random_logits(rows, vocabulary, dtype=dtype)
+    for temperatures in ((0.0,), (1.0,), (0.7, 0.0, 1.8)):
+        how = rows_of(rows, temperatures, position=rows)
+        expected = draw_tokens_eager(logits, *how)
+        tokens = draw_tokens(logits.cuda(), *(tensor.cuda() for tensor in how)).cpu()
+        wrong = tokens != expected
+        assert not wrong[how[0] == 0].any() and int(wrong.sum()) <= rows // 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_op_and_rows_that_are_not_numbers(dtype: torch.dtype) -> None:
+    """Greedy and drawn in turn, in two lanes of one thread and far apart; a NaN stays, whatever comes after it."""
+    for size in (1000, 40_000):
+        logits = random_logits(10, size, dtype=dtype)
+        logits[0:2, 1], logits[0:2, 600], logits[0:2, size - 1] = math.nan, math.nan, 100.0
+        logits[2:4, 700] = math.inf
+        logits[4:8] = -math.inf
+        logits[6:8, size - 1] = -3.0
+        logits[8:10, size - 2], logits[8:10, 5] = math.nan, math.inf
+        how = rows_of(10, (0.0, 0.9))
+        expected = [-1, -1, 700, -1, -1, -1, size - 1, size - 1, -1, -1]
+        assert draw_tokens_eager(logits, *how).tolist() == expected
+        assert draw_tokens(logits.cuda(), *(tensor.cuda() for tensor in how)).tolist() == expected
+
+
+def test_op_in_a_cuda_graph() -> None:
+    """Alone, and with kernels that are set up before the one before them ends; greedy rows become drawn ones in a replay."""
+    logits = [random_logits(9, 32000), random_logits(9, 32000).flip(1)]
+    for pdl in (False, True) if torch.cuda.get_device_capability() >= (9, 0) else (False,):
+        static, how = logits[0].cuda(), [tensor.cuda() for tensor in rows_of(9, (0.0,))]
+        draw_tokens_cuda(static, *how, pdl=pdl)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = draw_tokens_cuda(static * 2, *how, pdl=pdl)
+        for each, temperatures in zip(logits * 2, ((0.0,), (0.0, 1.0), (0.5,), (0.0,)), strict=True):
+            new = rows_of(9, temperatures)
+            for tensor, value in zip((static, *how), (each, *new), strict=True):
+                tensor.copy_(value)
+            graph.replay()
+            assert tokens.tolist() == draw_tokens_eager(each * 2, *new).tolist()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
+from attn_ops import draw
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step
 from graph_runner.sampler import SamplingTensors, sample
 from graph_runner.sampling_params import SamplingParams
-from passes import draw
 from passes.capture import PagedModel, QuireOptions
-from passes.draw import draw_tokens
 from tests.passes.models import tiny
 from tests.zoo.configs import SERVED, build
 
@@ -52,21 +50,33 @@ def check(model: PagedModel) -> None:
     assert drawn > 10  # not all of it was greedy
 
 
-def test_op_by_op() -> None:
-    check(PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager"), draws=True))
+def ops(model: PagedModel) -> int:
+    """How often the op stands in the model's graph."""
+    return sum(node.target is torch.ops.quire.draw_tokens.default for node in model.graph.gm.graph.nodes)
+
+
+@pytest.mark.parametrize("op", [False, True], ids=["", "op"])
+def test_op_by_op(op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain functions as on a CPU, and with the op as on CUDA."""
+    monkeypatch.setattr(draw, "uses_kernel", lambda logits: op)
+    model = PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager"), draws=True)
+    assert ops(model) == op
+    check(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["", "in_64_chunks"])
-def test_compiled_by_inductor(as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("patched", [None, "on_gpu", "uses_kernel"], ids=["", "in_64_chunks", "op"])
+def test_compiled_by_inductor(patched: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = pytest.importorskip("torch._inductor.cpp_builder")
     try:
         builder.get_cpp_compiler()
     except Exception:
         pytest.skip("no C++ compiler")
-    if as_on_gpu:
-        monkeypatch.setattr(draw, "on_gpu", lambda tensor: True)
-    check(PagedModel(build(SERVED["llama"]), QuireOptions(compiler="inductor"), draws=True))
+    if patched:
+        monkeypatch.setattr(draw, patched, lambda tensor: True)
+    model = PagedModel(build(SERVED["llama"]), QuireOptions(compiler="inductor"), draws=True)
+    assert ops(model) == (patched == "uses_kernel")
+    check(model)
 
 
 def test_without_sampling_all_rows_are_greedy() -> None:
@@ -76,29 +86,6 @@ def test_without_sampling_all_rows_are_greedy() -> None:
     assert torch.equal(logits, same) and torch.equal(tokens, want)
     with pytest.raises(ValueError, match="draws=False: its graph takes greedy tokens only"):
         run(greedy, 5, three(sampling(5, 0)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["", "in_64_chunks"])
-def test_greedy_rows_are_argmax(dtype: torch.dtype, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies beside them: the first of equals (zeros of either sign are), infinities, and -1 where there is NaN."""
-    monkeypatch.setattr(draw, "on_gpu", lambda tensor: as_on_gpu)
-    logits = (torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    logits[0, [7, 200, 299]] = 100.0
-    logits[1] = -1.0
-    logits[1, 50], logits[1, 90], logits[1, 8] = -0.0, 0.0, -0.5
-    logits[2, 10] = math.inf
-    logits[3, :-1] = -math.inf
-    logits[4, 77], logits[4, 5] = math.nan, 100.0
-    if dtype == torch.float64:
-        logits[5, 3], logits[5, 200] = 50.0, 50.0 + 1e-13  # equal as float32
-    tensors = sampling(40, 0, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.9))
-    tokens = draw_tokens(logits, *three(tensors))
-    expected = logits.argmax(-1)
-    expected[4] = -1
-    greedy = tensors.temperature == 0
-    assert torch.equal(tokens[greedy], expected[greedy])
-    assert tokens.tolist() == sample(logits, tensors).tolist() or dtype == torch.float64
 
 
 def test_a_row_of_nothing_is_an_error_on_both_ways() -> None:

@@ -1,11 +1,15 @@
-"""Drawing a token of each row: from logits to token ids, inside a traced graph and outside of one.
+"""Drawing a token of each row: from logits to token ids, inside a traced graph and outside of one. ``draw_tokens``.
 
 Letters: B rows (sequences), V the vocabulary.
 
 A row is drawn by the Gumbel-max trick (Gumbel 1954; Yellott 1977): for independent exponential e_v, the token that
 maximises ``logits_v / temperature - log(e_v)`` is distributed as ``softmax(logits / temperature)``. So nothing is
-normalised, sorted or summed, and a row is one pass over its logits that torch.compile fuses into one reduction; a greedy row
-takes part in it, without noise.
+normalised, sorted or summed, and a row is one pass over its logits; a greedy row takes part in it, without noise.
+
+On a CPU it is plain PyTorch, ``draw_tokens_eager``, which torch.compile fuses into one reduction. On CUDA it is the op
+``torch.ops.quire.draw_tokens``, a Triton kernel (``attn_ops/_kernels/draw.py``): in the fused reduction every row pays for
+the noise, three 64-bit multiplications and two logarithms a logit, and only then are those of greedy rows thrown away. The
+kernel looks at a row's temperature first.
 
 NOTE [Same seed, same tokens]: the noise e_v is a function of (seed, position, v) alone: no generator has a state that
 other rows, the order of scheduling or a preemption could advance. The hash is in 64-bit integers, which agree on every
@@ -15,6 +19,8 @@ product) or where two scores agree to the last bits (``log`` may differ between 
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from typing import Any
 
@@ -22,7 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn_ops.attention import LIBRARY
+
 INVALID_TOKEN = -1
+
+#: Logits that the kernel reads. The scores are float32: for float64 too coarse.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+LIBRARY.define("draw_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
+               tags=(torch.Tag.pt2_compliant_tag,))
 
 # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014; this output function is
 # variant 13 of Stafford's mixers, as in java.util.SplittableRandom). Written as signed numbers: torch multiplies and
@@ -46,12 +61,95 @@ def draw_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: Ten
     Returns:
         (B,) int64; INVALID_TOKEN (-1) for a row with a NaN, with nothing but -inf, or to be drawn from +inf.
     """
+    if uses_kernel(logits):
+        return torch.ops.quire.draw_tokens.default(logits, temperature, seed, position)
+    return draw_tokens_eager(logits, temperature, seed, position)
+
+
+def draw_tokens_eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """The definition of `draw_tokens`, in plain PyTorch."""
     x, index = chunks(logits)
     drawn = winner(score(x, index, temperature, seed, position), index, temperature)
     if logits.dtype != torch.float64:
         return drawn
     best, token = logits.max(-1)  # the scores are float32: too coarse for a greedy row
     return torch.where(is_greedy(temperature), torch.where(best > -math.inf, token, INVALID_TOKEN), drawn)
+
+
+def uses_kernel(logits: Tensor) -> bool:
+    """Are tokens of these logits drawn by the op? Decided while tracing: on a CPU the op would be no more than the plain
+    functions, run one by one."""
+    return logits.is_cuda and logits.dtype in KERNEL_DTYPES and _HAS_TRITON
+
+
+# ---- the op
+
+#: Logits that a program reads at once, and programs to aim for: enough that the loads in flight fill the memory's latency
+#: (an H200 runs about a thousand of them at a time), and that a drawn row beside greedy ones is spread too.
+BLOCK, PROGRAMS = 1024, 2048
+
+
+def _eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    if not logits.numel():
+        return torch.full((logits.shape[0],), INVALID_TOKEN, dtype=torch.int64, device=logits.device)
+    return draw_tokens_eager(logits, temperature, seed, position)
+
+
+def _fake(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+def divide(rows: int, vocabulary: int) -> tuple[int, int]:
+    """How rows are divided among programs: (parts of a row, logits of a part, a multiple of BLOCK). From the shape alone.
+
+    A part has BLOCK logits at least; as many parts as make PROGRAMS programs of all rows; and one where the rows alone do.
+    """
+    blocks = -(-vocabulary // BLOCK)
+    blocks_a_part = -(-blocks // max(1, min(blocks, PROGRAMS // rows)))
+    return -(-blocks // blocks_a_part), blocks_a_part * BLOCK
+
+
+def draw_tokens_cuda(
+    logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, *, pdl: bool | None = None
+) -> Tensor:
+    """The op on CUDA: one launch, or two where rows are divided. Nothing is read back, and nothing outlives the call.
+
+    The second launch chooses among the parts of each row. One launch could do it all if its last program chose (see
+    NOTE [Last one merges]), with counters that are zero before. An op without a forward's own counters would have to share
+    them among all streams, or zero them in a launch of its own, which gains nothing.
+
+    Args:
+        pdl: programmatic dependent launch, see _kernels/pdl.py; None: as the environment says.
+    """
+    if not logits.numel() or logits.dtype not in KERNEL_DTYPES:
+        return _eager(logits, temperature, seed, position)
+    rows, vocabulary = logits.shape
+    kernels, use_pdl, launch_options = _kernels()
+    pdl = use_pdl(logits.device) if pdl is None else pdl
+    logits = logits if vocabulary == 1 or logits.stride(1) == 1 else logits.contiguous()
+    temperature, seed, position = temperature.contiguous(), seed.contiguous(), position.contiguous()
+    parts, part_size = divide(rows, vocabulary)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    keys = tokens if parts == 1 else torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
+    kernels.draw_kernel[(rows, parts)](
+        logits, temperature, seed, position, keys, vocabulary, logits.stride(0), part_size, BLOCK=BLOCK, WHOLE=parts == 1,
+        PDL=pdl, num_warps=4, **launch_options(pdl))
+    if parts > 1:
+        kernels.choose_kernel[(rows,)](keys, temperature, tokens, parts, BLOCK=128, PDL=pdl, num_warps=1,
+                                       **launch_options(pdl))
+    return tokens
+
+
+@functools.cache
+def _kernels() -> Any:
+    from attn_ops._kernels import draw, pdl
+
+    return draw, pdl.use_pdl, pdl.launch_options
+
+
+LIBRARY.impl("draw_tokens", _eager, "CPU")
+LIBRARY.impl("draw_tokens", draw_tokens_cuda, "CUDA")
+torch.library.register_fake("quire::draw_tokens", _fake, lib=LIBRARY)
 
 
 # ---- rows
@@ -66,7 +164,7 @@ def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
     missing = -logits.shape[1] % count
     if missing:
         logits = F.pad(logits, (0, missing), value=-math.inf)
-    x = logits.view(logits.shape[0], count, -1).float()
+    x = logits.view(logits.shape[0], count, logits.shape[1] // count).float()  # no -1: there may be no rows
     return x, torch.arange(logits.shape[1], device=logits.device).view(x.shape[1:])
 
 
@@ -151,5 +249,5 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-__all__ = ["INVALID_TOKEN", "chunks", "draw_tokens", "gumbel_noise", "inverse", "is_greedy", "on_gpu", "random_bits", "score",
-           "winner"]
+__all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "draw_tokens", "draw_tokens_cuda", "draw_tokens_eager",
+           "gumbel_noise", "inverse", "is_greedy", "on_gpu", "random_bits", "score", "uses_kernel", "winner"]
