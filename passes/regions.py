@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from passes.graph_tools import placeholders, value, written_by
+from passes.graph_tools import ancestors, placeholders, value, written_by
 from passes.lowering import Lowered, any_sizes, fake_input
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _places(lowered: Lowered) -> dict[fx.Node, int]:
     for node in lowered.gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise _Whole(f"it holds a constant or a nested graph ({node.op} {node.target})")
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or _is_size(node):
             continue
         source = node.args[0] if node.target is operator.getitem else None
         if node.target is lowered.target.backend.prepare:
@@ -108,10 +108,22 @@ def _places(lowered: Lowered) -> dict[fx.Node, int]:
     return place
 
 
+def _is_size(node: fx.Node) -> bool:
+    """A number computed from the graph's sizes alone. Dynamo computes each of them once, where it is first needed; every piece
+    that needs one computes it for itself, or the first of equal pieces would be unlike the others."""
+    return (node.op == "call_function" and isinstance(value(node), (int, torch.SymInt)) and bool(node.all_input_nodes)
+            and all(n.op == "placeholder" and isinstance(value(n), torch.SymInt) or _is_size(n) for n in node.all_input_nodes))
+
+
 def _cut(graph: fx.Graph, place: dict[fx.Node, int], values: dict[fx.Node, Any]) -> list[_Piece]:
     members: dict[int, list[fx.Node]] = {}
     for node, at in place.items():
         members.setdefault(at, []).append(node)
+    if any(_is_size(n) for n in graph.output_node().all_input_nodes):
+        raise _Whole("it returns a size")
+    for at, nodes in members.items():
+        sizes = {s for n in nodes for i in n.all_input_nodes if _is_size(i) for s in ancestors(i) if _is_size(s)}
+        members[at] = [n for n in graph.nodes if n in sizes] + nodes if sizes else nodes
     symbols = [n for n in placeholders(graph) if isinstance(values[n], torch.SymInt)]
     pieces = []
     for at in sorted(members.keys() - {_BEFORE}):
@@ -120,7 +132,7 @@ def _cut(graph: fx.Graph, place: dict[fx.Node, int], values: dict[fx.Node, Any])
         # A size that the tensors have only inside an expression must reach the piece as a number of its own.
         sized = {str(s) for n in read for s in _symbols(values[n])}
         read = dict.fromkeys([*(s for s in symbols if str(values[s]) in sized), *read])
-        pieces.append(_Piece(nodes, list(read), [n for n in nodes if any(u not in own for u in n.users)]))
+        pieces.append(_Piece(nodes, list(read), [n for n in nodes if not _is_size(n) and any(u not in own for u in n.users)]))
     return pieces
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from typing import Any
 
 import pytest
@@ -99,6 +100,27 @@ def test_layers_that_differ_are_compiled_apart(compiled: list[fx.GraphModule]) -
     assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
     # embed + 0; 0 -> 1, 1 -> 2; 2 -> scaled; scaled -> wide; wide -> logits
     assert len(compiled) == 5
+
+
+class Counts(nn.Module):
+    """Computes with the number of tokens, as mixtures of experts do; Dynamo computes the product once for all layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens = x.shape[1]
+        return self.inner(x, position_ids, extra) + x.new_ones(6 * tokens).view(1, tokens, 6)[..., :1]
+
+
+def test_sizes_are_computed_by_each_piece(compiled: list[fx.GraphModule]) -> None:
+    net = Tiny(*(Counts(Attention(4, 2, is_causal=True)) for _ in range(4))).eval()
+    graph = trace(net, compiler="inductor")
+    products = [n for n in graph.traced.gm.graph.nodes if n.target is operator.mul]
+    assert len(products) == 1 and len(products[0].users) == 4
+    assert served(graph, net) <= TOLERANCE
+    assert len(compiled) == 3
 
 
 class Scale(nn.Module):
