@@ -113,8 +113,8 @@ class Engine:
         """
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-        if not self._requests and (change := self.watch.change()) is not None:
-            raise RuntimeError(f"the model was changed after the engine traced it ({change}); close it and make a new one")
+        if not self._requests:
+            self.watch.check()
         params = params or SamplingParams()
         ids = token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
         if params.stop and self.tokenizer is None:
@@ -161,6 +161,7 @@ class Engine:
         self._inboxes.get(event.index, self._unclaimed).append(event)
 
     def _turn(self) -> None:
+        self.watch.check(self.watch.glance)
         if self._failed:  # that step may have replaced newest tokens on the device; from here the host has them all
             self._collect(0)
             self._failed = False

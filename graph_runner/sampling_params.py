@@ -173,7 +173,7 @@ class SamplingParams:
             which is a matter of packing.
 
         Raises:
-            ValueError, TypeError: as for SamplingParams.
+            ValueError, TypeError: as for SamplingParams; ValueError for do_sample with temperature 0, as in ``generate``.
         """
         def option(name: str, default: Any = None) -> Any:
             value = getattr(generation_config, name, None)
@@ -183,6 +183,8 @@ class SamplingParams:
         sampling = overrides["temperature"] > 0 if "temperature" in overrides else bool(option("do_sample"))
         values: dict[str, Any] = {"n": option("num_return_sequences", 1), "stop": option("stop_strings")}
         values["temperature"] = 0.0
+        if sampling and "temperature" not in overrides and option("temperature", 1.0) == 0:
+            raise ValueError("do_sample=True with temperature=0.0; for the likeliest tokens set do_sample=False")
         if sampling:
             values |= {
                 "temperature": option("temperature", 1.0), "top_k": option("top_k", 50), "top_p": option("top_p", 1.0),

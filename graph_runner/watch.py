@@ -1,11 +1,13 @@
 """Notices that a model is no longer the one that was traced.
 
 A traced graph has the model's modules, hooks and settings built in. Weights updated in place reach it; a hook added later, a
-layer exchanged or a setting changed would be ignored without a word. So the engine compares before it takes new work.
+layer exchanged or a setting changed would be ignored without a word. So the engine compares: all of the model before it takes
+new work when idle (``change``), and while it is busy a few modules each step, in turn (``glance``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +28,10 @@ def _facts(module: torch.nn.Module, addresses: bool) -> tuple[Any, ...]:
     )
 
 
+def _children(module: torch.nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(child)) for name, child in module._modules.items()]
+
+
 _WHAT = ("its class", "the module itself", "its forward hooks", "its forward pre-hooks", "its forward", "its settings",
          "its parameters", "its buffers")
 
@@ -41,9 +47,28 @@ class ModelWatch:
     def __init__(self, model: torch.nn.Module, *, addresses: bool) -> None:
         self._model, self._addresses = model, addresses
         self._then = self._look()
+        self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
+        self._next = 0
 
     def _look(self) -> dict[str, tuple[Any, ...]]:
         return {name: _facts(module, self._addresses) for name, module in self._model.named_modules()}
+
+    def check(self, look: Callable[[], str | None] | None = None) -> None:
+        """Raises RuntimeError if ``look``, ``change`` by default, finds something."""
+        what = (look or self.change)()
+        if what is not None:
+            raise RuntimeError(f"the model was changed after the engine traced it ({what}), and the engine runs it as it was; "
+                               "undo the change, or close the engine and make a new one")
+
+    def glance(self, count: int = 4) -> str | None:
+        """What has changed in the next ``count`` modules, in words; None if nothing. A change anywhere is seen within as many
+        calls as the model has modules, over ``count``."""
+        for _ in range(min(count, len(self._modules))):
+            name, module, children = self._modules[self._next]
+            if _children(module) != children or _facts(module, self._addresses) != self._then[name]:
+                return self.change() or f"{name or type(self._model).__name__}: changed"
+            self._next = (self._next + 1) % len(self._modules)
+        return None
 
     def change(self) -> str | None:
         """What has changed since, in words; None if nothing."""

@@ -72,6 +72,25 @@ def test_a_setting_changed_after_the_trace() -> None:
             engine.generate([[30, 31]])
 
 
+def test_a_setting_changed_while_a_request_runs() -> None:
+    """Noticed within as many steps as it takes to look at every module; undone, the request goes on as if nothing had been."""
+    model, greedy = load_model(), SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    with quire.Engine(model, load_tokenizer()) as engine:
+        [whole] = engine.generate(LONG, greedy)
+        engine.add_request(LONG, greedy)
+        engine.step()
+        model.model.layers[1].mlp.act_fn.inplace = True
+        steps = 0
+        with pytest.raises(RuntimeError, match="model.layers.1.mlp.act_fn: its settings changed"):
+            while True:
+                engine.step()
+                steps += 1
+        assert steps <= len(list(model.modules())) / 4 + 1 and engine.has_unfinished
+        del model.model.layers[1].mlp.act_fn.inplace
+        finished = [e for _ in range(100) if engine.has_unfinished for e in engine.step() if e.finished]
+        assert [e.output.token_ids for e in finished] == [whole.token_ids]
+
+
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 def test_an_interrupted_step_is_computed_again(at, monkeypatch) -> None:
     greedy = SamplingParams(max_tokens=12, temperature=0)

@@ -276,6 +276,7 @@ def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) 
     (dict(max_length=3, max_new_tokens=None), "max_tokens must be at least 1"),
     (dict(not_an_argument=3), r"quire does not have the arguments \['not_an_argument'\]"),
     (dict(stop_strings="e"), "quire does not have stop_strings in generate"),
+    (dict(do_sample=True, temperature=0.0), "do_sample=True with temperature=0.0; for the likeliest tokens set"),
 ])
 def test_what_transformers_refuses_it_still_refuses(options, message, plain, model, batch, monkeypatch) -> None:
     for m in (plain, model):

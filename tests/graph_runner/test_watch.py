@@ -28,9 +28,12 @@ def replace_layer(m) -> None:
 def test_change(change, what) -> None:
     m = model()
     watch = ModelWatch(m, addresses=False)
-    assert watch.change() is None
+    assert watch.change() is None and watch.glance(2) is None  # of three modules, so the next glance begins at the last
     change(m)
     assert watch.change() == what
+    assert what in (watch.glance(2), watch.glance(2))
+    with pytest.raises(RuntimeError, match=f"{what}.*undo the change, or close the engine"):
+        watch.check()
 
 
 def test_what_may_change() -> None:
