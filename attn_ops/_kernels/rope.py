@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.kv_quant import encode
+from attn_ops._kernels.kv_quant import store_heads
 from attn_ops._kernels.pdl import let_next_start, wait_for_previous
 
 
@@ -55,27 +55,16 @@ def rope_kv_write_kernel(
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
-            page = slot // PAGE
-            offset = slot % PAGE
             head = (block - q_blocks) % kv_blocks * HEADS + tl.arange(0, HEADS)
             live = head < HKV
             if block < q_blocks + kv_blocks:
                 key = rotated(k + token * stride_kt + head * stride_kh, live, cos + token * stride_cos,
-                              sin + token * stride_sin, k_norm_weight, eps, D, ROTARY, D_P2)
-                key = key.to(k.dtype.element_ty)
-                if k_scale is not None:
-                    codes, scale = encode(key, 1, QMAX, LOWEST, ROUNDER)
-                    key = codes.to(k_cache.dtype.element_ty)
-                    tl.store(k_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale, mask=live)
-                tl.store(k_cache + page * K_PAGE + offset * K_TOKEN + (head.to(tl.int64) * K_HEAD)[:, None]
-                         + columns[None, :], key, mask=live[:, None] & (columns < D)[None, :])
+                              sin + token * stride_sin, k_norm_weight, eps, D, ROTARY, D_P2).to(k.dtype.element_ty)
+                store_heads(key, head, live, slot, k_cache, k_scale, PAGE, K_PAGE, K_TOKEN, K_HEAD, S_PAGE, S_TOKEN, S_HEAD,
+                            QMAX, LOWEST, ROUNDER, D, D_P2)
             else:
                 columns_v = tl.arange(0, DV_P2)
-                mask = live[:, None] & (columns_v < DV)[None, :]
-                value = tl.load(v + token * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :], mask=mask, other=0.0)
-                if v_scale is not None:
-                    codes_v, scale_v = encode(value, 1, QMAX, LOWEST, ROUNDER)
-                    value = codes_v.to(v_cache.dtype.element_ty)
-                    tl.store(v_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale_v, mask=live)
-                tl.store(v_cache + page * V_PAGE + offset * V_TOKEN + (head.to(tl.int64) * V_HEAD)[:, None]
-                         + columns_v[None, :], value, mask=mask)
+                value = tl.load(v + token * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :],
+                                mask=live[:, None] & (columns_v < DV)[None, :], other=0.0)
+                store_heads(value, head, live, slot, v_cache, v_scale, PAGE, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD,
+                            QMAX, LOWEST, ROUNDER, DV, DV_P2)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.kv_quant import encode, rounding, scale_strides
+from attn_ops._kernels.kv_quant import rounding, scale_strides, store_heads
 from attn_ops.backends.triton._common import power_of_2
 
 
@@ -25,34 +25,19 @@ def write_kernel(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
         return
-    page = slot // PAGE
-    offset = slot % PAGE
+    row = token.to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    live = head < HKV
     columns = tl.arange(0, D_P2)
-    mask = (head < HKV)[:, None] & (columns < D)[None, :]
-    if k_scale is None:
-        key = tl.load(k + token.to(tl.int64) * stride_kt + (head * stride_kh)[:, None] + columns[None, :], mask=mask)
-    else:
-        key = tl.load(k + token.to(tl.int64) * stride_kt + (head * stride_kh)[:, None] + columns[None, :], mask=mask,
-                      other=0.0)
-        codes, scale = encode(key, 1, QMAX, LOWEST, ROUNDER)
-        key = codes.to(k_cache.dtype.element_ty)
-        tl.store(k_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale, mask=head < HKV)
-    tl.store(k_cache + page * K_PAGE + offset * K_TOKEN + (head.to(tl.int64) * K_HEAD)[:, None] + columns[None, :], key,
-             mask=mask)
+    key = tl.load(k + row * stride_kt + (head * stride_kh)[:, None] + columns[None, :],
+                  mask=live[:, None] & (columns < D)[None, :], other=0.0)
+    store_heads(key, head, live, slot, k_cache, k_scale, PAGE, K_PAGE, K_TOKEN, K_HEAD, S_PAGE, S_TOKEN, S_HEAD, QMAX, LOWEST,
+                ROUNDER, D, D_P2)
     columns_v = tl.arange(0, DV_P2)
-    mask_v = (head < HKV)[:, None] & (columns_v < DV)[None, :]
-    if v_scale is None:
-        value = tl.load(v + token.to(tl.int64) * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :],
-                        mask=mask_v)
-    else:
-        value = tl.load(v + token.to(tl.int64) * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :],
-                        mask=mask_v, other=0.0)
-        codes_v, scale_v = encode(value, 1, QMAX, LOWEST, ROUNDER)
-        value = codes_v.to(v_cache.dtype.element_ty)
-        tl.store(v_scale + page * S_PAGE + offset * S_TOKEN + head.to(tl.int64) * S_HEAD, scale_v, mask=head < HKV)
-    tl.store(v_cache + page * V_PAGE + offset * V_TOKEN + (head.to(tl.int64) * V_HEAD)[:, None] + columns_v[None, :],
-             value, mask=mask_v)
+    value = tl.load(v + row * stride_vt + (head * stride_vh)[:, None] + columns_v[None, :],
+                    mask=live[:, None] & (columns_v < DV)[None, :], other=0.0)
+    store_heads(value, head, live, slot, v_cache, v_scale, PAGE, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD, QMAX, LOWEST,
+                ROUNDER, DV, DV_P2)
 
 
 def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
