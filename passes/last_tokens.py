@@ -21,12 +21,13 @@ Left alone: everything before the last attention op (so that pieces of passes/re
 is changed in place, but for ``x += y`` on an x that is new and that nobody else has; quantised weights, whose code may assume
 something about the number of rows; graphs whose T or B is a number.
 
-Decode steps, T = B: nothing is gained, and no kernel is added. Before, the compiler made two kernels behind the last product:
-residual with norm, then the gather. Now one for both gathers (the same index and size) comes behind attention, and the one at
-the end is residual with norm alone. In the graph for small batches (at most 32 tokens) it would be one kernel more, because
-``small_linear`` adds the residual and the norm is fused with the gather, and the products read all their weights whatever the
-rows; so that graph is not rewritten. That keeps the head's kernel free of the norm, too: each program would compute it again,
-for one row of 128256, and nobody has measured that.
+Decode steps, T = B: nothing is gained, and on a GPU no kernel is added. Before, residual and norm, over T rows, are one of the
+compiler's kernels, and the gather, over B, is another. After, the gather of the attention's result is one, the residual's rows
+are taken by the kernel that adds it, and behind the last product residual and norm, both over B rows, are one. (Counted in
+the code that the compiler makes; not timed.) In the graph for small batches (at most 32 tokens) it would be one kernel more,
+because there ``small_linear`` adds the residual, and norm and gather were one kernel; and products of so few rows take the time
+of reading their weights, so that nothing would be gained. That graph is not rewritten. This also keeps the final norm out of
+the head's ``small_linear``, each of whose programs would compute it again: for a head that is not measured.
 """
 
 from __future__ import annotations
