@@ -11,7 +11,7 @@ After::
 
     h2 = add(h[:, idx], linear(a[:, idx], w_o));  h3 = add(h2, mlp(norm(h2)));  logits = linear(norm(h3), w_head)
 
-For a prefill of a Llama of 32 layers that is 2.8 % of all operations: nearly all of the last layer's but q/k/v and attention.
+For a long prefill of Llama-3.1-8B that is 2.8 % of the multiplications in matrix products: 88 % of those of one layer in 32.
 
 An operation is moved only if it is proved to be row-wise (``passes/row_wise.py``). A value that is not made by one, or that
 somebody else reads too, stays, and its rows are taken. A region without a matrix product (a norm alone, behind a mixture of

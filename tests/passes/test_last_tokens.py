@@ -26,6 +26,7 @@ from passes.last_tokens import last_tokens
 from passes.regions import compile_by_regions
 from passes.row_wise import PRODUCTS
 from tests.passes.models import HIDDEN, VOCAB, Attention, listing
+from tests.passes.test_quantized import Int8
 from tests.tiny import load_model
 from tests.zoo.harness import LENGTHS, STEPS
 
@@ -240,11 +241,16 @@ def test_numbers_and_operations() -> None:
     assert counted == [20 * (qkv + others) + 2 * head, 20 * qkv + 2 * (others + head)]
 
 
-@pytest.mark.parametrize("fusions", ["last_tokens", "projections,last_tokens", "all"])
-def test_with_the_other_passes(fusions) -> None:
-    """On the model that ships, and one whose three layers are cut apart."""
+@pytest.mark.parametrize("fusions, products", [
+    ("last_tokens", "TBBBB" "B"), ("projections,last_tokens", "TBBB" "B"), ("all", "TBBB" "B"),
+])
+def test_with_the_other_passes(fusions, products) -> None:
+    """On the model that ships, on three layers, and on one: gate and up, which may be one product by then, go along."""
     same(load_model(), fusions)
     same(Decoder(layers=3), fusions)
+    paged = traced(Decoder(), fusions)
+    assert "".join(sizes_of_products(paged.graph.paged(None).lowered.gm.graph)) == products
+    paged.close()
 
 
 def test_all_logits_indexed_afterwards() -> None:
@@ -252,6 +258,21 @@ def test_all_logits_indexed_afterwards() -> None:
     model = Decoder(keeps=False)
     matches, graph = rewritten(model)
     assert matches == 1 and sizes_of_products(graph) == ["T", "B", "B", "B", "B", "B"]
+    same(model)
+
+
+class TwoHeads(Decoder):
+    """Two gathers by one index, of one value."""
+
+    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
+        x = self.norm3(self.hidden(input_ids, position_ids))
+        return self.head(x[:, logits_to_keep, :]) + self.second(x[:, logits_to_keep])
+
+
+def test_two_gathers() -> None:
+    model = TwoHeads(second=nn.Linear(HIDDEN, VOCAB))
+    matches, graph = rewritten(model)
+    assert matches == 2 and sizes_of_products(graph) == ["T", "B", "B", "B", "B", "B", "B"]
     same(model)
 
 
@@ -340,6 +361,16 @@ def test_what_stays(behind, products) -> None:
     model = Decoder(behind, **parameters())
     matches, graph = rewritten(model)
     assert (matches, "".join(sizes_of_products(graph))) == (1, products)
+    same(model)
+
+
+def test_quantised_weights_stay() -> None:
+    """What a quantised layer does for so many rows and not for others is its own affair: rows are taken behind it."""
+    model = Decoder()
+    for layer in (model.attention[0].out, model.mlp.down):
+        layer.weight = nn.Parameter(Int8.of(layer.weight), requires_grad=False)
+    matches, graph = rewritten(model)
+    assert (matches, "".join(sizes_of_products(graph))) == (1, "TTTTTB")
     same(model)
 
 
