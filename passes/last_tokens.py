@@ -106,10 +106,13 @@ class _Region:
 
     def rewrite(self) -> int:
         """The region again, on the rows of the index; returns how many gathers it replaces."""
-        moved = [g for g in self.graph.nodes if g in self.gathers and g.args[0] in self.nodes]
+        order = list(self.graph.nodes)
+        moved = [g for g in order if g in self.gathers and g.args[0] in self.nodes]
+        if len(moved) > 1 and any(map(_may_write, order[order.index(moved[0]) :])):
+            return 0  # each gather is a copy of its own, and what takes their place may be one tensor
         env = value(self.index).fake_mode.shape_env
         guards = len(env.guards)
-        for node in [n for n in self.graph.nodes if n in self.nodes]:
+        for node in [n for n in order if n in self.nodes]:
             with self.graph.inserting_before(node):
                 new = self._again(node)
             if not self._same_but_rows(value(node), value(new)) or len(env.guards) > guards:

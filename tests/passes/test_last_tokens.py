@@ -21,7 +21,7 @@ from attn_ops.step import Step
 from passes.capture import PagedModel
 from passes.dynamo_backend import QuireOptions
 from passes.fusion import FusedWeights, Fusion
-from passes.graph_tools import copy_graph, value
+from passes.graph_tools import compute_value, copy_graph, value
 from passes.last_tokens import last_tokens
 from passes.regions import compile_by_regions
 from passes.row_wise import PRODUCTS
@@ -274,6 +274,41 @@ def test_two_gathers() -> None:
     matches, graph = rewritten(model)
     assert matches == 2 and sizes_of_products(graph) == ["T", "B", "B", "B", "B", "B", "B"]
     same(model)
+
+
+class ChangesOne(Decoder):
+    """Of two copies of the same rows one is changed."""
+
+    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
+        x = self.norm3(self.hidden(input_ids, position_ids))
+        one, other = x[:, logits_to_keep, :], x[:, logits_to_keep, :]
+        one.add_(1)
+        return self.head(one) + self.head(other)
+
+
+def test_copies_stay_copies() -> None:
+    model = ChangesOne()
+    matches, graph = rewritten(model)
+    assert matches == 0 and sizes_of_products(graph) == ["T", "T", "T", "T", "T", "B", "B"]
+    same(model)
+
+
+@pytest.mark.parametrize("doubt", ["another value", "a guard"])
+def test_in_doubt_the_graph_stays(doubt, monkeypatch) -> None:
+    """What was made is taken out again if its value is not the expected one, or if computing it assumed something of a size."""
+    model = Decoder()
+    before = listing(traced(model).graph._raised_graph()[0].graph)
+
+    def compute_and_guard(node: fx.Node) -> None:
+        compute_value(node)
+        assert value(node).shape[1] != 12345
+
+    if doubt == "a guard":
+        monkeypatch.setattr("passes.last_tokens.compute_value", compute_and_guard)
+    else:
+        monkeypatch.setattr("passes.last_tokens._Region._same_but_rows", lambda self, old, new: new.shape[-1] != 48)
+    matches, graph = rewritten(model)
+    assert matches == 0 and listing(graph) == before
 
 
 def reads_by_view(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:  # GPT-2's and OPT's way
