@@ -107,11 +107,12 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Pass:
-    """One fusion pass. ``small_only``: it belongs in the graph for small batches alone. ``lowered``: it rewrites the lowered
-    graph, where the caches are, and not the raised one."""
+    """One fusion pass. ``small_only``: it belongs in the graph for small batches alone; ``large_only``: in the other one alone,
+    if there are two. ``lowered``: it rewrites the lowered graph, where the caches are, and not the raised one."""
 
     run: Callable[[Any], int]
     small_only: bool = False
+    large_only: bool = False
     lowered: bool = False
 
 
@@ -119,9 +120,10 @@ def _passes() -> dict[str, Pass]:
     from passes.fuse_projections import fuse_projections
     from passes.fuse_rope import fuse_rope
     from passes.fuse_small_linear import fuse_small_linear
+    from passes.last_tokens import last_tokens
 
-    return {"projections": Pass(fuse_projections), "small_linear": Pass(fuse_small_linear, small_only=True),
-            "rope": Pass(fuse_rope, lowered=True)}
+    return {"projections": Pass(fuse_projections), "last_tokens": Pass(last_tokens, large_only=True),
+            "small_linear": Pass(fuse_small_linear, small_only=True), "rope": Pass(fuse_rope, lowered=True)}
 
 
 def has_small_passes(names: str | Sequence[str]) -> bool:
@@ -155,7 +157,8 @@ def apply_lowered_fusions(lowered: Any, names: str | Sequence[str], small: bool 
 
 def _run(subject: Any, gm: fx.GraphModule, names: str | Sequence[str], small: bool, lowered: bool) -> None:
     for name, each in _passes().items():
-        if (names == "all" or name in names) and (small or not each.small_only) and each.lowered == lowered:
+        in_this_graph = not each.large_only if small else not each.small_only
+        if (names == "all" or name in names) and in_this_graph and each.lowered == lowered:
             matches = each.run(subject)
             gm.graph.lint()
             logger.info("%s: %d matches", name, matches)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._pytree import tree_leaves
 
 
 def value(node: Any) -> Any:
@@ -160,6 +162,15 @@ def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
             env[node] = owner
         else:
             raise LookupError(f"no value for {node.op} {node.name}")
+
+
+def compute_value(node: fx.Node) -> None:
+    """Give a new node the fake value that its inputs' fake values lead to."""
+    inputs = {n: value(n) for n in node.all_input_nodes}
+    mode = next(m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        evaluate([node], inputs)
+    node.meta["example_value"] = inputs[node]
 
 
 def number_constants(node: fx.Node) -> list[int | float]:

@@ -40,7 +40,7 @@ def encode(x, AXIS: tl.constexpr, QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUN
 def store_heads(x, head, live, slot, cache, scales, PAGE: tl.constexpr, C_PAGE: tl.constexpr, C_TOKEN: tl.constexpr,
                 C_HEAD: tl.constexpr, S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr, QMAX: tl.constexpr,
                 LOWEST: tl.constexpr, ROUNDER: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr):
-    """Store keys (or values) x (heads, DIM_P2) of one token at its ``slot`` (64-bit, not negative): those of the live ``head``s,
+    """Store keys (or values) x (heads, DIM_P2) of one token at its ``slot`` (64-bit, not negative): those of live ``head``s,
     as codes with their scales if there are ``scales``. C_* and S_* are the strides of cache and scales."""
     page = slot // PAGE
     offset = slot % PAGE

@@ -93,6 +93,7 @@ OPTIONS = {
     "page_larger_than_all": dict(page_size=128, num_pages=20, cudagraph_capture_sizes=[1, 4]),
     "mixed_graphs": dict(cudagraph_capture_sizes=[2], cudagraph_token_sizes=[8, 64], async_stepping=True),
     "fused": dict(fusions="all", async_stepping=True),
+    "last_tokens_of_chunks": dict(fusions="projections,last_tokens", prefill_chunk_size=16, cudagraph_token_sizes=[8, 64]),
 }
 # The longest of the prompts needs 60 tokens in the end, all of them 240.
 TINY_CACHES = {

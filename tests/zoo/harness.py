@@ -61,12 +61,13 @@ def noisy_cache(sites: list[AttentionSite], page_size: int, *, device: torch.dev
 
 
 def serve(model: PagedModel, batch: Batch, *, page_size: int, layout: Any = "NHD", attention: str = "auto",
-          pad: tuple[int, int] = (0, 0), mutation: dict[str, Any] | None = None) -> list[torch.Tensor]:
+          pad: tuple[int, int] = (0, 0), mutation: dict[str, Any] | None = None, backwards: bool = False) -> list[torch.Tensor]:
     """Serve the batch in STEPS; the logits (length, V) of each sequence.
 
     Args:
         pad: tokens and rows that each step is padded by.
         mutation: what to change in every lowered attention op; see ``mutated``.
+        backwards: ask for the rows of logits in the other order than that of the tokens.
     """
     device = batch.ids[0].device
     cache = noisy_cache(model.sites, page_size, device=device, layout=layout)
@@ -85,8 +86,10 @@ def serve(model: PagedModel, batch: Batch, *, page_size: int, layout: Any = "NHD
         meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
         step = Step(cache, meta, attention=attention)
         row_of_ids = torch.cat([ids, ids.new_zeros(pad[0])])
+        wanted = torch.arange(len(ids), device=device)
         with mutated(model, step, mutation or {}):
-            out = model(step, row_of_ids, meta.positions, torch.arange(len(ids), device=device))
+            out = model(step, row_of_ids, meta.positions, wanted.flip(0) if backwards else wanted)
+        out = out.flip(0) if backwards else out
         for r, part in zip(rows, out.split(queries), strict=True):
             logits[r].append(part)
     return [torch.cat(parts) for parts in logits]

@@ -15,14 +15,19 @@ from attn_ops.rope import rope_kv_write
 from graph_runner.packing_check import check_packing
 from passes.capture import PagedModel, QuireOptions
 from passes.fuse_rope import fuse_rope
-from passes.graph_tools import copy_graph
+from passes.fusion import FusedWeights, Fusion
+from passes.graph_tools import copy_graph, value
+from passes.last_tokens import last_tokens
 from passes.lowering import lower
 from passes.regions import compile_by_regions
+from passes.row_wise import PRODUCTS
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 
 #: Some that the rope fusion must go on finding, spelled in each of the ways it knows.
 ROTATED = ("llama", "qwen3", "phi3", "gpt_neox", "olmo2", "gemma3", "mixtral", "falcon", "persimmon")
+#: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
+LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
 
 
@@ -54,8 +59,8 @@ def zoo(request: pytest.FixtureRequest) -> Iterator[Specimen]:
 def test_sites(zoo: Specimen) -> None:
     """Each feature that the config asks for reaches an attention site, by the route expected."""
     assert {s.route for s in zoo.paged.sites} == {zoo.entry.route}
-    for field, value in zoo.entry.features.items():
-        assert value in [getattr(s, field) for s in zoo.paged.sites], f"no site has {field}={value}"
+    for field, wanted in zoo.entry.features.items():
+        assert wanted in [getattr(s, field) for s in zoo.paged.sites], f"no site has {field}={wanted}"
 
 
 @pytest.mark.parametrize("page_size, layout, pad", [(1, "NHD", (0, 0)), (4, "NHD", (3, 2)), (16, "HND", (0, 0))])
@@ -113,6 +118,25 @@ def test_rope_fusion(zoo: Specimen) -> None:
     run, paged.run = paged.run, lowered.gm.forward
     try:
         got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2))
+    finally:
+        paged.run = run
+    assert error(got, zoo.batch) <= TOLERANCE
+
+
+def test_last_tokens(zoo: Specimen) -> None:
+    """Rows are taken above the final norm at least (passes/last_tokens.py), and the logits of the rows asked for stay."""
+    serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
+    graph = zoo.paged.graph
+    (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
+    gm = copy_graph(graph.traced.raised)
+    assert last_tokens(Fusion(gm, graph.traced.inputs, FusedWeights())) == 1
+    (index,) = (n for n in gm.graph.nodes if n.op == "placeholder" and "logits_indices" in n.name)
+    rows = str(value(index).shape[0])
+    products = [n for n in gm.graph.nodes if n in PRODUCTS and rows in map(str, value(n).shape)]
+    assert len(products) == LAST_ROWS.get(zoo.name, len(products)) >= 1
+    run, paged.run = paged.run, lower(gm, paged.lowered.target).gm.forward
+    try:
+        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2), backwards=True)
     finally:
         paged.run = run
     assert error(got, zoo.batch) <= TOLERANCE
