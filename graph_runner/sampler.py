@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attn_ops.draw import INVALID_TOKEN, chunks, draw_tokens, inverse, is_greedy, on_gpu, score, winner
 from graph_runner.sampling_params import SamplingParams
+from passes.graph_tools import with_own_code
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class Sampler:
     """`sample`, with its pieces compiled on CUDA and plain on a CPU.
 
     The pieces (one for each filter, and drawing from what filters leave) are compiled when first needed, with dynamic
-    shapes; a batch needs up to four of them, and one without filters none. A piece is compiled twice for a dtype of logits, as
-    torch.compile treats a batch of one as a shape of its own, and all instances share what is compiled.
+    batch sizes; a batch needs up to four of them, and one without filters none. A piece is compiled twice for a dtype and a
+    vocabulary, as torch.compile treats a batch of one as a shape of its own, and all instances share what is compiled.
     """
 
     def __init__(self, *, compile: bool = True) -> None:
@@ -150,15 +151,24 @@ class Sampler:
 
     def __call__(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """See `sample`."""
-        return _sample(logits, params, _compiled if self._compile and logits.is_cuda else lambda piece: piece)
+        compile, vocabulary = self._compile and logits.is_cuda, logits.shape[-1]
+        return _sample(logits, params, lambda piece: _compiled(piece, vocabulary) if compile else piece)
 
 
 _Piece = Callable[..., Tensor]
 
 
 @functools.cache
-def _compiled(piece: _Piece) -> _Piece:
-    return torch.compile(piece, dynamic=True)
+def _compiled(piece: _Piece, vocabulary: int) -> _Piece:
+    """The piece compiled for any number of rows of ``vocabulary`` logits. Not for any vocabulary: Inductor cannot split top_p's
+    sums where their length is a symbol and no multiple of the number of chunks (torch 2.11 and 2.13)."""
+    compiled = torch.compile(with_own_code(piece), dynamic=True)
+
+    def run(logits: Tensor, *rest: Tensor) -> Tensor:
+        torch._dynamo.mark_static(logits, 1)
+        return compiled(logits, *rest)
+
+    return run
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from attn_ops.backend import Selection, UnsupportedAttention, get_backend, selec
 from attn_ops.draw import draw_tokens
 from attn_ops.step import Step, current_step, running
 from passes.fusion import FusedWeights
-from passes.graph_tools import value
+from passes.graph_tools import value, with_own_code
 from passes.hf_interface import interface_active, uses_interface
 from passes.options import QuireOptions
 from passes.paged_graph import PagedGraph
@@ -127,7 +127,8 @@ class PagedModel:
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. TracedGraph refuses a trace whose guards meant something.
-        compiled = torch.compile(_with_own_code(self._forward), backend=self._backend, fullgraph=True,
+        forward = types.MethodType(with_own_code(type(self)._forward), self)
+        compiled = torch.compile(forward, backend=self._backend, fullgraph=True,
                                  options={"guard_filter_fn": lambda guards: [False] * len(guards)})
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_TOKENS, device=device)[None]
@@ -232,15 +233,6 @@ class PagedModel:
         if self._backend.graph is not None:
             self._backend.graph.compilations.clear()
         self.weights.restore()
-
-
-def _with_own_code(method: Any) -> Any:
-    """The bound method with a code object of its own. Dynamo keeps its cache by code object, and traces one at most eight
-    times, so models traced one after another must not share it."""
-    function = method.__func__
-    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
-                              function.__closure__)
-    return types.MethodType(copy, method.__self__)
 
 
 def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,6 +58,13 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
             new._dynamo_source = old._dynamo_source
     out.meta = dict(gm.meta)
     return out
+
+
+def with_own_code(function: Any) -> Any:
+    """The function with a code object of its own. Dynamo keeps its cache by code object, and traces one at most eight times, so
+    what is compiled for one model after another must not share it."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
+                              function.__closure__)
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from attn_ops.backend import get_backend
 from passes.capture import PagedModel
+from passes.graph_tools import copy_graph
 from passes.lowering import LoweringTarget
 from passes.options import QuireOptions
 from passes.regions import compile_by_regions
@@ -94,15 +95,27 @@ def _move(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", fusions: Any = "all",
-             page_size: int = 16) -> list[str]:
-    """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
-
-    Args:
-        small: of the graph for few tokens, else of the one for many.
-    """
-    from torch._inductor import config
+def generate(gm: fx.GraphModule, inputs: Any) -> Any:
+    """Inductor's compile_fx, up to the program for an H200; a Dynamo backend too. What it returns runs on the CPU."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(graph: fx.GraphModule, fakes: Any, **options: Any) -> Any:
+        _move(graph)
+        with _as_if_on_an_h200():
+            return compile_fx_inner(graph, [_on_gpu(x) for x in fakes], **options)
+
+    try:
+        compile_fx(copy_graph(gm), inputs, inner_compile=inner)
+    except Exception as error:
+        if not isinstance(error.__cause__, _Generated) and "_Generated" not in repr(error):
+            raise
+    return gm.forward
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[str]]:
+    """The programs that are generated while inside."""
+    from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
     found: list[str] = []
@@ -111,26 +124,24 @@ def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", 
         found.append(self.codegen()[0].value)
         raise _Generated
 
-    def inner(gm: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        _move(gm)
-        with _as_if_on_an_h200():
-            return compile_fx_inner(gm, [_on_gpu(x) for x in inputs], **options)
+    patched = config.patch({"fx_graph_cache": False, "triton.cudagraphs": False, "compile_threads": 1})
+    with mock.patch.object(GraphLowering, "compile_to_module", keep), patched:
+        yield found
 
-    def compile(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        try:
-            compile_fx(gm, inputs, inner_compile=inner)
-        except Exception as error:
-            if not isinstance(error.__cause__, _Generated) and "_Generated" not in repr(error):
-                raise
-        return lambda *args: None
 
+def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", fusions: Any = "all",
+             page_size: int = 16) -> list[str]:
+    """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
+
+    Args:
+        small: of the graph for few tokens, else of the one for many.
+    """
     with mock.patch("attn_ops.draw.uses_kernel", lambda logits: True):
         paged = PagedModel(model, QuireOptions(compiler="eager", fusions=fusions), draws=True)
     try:
         lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), fusions, small)
-        patched = config.patch({"fx_graph_cache": False, "triton.cudagraphs": False, "compile_threads": 1})
-        with mock.patch.object(GraphLowering, "compile_to_module", keep), patched, torch.no_grad():
-            compile_by_regions(lowered, compile)
+        with collecting() as found, torch.no_grad():
+            compile_by_regions(lowered, generate)
     finally:
         paged.close()
     return found

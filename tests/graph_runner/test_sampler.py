@@ -1,5 +1,6 @@
 """The sampler: greedy, distributions, streams, filters against Hugging Face's, and rows without a distribution."""
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -379,3 +380,22 @@ def test_pieces_compile_once_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch
             assert sampler._sample(logits, plain, get).tolist() == sample(logits, plain).tolist()
     assert len(compiled) == 4  # all of them
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", [1848])
+def test_pieces_compile_for_cuda(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code for an H200 is generated, whether or not the chunks divide the vocabulary."""
+    from tests.launches import collecting, generate, launches
+
+    monkeypatch.setattr(sampler, "_compiled", functools.cache(sampler._compiled.__wrapped__))
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda piece, **options: compile(piece, **options, backend=generate))
+    for module in (sampler, draw):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+    logits = random_logits(3, vocabulary)
+    filters = [SamplingParams(top_k=5), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)]
+    with collecting() as programs:
+        got = sampler._sample(logits, build(filters), lambda piece: sampler._compiled(piece, vocabulary))
+    assert got.tolist() == sample(logits, build(filters)).tolist()
+    assert len(programs) == 4 and all("reduction" in launches(program) for program in programs)
