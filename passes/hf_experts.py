@@ -82,7 +82,7 @@ def _interface() -> Any:
     return ALL_EXPERTS_FUNCTIONS
 
 
-def _find_class(kind: type) -> Any:
+def _find_class(kind: Any) -> Any:
     """The class, ``kind`` or a base, whose forward asks transformers' interface; None if there is none."""
     for each in kind.__mro__:
         forward = each.__dict__.get("forward")
@@ -91,12 +91,16 @@ def _find_class(kind: type) -> Any:
     return None
 
 
-_class_with_interface = functools.cache(_find_class)  # Dynamo, which traces the other one, would warn
+_find_class_once: Any = functools.cache(_find_class)  # Dynamo ignores caches, and warns of them
+
+
+def _class_of(module: torch.nn.Module) -> Any:
+    return _find_class_once(type(module))
 
 
 def _unknown(module: torch.nn.Module) -> str | None:
     """Why the function does not know this experts module; None if it does."""
-    kind = _class_with_interface(type(module))
+    kind = _class_of(module)
     if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
         return "it has an interface of its own"
     missing = [n for n in ("has_gate", "has_bias", "is_transposed") if not isinstance(getattr(module, n, None), bool)]
@@ -115,7 +119,7 @@ def _unknown(module: torch.nn.Module) -> str | None:
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of ``model`` that ask transformers' interface for an implementation of their experts."""
-    return [m for m in model.modules() if _class_with_interface(type(m)) is not None]
+    return [m for m in model.modules() if _class_of(m) is not None]
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
