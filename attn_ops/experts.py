@@ -6,8 +6,9 @@ Few pairs (a decode batch): one launch. The time is the bytes of the weights hit
 the pairs that have it, and nothing sorts them first: each program looks through the S ids for its expert's, which takes about
 a microsecond beside the twenty or so of a few hundred KiB of weight.
 
-Many pairs (prefill): they are sorted by expert on the device; then PyTorch's grouped product of bf16 on the GPUs that have it,
-or a kernel of ours over tiles of the sorted pairs.
+More pairs (a large batch, prefill): they are sorted by expert on the device, and a second launch goes over tiles of the sorted
+pairs. Where there are so many that arithmetic is what takes the time, PyTorch's grouped product does it, in bf16 and on the
+GPUs that have one.
 
 Nothing is read by the host, and launches follow from shapes alone, so any of it can be captured in a CUDA graph.
 
@@ -30,6 +31,11 @@ from attn_ops.attention import LIBRARY
 #: than a tenth of its time, or meet more than two tiles of pairs and read the weight again for each; and an expert with
 #: more than a hundred pairs is bound by arithmetic, not by bytes, on an H200. A judgement: not measured.
 MAX_PAIRS, MAX_PAIRS_AN_EXPERT = 1024, 32
+#: Pairs an expert from which PyTorch's grouped product is taken, where there is one. Before, the bytes of the weights are what
+#: takes the time, and gathering rows for it and putting them back are launches that ours does not need. A judgement as well.
+MIN_GROUPED_AN_EXPERT = 64
+#: Pairs up to which a kernel of ours sorts: one launch in which each expert's program goes through all of them.
+MAX_COUNTED = 16384
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Elements of weights that the definition gathers at a time.
 _GATHERED = 1 << 24
@@ -148,9 +154,10 @@ def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_id
     pairs, experts = len(ids), len(w)
     if path is None:
         few = pairs <= MAX_PAIRS and pairs <= MAX_PAIRS_AN_EXPERT * experts
-        path = "pairs" if few else "grouped" if _has_grouped_mm(x, w) else "sorted"
+        many = pairs >= MIN_GROUPED_AN_EXPERT * experts and _has_grouped_mm(x, w)
+        path = "pairs" if few else "grouped" if many else "sorted"
     if path == "grouped":
-        return _grouped(x, w, bias, ids)
+        return _grouped(x, w, bias, ids, pdl)
     return _launch(x, w, bias, ids, path, tile, pdl)
 
 
@@ -173,31 +180,42 @@ def _launch(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, path: str, t
         kernels.pairs_kernel[(blocks, pairs if by_pair else experts + 1)](
             x, w, bias, ids, out, *sizes, BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
     else:
-        order, _, ends = _sort(ids, experts)
+        order, ends = _sort(ids, experts, pdl)
         tiles = pairs // tile.block_m + min(experts + 1, pairs)  # each expert's last tile may be short
         kernels.sorted_kernel[(tiles * blocks,)](
             x, w, bias, order, ends, out, *sizes, BLOCK_E=max(16, _power_of_2(experts + 1)), **options)
     return out
 
 
-def _sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(S,) the pairs in the order of their experts, (S,) the experts in that order, ``experts`` for an id out of range, last of
-    all; (E,) int32: where each expert's pairs end."""
-    known = ids.long().where((ids >= 0) & (ids < experts), experts)
-    ordered, order = known.sort(stable=True)  # stable: where a pair's row is must not depend on how a GPU sorts
-    ends = torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True, out_int32=True)
-    return order, ordered, ends
+def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """(S,) int64: the pairs in the order of their experts, each expert's as they came, ids out of range last; (E,) int32: where
+    each expert's end."""
+    if len(ids) <= MAX_COUNTED:
+        kernels, _, launch_options = _kernels()
+        order, ends = ids.new_empty(len(ids), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
+        kernels.order_kernel[(experts + 1,)](ids, order, ends, len(ids), experts, BLOCK_S=1024, PDL=pdl, num_warps=4,
+                                             **launch_options(pdl))
+        return order, ends
+    ordered, order = _known(ids, experts).sort(stable=True)
+    return order, torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True, out_int32=True)
 
 
-def _grouped(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+def _known(ids: Tensor, experts: int) -> Tensor:
+    """int64; E for an id out of range."""
+    return ids.long().where((ids >= 0) & (ids < experts), experts)
+
+
+def _grouped(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, pdl: bool | None) -> Tensor:
     """By PyTorch's grouped product. Rows past the last expert's are left as they were by it, so they are filled here."""
-    order, ordered, ends = _sort(ids, len(w))
+    experts = len(w)
+    order, ends = _sort(ids, experts, _kernels()[1](x.device) if pdl is None else pdl)
     product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     y = product(x[order // (len(ids) // len(x))], w.mT, offs=ends)
+    ordered = _known(ids, experts)[order]
     if bias is not None:
-        y = y + bias[ordered.clamp(max=len(w) - 1)]
+        y = y + bias[ordered.clamp(max=experts - 1)]
     out = torch.empty_like(y)
-    out[order] = y.masked_fill((ordered == len(w))[:, None], 0.0)
+    out[order] = y.masked_fill((ordered == experts)[:, None], 0.0)
     return out
 
 
@@ -226,5 +244,5 @@ LIBRARY.impl("expert_linear", expert_linear_cuda, "CUDA")
 torch.library.register_fake("quire::expert_linear", _fake, lib=LIBRARY)
 expert_linear = torch.ops.quire.expert_linear.default
 
-__all__ = ["MAX_PAIRS", "MAX_PAIRS_AN_EXPERT", "Tile", "decode_tile", "expert_linear", "expert_linear_cuda",
-           "expert_linear_eager", "prefill_tile"]
+__all__ = ["MAX_COUNTED", "MAX_PAIRS", "MAX_PAIRS_AN_EXPERT", "MIN_GROUPED_AN_EXPERT", "Tile", "decode_tile", "expert_linear",
+           "expert_linear_cuda", "expert_linear_eager", "prefill_tile"]

@@ -100,7 +100,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
               "odd": (1000, 1100, True, False, False)}
     for (name, shape), tokens, pdl in itertools.product(shapes.items(), (1, 8, 32), (False, True)):
         yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", lambda s=shape, t=tokens, p=pdl: linear(t, *s, p)
-    for (name, (count, each, layers, turned)), layer, tokens in itertools.product(EXPERTS.items(), (0, 1), (1, 32, 128, 2048)):
+    for (name, (count, each, layers, turned)), layer, tokens in itertools.product(
+            EXPERTS.items(), (0, 1), (1, 32, 128, 400, 2048)):
         for dtype, pdl in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
             if dtype != torch.bfloat16 and (pdl or layer):
                 continue

@@ -100,6 +100,32 @@ def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, s
 
 
 @triton.jit(do_not_specialize=["S"])
+def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexpr):
+    """Sort the pairs by expert. Program e (0 .. E) writes the pairs of expert e to ``order`` (S,), behind those of the experts
+    before, and to ``ends`` (E,) where they end. Each goes through all ids twice: for the places, and to write."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_S)
+    fewer = tl.zeros((BLOCK_S,), tl.int32)
+    equal = tl.zeros((BLOCK_S,), tl.int32)
+    for start in range(0, S, BLOCK_S):
+        found = _load_ids(ids, start + lanes, S, E)
+        fewer += ((found >= 0) & (found < expert)).to(tl.int32)
+        equal += (found == expert).to(tl.int32)
+    place = tl.sum(fewer, 0)
+    end = place + tl.sum(equal, 0)
+    if expert < E:
+        tl.store(ends + expert, end)
+    if place < end:
+        for start in range(0, S, BLOCK_S):
+            at = start + lanes
+            mine = (_load_ids(ids, at, S, E) == expert).to(tl.int32)
+            tl.store(order + place + tl.cumsum(mine, 0) - 1, at.to(order.dtype.element_ty), mask=mine > 0)
+            place += tl.sum(mine, 0)
+
+
+@triton.jit(do_not_specialize=["S"])
 def sorted_kernel(x, w, bias, order, ends, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
                   BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,

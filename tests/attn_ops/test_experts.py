@@ -13,6 +13,7 @@ from attn_ops import experts
 from attn_ops.experts import (
     MAX_PAIRS,
     MAX_PAIRS_AN_EXPERT,
+    MIN_GROUPED_AN_EXPERT,
     Tile,
     decode_tile,
     expert_linear,
@@ -194,7 +195,7 @@ def test_grouped_product() -> None:
 
 
 def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the sizes alone; many pairs by PyTorch's grouped product where it is a kernel."""
+    """From the sizes alone; very many pairs by PyTorch's grouped product where it is a kernel."""
     asked: list[str] = []
 
     def told(name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -202,15 +203,28 @@ def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.new_empty(ids.numel(), 8)
 
     monkeypatch.setattr(experts, "_launch", lambda x, w, b, ids, path, tile, pdl: told(path, x, ids))
-    monkeypatch.setattr(experts, "_grouped", lambda x, w, b, ids: told("grouped", x, ids))
+    monkeypatch.setattr(experts, "_grouped", lambda x, w, b, ids, pdl: told("grouped", x, ids))
+    sizes = ((MAX_PAIRS // 8, 8, 128), (MAX_PAIRS // 8 + 1, 8, 128), (MAX_PAIRS_AN_EXPERT, 1, 1),
+             (MAX_PAIRS_AN_EXPERT + 1, 1, 1), (MIN_GROUPED_AN_EXPERT, 2, 2), (MIN_GROUPED_AN_EXPERT - 1, 2, 2))
     for grouped in (False, True):
         monkeypatch.setattr(experts, "_has_grouped_mm", lambda x, w, answer=grouped: answer)
-        for tokens, k, count in ((MAX_PAIRS // 8, 8, 128), (MAX_PAIRS // 8 + 1, 8, 128), (MAX_PAIRS_AN_EXPERT, 1, 1),
-                                 (MAX_PAIRS_AN_EXPERT + 1, 1, 1)):
+        for tokens, k, count in sizes:
             expert_linear_cuda(*case(tokens, k, count, n=8, width=8))
-    many = ["sorted", "grouped"]
-    assert asked == [name for last in many for name in ("pairs", last, "pairs", last)]
+    assert asked == [name for last in ("sorted", "grouped") for name in ("pairs", "sorted", "pairs", "sorted", last, "sorted")]
     assert prefill_tile(100, 8, torch.float16).block_m < prefill_tile(10000, 8, torch.float16).block_m
+
+
+@pytest.mark.parametrize("pairs", [1, 1023, 1024, 1025, 2500])
+def test_sorted_by_either(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that sorts, and PyTorch's sort for very many pairs: stable, and the same to the last pair."""
+    ids = torch.randint(-2, 40, (pairs,), generator=torch.Generator().manual_seed(pairs)).to(DEVICE)
+    order, ends = experts._sort(ids, 37, False)
+    known = [e if 0 <= e < 37 else 37 for e in ids.tolist()]
+    assert order.tolist() == sorted(range(pairs), key=known.__getitem__)
+    assert ends.tolist() == [sum(k <= e for k in known) for e in range(37)]
+    monkeypatch.setattr(experts, "MAX_COUNTED", 0)
+    for ours, theirs in zip((order, ends), experts._sort(ids, 37, False), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
