@@ -12,6 +12,7 @@ import torch
 
 from attn_ops.backend import UnsupportedAttention
 from attn_ops.step import current_step
+from passes.hf_experts import experts_active
 from passes.hf_interface import interface_active, uses_interface
 from passes.sites import check_config
 
@@ -46,7 +47,7 @@ class PagedForward:
             raise UnsupportedAttention("an attention_mask in a paged step: the batch is ragged, so pass no mask and no padding")
         if step.attention == "auto":
             step.attention = self.attention
-        with interface_active(self.model):
+        with interface_active(self.model), experts_active(self.model):
             return self._plain(*args, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 ``PagedModel`` is what the engine, ``quire.explain`` and ``PagedKVCache.for_model`` share: it picks the route (attention
 interface or raised F.sdpa), traces with Dynamo, verifies, and, asked to, compiles the lowered graph. The model itself is
-left as it was: the attention interface is switched over only while tracing.
+left as it was: the interfaces of attention and experts are switched over only while tracing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from attn_ops.draw import draw_tokens
 from attn_ops.step import Step, current_step, running
 from passes.fusion import FusedWeights
 from passes.graph_tools import value, with_own_code
+from passes.hf_experts import experts_active
 from passes.hf_interface import interface_active, uses_interface
 from passes.options import QuireOptions
 from passes.paged_graph import PagedGraph
@@ -140,7 +141,7 @@ class PagedModel:
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-        with route, static, torch.no_grad():
+        with route, experts_active(self.model), static, torch.no_grad():
             try:
                 compiled(ids, positions, keep, *sampling)
             except _Traced:

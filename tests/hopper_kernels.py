@@ -11,6 +11,7 @@ import torch
 
 from attn_ops.backends import triton as backend
 from attn_ops.draw import draw_tokens_cuda
+from attn_ops.experts import expert_linear_cuda
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.rope import rope_kv_write_cuda
 from attn_ops.small_linear import small_linear_cuda
@@ -22,6 +23,12 @@ HEADS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "llama-8b": (32, 8, 128, 128, {}), "qwen3-0.6b": (16, 8, 128, 128, {}), "gemma2-9b": (16, 8, 256, 256, dict(
         window=4096, softcap=50.0)), "gpt-oss-20b": (64, 8, 64, 64, dict(window=128, sinks=True)),
     "phi-2": (32, 32, 80, 80, {}), "deepseek-v2-lite": (16, 16, 192, 128, {}), "llama4": (40, 8, 128, 128, dict(chunk=8192)),
+}
+#: name -> experts, experts of a token, (N, K) of each of its two layers, transposed (and with bias)
+EXPERTS: dict[str, tuple[int, int, list[tuple[int, int]], bool]] = {
+    "qwen3-30b-a3b": (128, 8, [(1536, 2048), (2048, 768)], False), "mixtral": (8, 2, [(28672, 4096), (4096, 14336)], False),
+    "gpt-oss-20b": (32, 4, [(5760, 2880), (2880, 2880)], True),
+    "deepseek-v2-lite": (64, 6, [(2816, 2048), (2048, 1408)], False),
 }
 KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -63,6 +70,14 @@ def draw(rows: int, vocabulary: int, dtype: torch.dtype, pdl: bool) -> None:
     draw_tokens_cuda(torch.empty(rows, vocabulary, dtype=dtype), zeros.float(), zeros, zeros, pdl=pdl)
 
 
+def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool, dtype: torch.dtype, pdl: bool) -> None:
+    weight = torch.empty(count, *((k, n) if transposed else (n, k)), dtype=dtype)  # gigabytes, never touched
+    ids = torch.zeros(tokens, each, dtype=torch.int64)
+    bias = torch.zeros(count, n, dtype=dtype) if transposed else None
+    path = "pairs" if tokens <= 128 else "sorted"
+    expert_linear_cuda(torch.zeros(tokens, k, dtype=dtype), weight, bias, ids, transposed, path=path, pdl=pdl)
+
+
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, what launches) of everything to compile."""
     batches = {"decode 1": [1], "decode 32": [1] * 32, "decode 256": [1] * 256, "extend": [512], "mixed": [448, *[1] * 63]}
@@ -85,6 +100,13 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
               "odd": (1000, 1100, True, False, False)}
     for (name, shape), tokens, pdl in itertools.product(shapes.items(), (1, 8, 32), (False, True)):
         yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", lambda s=shape, t=tokens, p=pdl: linear(t, *s, p)
+    for (name, (count, each, layers, turned)), layer, tokens in itertools.product(
+            EXPERTS.items(), (0, 1), (1, 32, 128, 400, 2048)):
+        for dtype, pdl in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+            if dtype != torch.bfloat16 and (pdl or layer):
+                continue
+            yield f"experts {name} {'up' if layer == 0 else 'down'} {tokens} {dtype}{' pdl' if pdl else ''}", lambda a=(
+                tokens, count, each, *layers[layer], turned, dtype, pdl): experts(*a)
 
 
 def main() -> None:

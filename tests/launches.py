@@ -130,13 +130,15 @@ def collecting() -> Iterator[list[str]]:
 
 
 def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", fusions: Any = "all",
-             page_size: int = 16) -> list[str]:
+             page_size: int = 16, own_experts: bool = False) -> list[str]:
     """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
 
     Args:
         small: of the graph for few tokens, else of the one for many.
+        own_experts: a mixture of experts keeps transformers' implementation, else it has quire's, as on a GPU.
     """
-    with mock.patch("attn_ops.draw.uses_kernel", lambda logits: True):
+    with (mock.patch("attn_ops.draw.uses_kernel", lambda logits: True),
+          mock.patch("passes.hf_experts.wanted", lambda model: not own_experts)):
         paged = PagedModel(model, QuireOptions(compiler="eager", fusions=fusions), draws=True)
     try:
         lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), fusions, small)
@@ -173,11 +175,12 @@ def main() -> None:
     parser.add_argument("model", choices=[*SHAPES, "tiny"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--large", action="store_true", help="the graph for more than 32 tokens")
+    parser.add_argument("--own-experts", action="store_true", help="with transformers' implementation of the experts")
     parser.add_argument("--code", action="store_true", help="print the programs too")
     args = parser.parse_args()
     logging.disable()
     model = skeleton(ModelSpec(args.model, torch.bfloat16, torch.device("cpu"), args.layers)).to_empty(device="cpu").eval()
-    for i, program in enumerate(programs(model, small=not args.large)):
+    for i, program in enumerate(programs(model, small=not args.large, own_experts=args.own_experts)):
         calls = launches(program)
         print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}")
         print(f"         {dict(Counter(calls))}")

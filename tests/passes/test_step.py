@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import quire
+from attn_ops.experts import expert_linear
 from attn_ops.step import current_step
 from passes.dynamo_backend import quire_backend
 from tests.tiny import assert_unchanged, snapshot
@@ -142,6 +143,25 @@ def test_logits(way, layout, pad) -> None:
         assert (got - w).abs().max() <= 1e-5 * w.abs().max()  # float32, summed in another order
     # Outside of a step it is the plain model, as before.
     assert torch.equal(plain(model, ids[0]), want[0])
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_experts_in_a_step(switched, monkeypatch) -> None:
+    """A model with experts, switched over inside a step as on a GPU; outside it runs by its own implementation."""
+    seen = []
+    monkeypatch.setattr("passes.hf_experts.wanted", lambda model: switched)
+    monkeypatch.setattr("passes.hf_experts.expert_linear", lambda *args: seen.append(0) or expert_linear(*args))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2)).eval()
+    want = [plain(model, i) for i in sequences()]
+    model = quire.paged(model)
+    for got, w in zip(in_steps(model, cache_for(model), sequences(), pad=1), want, strict=True):
+        assert (got - w).abs().max() <= 1e-5 * w.abs().max()  # float32, summed in another order
+    assert len(seen) == 2 * 2 * len(STEPS) * switched
+    assert torch.equal(plain(model, sequences()[0]), want[0]) and len(seen) == 2 * 2 * len(STEPS) * switched
+    assert model.config._experts_implementation == "grouped_mm"
 
 
 @WAYS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 import torch
 from torch import fx
 
+from attn_ops import experts
 from attn_ops.backend import UnsupportedAttention, get_backend
+from attn_ops.experts import expert_linear
 from attn_ops.rope import rope_kv_write
 from graph_runner.packing_check import check_packing
 from passes.capture import PagedModel, QuireOptions
 from passes.fuse_rope import fuse_rope
 from passes.fusion import FusedWeights, Fusion
 from passes.graph_tools import copy_graph, value
+from passes.hf_experts import experts_of
 from passes.last_tokens import last_tokens
 from passes.lowering import lower
 from passes.regions import compile_by_regions
@@ -29,6 +33,12 @@ ROTATED = ("llama", "qwen3", "phi3", "gpt_neox", "olmo2", "gemma3", "mixtral", "
 #: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
 LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
+#: Those whose experts go by transformers' interface, which is switched over on a GPU (``passes/hf_experts.py``).
+EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe", "mixtral", "phimoe", "granitemoe",
+           "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
+           "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
+           "glm4_moe_lite")
+QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
 @dataclass
@@ -61,6 +71,7 @@ def test_sites(zoo: Specimen) -> None:
     assert {s.route for s in zoo.paged.sites} == {zoo.entry.route}
     for field, wanted in zoo.entry.features.items():
         assert wanted in [getattr(s, field) for s in zoo.paged.sites], f"no site has {field}={wanted}"
+    assert bool(experts_of(zoo.paged.model)) == (zoo.name in EXPERTS)
 
 
 @pytest.mark.parametrize("page_size, layout, pad", [(1, "NHD", (0, 0)), (4, "NHD", (3, 2)), (16, "HND", (0, 0))])
@@ -155,6 +166,34 @@ def test_triton_interpreted(name: str) -> None:
         pytest.skip(why)
     for s in specimen(name):
         assert error(serve(s.paged, s.batch, page_size=4, attention="triton", pad=(3, 2)), s.batch) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_EXPERTS)) for n in EXPERTS])
+def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the experts by quire's op, as on a GPU: by its definition."""
+    monkeypatch.setattr("passes.hf_experts.wanted", lambda model: True)
+    for s in specimen(name):
+        ops = [n for n in s.paged.graph.traced.gm.graph.nodes if n.target == expert_linear]
+        assert len(ops) == 2 * len(experts_of(s.paged.model))
+        for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
+            got = serve(s.paged, s.batch, page_size=page_size, attention="torch_native", pad=pad)
+            assert error(got, s.batch) <= TOLERANCE
+        check_packing(s.paged, s.paged.sites, get_backend("torch_native"), page_size=4, kv_dtype=None, layout="NHD",
+                      device=torch.device("cpu"), vocab_size=64, max_model_len=64)
+
+
+@pytest.mark.parametrize("most_pairs", [experts.MAX_PAIRS, 0], ids=["few pairs", "many pairs"])
+@pytest.mark.parametrize("name", QUICK_EXPERTS)
+def test_experts_interpreted(name: str, most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its kernels."""
+    if importlib.util.find_spec("triton") is None or torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is for machines that have Triton and no GPU")
+    monkeypatch.setattr("passes.hf_experts.wanted", lambda model: True)
+    monkeypatch.setattr(experts, "MAX_PAIRS", most_pairs)
+    monkeypatch.setattr(experts, "_has_grouped_mm", lambda x, w: False)
+    monkeypatch.setattr(experts, "expert_linear_eager", experts.expert_linear_cuda)
+    for s in specimen(name):
+        assert error(serve(s.paged, s.batch, page_size=4, attention="torch_native", pad=(3, 2)), s.batch) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", REFUSED)
