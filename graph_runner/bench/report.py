@@ -67,8 +67,9 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
     smi = _run("nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,clocks.max.memory",
                "--format=csv,noheader", f"--id={torch.cuda.current_device()}") if gpu else None
     fields = [f.strip() for f in smi.splitlines()[0].split(",")] if smi else [None] * 4
-    status = _run("git", "status", "--porcelain", cwd=ROOT)
-    commit = os.environ.get("QUIRE_COMMIT") or _run("git", "rev-parse", "HEAD", cwd=ROOT)
+    given = os.environ.get("QUIRE_COMMIT")
+    status = None if given else _run("git", "status", "--porcelain", cwd=ROOT)
+    commit = given or _run("git", "rev-parse", "HEAD", cwd=ROOT)
     return {
         "device": device_name(device),
         "driver": fields[0], "power_limit": fields[1], "max_clocks": fields[2:],

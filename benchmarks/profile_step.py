@@ -1,0 +1,148 @@
+"""Where the GPU's time of an engine's step goes, kernel by kernel, from torch.profiler.
+
+    python benchmarks/profile_step.py --model llama-8b --batch 1,8,32,128 --json profile.json
+    python benchmarks/profile_step.py --model llama-8b --batch "" --prefill 8192,960
+
+Decode: steps of ``batch`` sequences of about ``context`` tokens, from CUDA graphs as users get them. Wall time comes from steps
+without the profiler (which slows the host down), kernel times from as many steps with it. ``idle`` is the wall time in which no
+kernel of the profiled steps ran: gaps between kernels, and what the host takes. Prefill: one step of so many tokens, in prompts
+of 960 (or one shorter prompt).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from graph_runner.bench.floor import copy_bandwidth
+from graph_runner.bench.report import environment
+from graph_runner.bench.shapes import ModelSpec, build
+from graph_runner.engine import Engine
+from graph_runner.sampling_params import SamplingParams
+
+#: (pattern of a kernel's name, what it is), the first that fits.
+KINDS = (
+    ("^(small_linear|gemv)", "matrix product with norm, SwiGLU or residual"),
+    ("BatchDecode|BatchPrefill|flashinfer", "attention (FlashInfer)"), ("decode_kernel|reduce_kernel", "attention, decode"),
+    ("extend_kernel", "attention, prefill"), ("rope_kv_write|write_kernel", "rope, KV write"),
+    ("draw_kernel|choose_kernel", "sampling"), ("pairs_kernel|sorted_kernel|order_kernel", "experts"),
+    ("nvjet|gemm|cutlass|sm90_xmma|gemv|splitK", "matrix product (cuBLAS)"), ("^triton_", "Inductor"),
+    ("[Mm]emcpy|[Mm]emset", "copies"), ("at::native|at::cuda", "PyTorch"))
+
+
+def kind(name: str) -> str:
+    return next((what for pattern, what in KINDS if re.search(pattern, name)), "other")
+
+
+def profiled(run: Callable[[], None], steps: int) -> dict[str, tuple[float, float]]:
+    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name][0] += 1
+            found[event.name][1] += event.device_time_total if hasattr(event, "device_time_total") else event.cuda_time_total
+    return {name: (calls / steps, us / steps) for name, (calls, us) in found.items()}
+
+
+def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """A result: the kernels by kind and one by one; printed as well."""
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for name, (calls, us) in kernels.items():
+        kinds[kind(name)][0] += calls
+        kinds[kind(name)][1] += us
+    busy = sum(us for _, us in kernels.values())
+    print(f"{workload} batch {batch}, {tokens} tokens a step: {wall:.0f} us, kernels {busy:.0f} us, "
+          f"{sum(c for c, _ in kernels.values()):.0f} launches, idle {wall - busy:.0f} us")
+    for what, (calls, us) in sorted(kinds.items(), key=lambda item: -item[1][1]):
+        print(f"  {us:9.1f} us {calls:7.1f} x  {what}")
+    top = sorted(kernels.items(), key=lambda item: -item[1][1])[:24]
+    for name, (calls, us) in top:
+        print(f"      {us:9.1f} us {calls:7.1f} x {us / calls:8.2f} us  {name[:100]}")
+    return {"workload": workload, "batch": batch, "tokens": tokens, "wall_us": wall, "kernel_us": busy,
+            "launches": sum(c for c, _ in kernels.values()), "kinds": {k: dict(calls=c, us=us) for k, (c, us) in kinds.items()},
+            "kernels": [dict(name=n, calls=c, us=us) for n, (c, us) in top]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", default="1,8,32,128")
+    parser.add_argument("--prefill", default="", help="tokens of a prefill step, with commas between")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    batches, prefills = ([int(n) for n in text.split(",") if n] for text in (args.batch, args.prefill))
+    device = torch.device("cuda")
+    model = build(ModelSpec(args.model, torch.bfloat16, device, args.layers))
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    rows = []
+
+    def prompt(tokens: int) -> list[int]:
+        return torch.randint(vocabulary, (tokens,)).tolist()
+
+    with Engine(model, attention=args.attention, max_num_seqs=max([*batches, 16]), max_model_len=args.context + 256) as engine:
+        def steps(count: int) -> None:
+            for _ in range(count):
+                engine.step()
+
+        def clear() -> None:
+            for request_id in list(engine._requests):
+                engine.abort(request_id)
+            while engine.has_unfinished:
+                engine.step()
+            torch.cuda.synchronize()
+
+        for batch in batches:
+            params = SamplingParams(max_tokens=250, temperature=0, ignore_eos=True, detokenize=False)
+            for _ in range(batch):
+                engine.add_request(prompt(args.context - 2 * args.steps), params)
+            while any(r.num_computed < len(r.prompt_token_ids) for r in engine._requests.values()):
+                engine.step()
+            steps(8)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            steps(args.steps)
+            torch.cuda.synchronize()
+            wall = (time.perf_counter() - began) / args.steps * 1e6
+            rows.append(row("decode", batch, batch, wall, profiled(lambda: steps(args.steps), args.steps)))
+            clear()
+        for tokens in prefills:
+            lengths = [960] * (tokens // 960) + ([tokens % 960] if tokens % 960 else [])
+
+            def once(lengths: list[int] = lengths) -> None:
+                for length in lengths:
+                    engine.add_request(prompt(length), SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+                while engine.has_unfinished:
+                    engine.step()
+                torch.cuda.synchronize()
+
+            for _ in range(3):
+                once()
+            began = time.perf_counter()
+            once()
+            wall = (time.perf_counter() - began) * 1e6
+            rows.append(row("prefill", len(lengths), tokens, wall, profiled(once, 1)))
+    if args.json:
+        report = {"environment": environment(device, copy_bandwidth(device)), "command": " ".join(sys.argv), "rows": rows}
+        Path(args.json).write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
