@@ -12,7 +12,7 @@ import torch
 from attn_ops.backends import triton as backend
 from attn_ops.draw import draw_tokens_cuda
 from attn_ops.kv_cache import PagedKVCache
-from attn_ops.rope import rope_kv_write_cuda
+from attn_ops.rope import RopeForm, rope_kv_write_cuda
 from attn_ops.small_linear import small_linear_cuda
 from tests.hopper import Compiled, compiling
 
@@ -23,11 +23,15 @@ HEADS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
         window=4096, softcap=50.0)), "gpt-oss-20b": (64, 8, 64, 64, dict(window=128, sinks=True)),
     "phi-2": (32, 32, 80, 80, {}), "deepseek-v2-lite": (16, 16, 192, 128, {}), "llama4": (40, 8, 128, 128, dict(chunk=8192)),
 }
+#: other forms of the rotation than Llama's, each with the shapes to compile it for
+FORMS = {"gpt-oss-20b": RopeForm(half_tables=True), "llama-8b": RopeForm(interleaved=True),
+         "llama4": RopeForm(interleaved=True, half_tables=True, norm_after=True), "gemma2-9b": RopeForm(norm_offset=1.0)}
 KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, Any], *, query_lens: list[int],
-              dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, rope: bool = False) -> None:
+              dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, rope: bool = False,
+              form: RopeForm | None = None) -> None:
     """One call of the backend's op; its launches compile, and nothing runs."""
     tokens, rows = sum(query_lens), len(query_lens)
     cache = PagedKVCache(num_layers=1, num_pages=2, page_size=16, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
@@ -41,11 +45,13 @@ def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, A
     sinks = torch.zeros(heads, dtype=dtype) if site.get("sinks") else None
     options = dict(scale=0.1, window=site.get("window"), softcap=site.get("softcap"), chunk=site.get("chunk"))
     rest = (*cache.of_layer(0), *tables, sinks, [torch.zeros(16384, **ints)])
-    if rope:
-        cos = torch.zeros(tokens, dim, dtype=dtype)
+    if rope or form is not None:
+        form = form or RopeForm()
+        cos = torch.zeros(tokens, dim // 2 if form.half_tables else dim, dtype=dtype)
+        norm = torch.zeros(dim, dtype=dtype) if form.norm_after or form.norm_offset is not None else None
         # As on a GPU: rope_kv_write's own implementation there, and not the one for CPU tensors.
         backend.rope_kv_write = rope_kv_write_cuda
-        backend.rope_paged_attention(q, k, v, cos, cos, None, None, 0.0, *rest, **options)
+        backend.rope_paged_attention(q, k, v, cos, cos, norm, norm, 0.0, *rest, **options, **form.options())
     else:
         backend.paged_attention(q, k, v, *rest, **options)
 
@@ -72,6 +78,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         if kv_dtype is not None or rope:
             yield f"llama-8b {batch} {kv}{' rope' if rope else ''}", lambda n=lens, t=kv_dtype, r=rope: attention(
                 *HEADS["llama-8b"], query_lens=n, kv_dtype=t, rope=r)
+    for (model, form), (batch, lens) in itertools.product(FORMS.items(), batches.items()):
+        yield f"{model} {batch} rope {' '.join(form.options())}", lambda m=model, n=lens, f=form: attention(
+            *HEADS[m], query_lens=n, form=f)
     for dtype in (torch.float16, torch.float32):
         for batch in ("decode 1", "mixed"):
             yield f"llama-8b {batch} {dtype}", lambda n=batches[batch], t=dtype: attention(
