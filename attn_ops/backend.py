@@ -26,9 +26,11 @@ PAGED_SCHEMA = (
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, Tensor[] prepared, *, "
     "float scale, int? window, float? softcap, int? chunk) -> Tensor"
 )
-#: The same with q and k as they are before the rotary embedding; see ``attn_ops/rope.py`` for the five more arguments.
+#: The same with q and k as they are before the rotary embedding; see ``attn_ops/rope.py`` for what is new. An option that has
+#: its default is not handed on, so that an implementation may lack the last four (``AttentionBackend.rope_forms``).
 ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
-    "Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, "))
+    "Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, ")).replace(
+    ") ->", ", bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) ->")
 
 
 class CudagraphSupport(IntEnum):
@@ -130,6 +132,8 @@ class AttentionBackend:
         op: the paged op (PAGED_SCHEMA), from ``define_paged_op``.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), if the kernels do that better than a
             kernel before them (``attn_ops/rope.py``).
+        rope_forms: rope_op honours the options of every RopeForm (``attn_ops/rope.py``). False: it is called for PLAIN
+            only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits) -> the backend's own state for one engine or step (workspaces, planned kernels),
             or None for a backend that keeps none. ``limits`` is a StepLimits.
         plan: (metadata, step) host work before a forward or a replay, outside the graph; once a step, never once a layer.
@@ -147,6 +151,7 @@ class AttentionBackend:
     available: Callable[[torch.device], str | None]
     op: Any
     rope_op: Any | None = None
+    rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
     prepare: Any | None = None

@@ -32,11 +32,12 @@ from attn_ops.backend import AttentionBackend, CudagraphSupport, broken_backends
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.kv_quant import QUANTISED, dequantise, quantise
 from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.rope import rotate
+from attn_ops.rope import PLAIN, RopeForm, rotate
 from attn_ops.step import Step, ensure_planned, running
 
 FEATURES: dict[str, Any] = {"window": 5, "softcap": 4.0, "chunk": 8, "sinks": True}
 DIMS = ((8, 8), (16, 16), (64, 64), (128, 128), (256, 256), (24, 16), (192, 128))
+FORMS = (RopeForm(interleaved=True), RopeForm(half_tables=True), RopeForm(interleaved=True, half_tables=True))
 PAGE_SIZES = (1, 4, 16, 32, 64, 128, 256)
 
 # Batches as (tokens scheduled, tokens in the cache after the step) of each sequence.
@@ -225,11 +226,11 @@ class Kit:
             return ()
         return self.backend.prepare(*batch.tables, batch.metadata.page_size)
 
-    def run(self, batch: Batch, rotary: int = 0) -> torch.Tensor:
+    def run(self, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
         """The batch through the backend as in a model's forward: state and plan on the host, then prepare and the op.
 
-        With ``rotary`` through ``rope_op``, on q and k that a rotation of so many dimensions turns into the batch's: by quarter
-        turns, which are exact.
+        With ``rotary`` through ``rope_op``, on q and k that a rotation of so many dimensions, of this form, turns into the
+        batch's: by quarter turns, which are exact.
         """
         step = self.step(batch)
         with running(step), torch.no_grad():
@@ -237,11 +238,13 @@ class Kit:
             arguments = batch.arguments(self.prepared(batch))
             if not rotary:
                 return self.backend.op(*arguments, **batch.options)
-            turns = torch.randint(4, (len(batch.q), rotary // 2), generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+            turns = torch.randint(4, (len(batch.q), rotary // 2), generator=torch.Generator().manual_seed(3))
+            if not form.half_tables:
+                turns = turns.repeat_interleave(2, dim=1) if form.interleaved else turns.repeat(1, 2)
             cos, sin = (torch.tensor(v, dtype=self.dtype)[turns].to(self.device) for v in ((1, 0, -1, 0), (0, 1, 0, -1)))
-            q, k = (rotate(x, cos, -sin) for x in (batch.q, batch.k))
+            q, k = (rotate(x, cos, -sin, form.interleaved, form.half_tables) for x in (batch.q, batch.k))
             op: Any = self.backend.rope_op
-            return op(q, k, batch.v, cos, sin, None, None, 0.0, *arguments[3:], **batch.options)
+            return op(q, k, batch.v, cos, sin, None, None, 0.0, *arguments[3:], **batch.options, **form.options())
 
     def compare(self, out: torch.Tensor, batch: Batch) -> None:
         """Raise Failure unless every live number is within its bound, and padding is zero."""
@@ -258,7 +261,7 @@ class Kit:
         if not (out[live:] == 0).all():
             raise Failure("outputs of padding tokens are not zero")
 
-    def exact(self, batch: Batch, rotary: int = 0) -> None:
+    def exact(self, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> None:
         """Run the batch; outputs within bounds, new keys and values stored exactly, every other slot bit for bit as before."""
         wanted = {name: _bits(tensor).clone() for name, tensor in batch.held.items()}
         if batch.write:
@@ -267,7 +270,7 @@ class Kit:
                 for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
                     if part is not None:
                         wanted[name][live // size, live % size] = _bits(part)
-        out = self.run(batch, rotary)
+        out = self.run(batch, rotary, form)
         for name, tensor in batch.held.items():
             differs = (_bits(tensor) != wanted[name]).flatten(2).any(-1)
             if differs.any():
@@ -410,6 +413,9 @@ class Kit:
                 batch = self.batch(rows, pad=(2, 1), **features)
                 self.exact(batch, rotary=batch.site.head_dim)
                 self.exact(self.batch(rows), rotary=batch.site.head_dim // 2)
+            for form in FORMS if self.backend.rope_forms else ():
+                self.exact(self.batch(rows), rotary=batch.site.head_dim, form=form)
+                self.exact(self.batch(rows), rotary=batch.site.head_dim // 2, form=form)
 
     def padding(self) -> None:
         for rows in (DECODE, MIXED):

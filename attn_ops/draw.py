@@ -125,7 +125,7 @@ def draw_tokens_cuda(
         return _eager(logits, temperature, seed, position)
     rows, vocabulary = logits.shape
     kernels, use_pdl, launch_options = _kernels()
-    pdl = use_pdl(logits.device) if pdl is None else pdl
+    pdl = use_pdl(logits.device, rows) if pdl is None else pdl
     logits = logits if vocabulary == 1 or logits.stride(1) == 1 else logits.contiguous()
     temperature, seed, position = temperature.contiguous(), seed.contiguous(), position.contiguous()
     parts, part_size = divide(rows, vocabulary)

@@ -163,7 +163,7 @@ def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_id
 
 def _launch(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, path: str, tile: Tile | None, pdl: bool | None) -> Tensor:
     kernels, use_pdl, launch_options = _kernels()
-    pdl = use_pdl(x.device) if pdl is None else pdl
+    pdl = use_pdl(x.device, len(ids)) if pdl is None else pdl
     pairs, (experts, n, k) = len(ids), w.shape
     out = x.new_empty(pairs, n)
     turned = w.stride(2) != 1

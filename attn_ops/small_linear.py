@@ -73,7 +73,7 @@ def small_linear_cuda(
             or weight.stride(1) != 1:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu)
     kernels, use_pdl, launch_options = _kernels()
-    pdl = use_pdl(x.device) if pdl is None else pdl
+    pdl = use_pdl(x.device, m) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)
     x2 = x.reshape(m, k)
     res = residual.reshape(m, n) if residual is not None else None

@@ -37,7 +37,7 @@ PREFILLS = {point.name: point for point in extend_points()}
 SWEEPS = {
     "decode": [("block_n", (32, 64, 128)), ("stages", (2, 3, 5, 7)), ("warps", (2, 4, 8)), ("dot", (True, False)),
                ("chunk_min", (64, 128, 256, 512, 1024, 2048)), ("max_splits", (16, 64)), ("atomic", (True, False)),
-               ("stages", (2, 3, 5))],
+               ("stages", (2, 3, 5)), ("warps", (2, 4, 8)), ("block_n", (32, 64, 128))],
     "prefill": [("block_m", (64, 128)), ("block_n", (32, 64, 128)), ("warps", (4, 8)), ("stages", (2, 3, 5)),
                 ("chunk_min", (256, 512, 1024)), ("warps", (4, 8))],
 }

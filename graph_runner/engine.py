@@ -113,8 +113,7 @@ class Engine:
         """
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-        if not self._requests:
-            self.watch.check()
+        self.watch.due |= not self._requests
         params = params or SamplingParams()
         ids = token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
         if params.stop and self.tokenizer is None:
@@ -161,7 +160,7 @@ class Engine:
         self._inboxes.get(event.index, self._unclaimed).append(event)
 
     def _turn(self) -> None:
-        self.watch.check(self.watch.glance)
+        self.watch.check(self.watch.glance())
         if self._failed:  # that step may have replaced newest tokens on the device; from here the host has them all
             self._collect(0)
             self._failed = False
@@ -183,6 +182,7 @@ class Engine:
                     self._deliver(self._finish(row.request, FinishReason.ERROR, error=(
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
                         "gpu_memory_utilization.")))
+        self.watch.check_if_due()  # after the launch: a GPU is busy meanwhile, and nobody has seen a result yet
         self._collect(self._depth if batch is not None else 0)
         if not self._requests:
             self._gc.release()

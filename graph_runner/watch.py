@@ -1,13 +1,13 @@
 """Notices that a model is no longer the one that was traced.
 
 A traced graph has the model's modules, hooks and settings built in. Weights updated in place reach it; a hook added later, a
-layer exchanged or a setting changed would be ignored without a word. So the engine compares: all of the model before it takes
-new work when idle (``change``), and while it is busy a few modules each step, in turn (``glance``).
+layer exchanged or a setting changed would be ignored without a word. So the engine compares: all of the model when it
+gets work after it was idle, before anybody sees a result (``check_if_due``), and while it is busy a few modules each step, in
+turn (``glance``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,16 +49,23 @@ class ModelWatch:
         self._then = self._look()
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
         self._next = 0
+        self.due = False
 
     def _look(self) -> dict[str, tuple[Any, ...]]:
         return {name: _facts(module, self._addresses) for name, module in self._model.named_modules()}
 
-    def check(self, look: Callable[[], str | None] | None = None) -> None:
-        """Raises RuntimeError if ``look``, ``change`` by default, finds something."""
-        what = (look or self.change)()
-        if what is not None:
-            raise RuntimeError(f"the model was changed after the engine traced it ({what}), and the engine runs it as it was; "
-                               "undo the change, or close the engine and make a new one")
+    @staticmethod
+    def check(change: str | None) -> None:
+        """Raises RuntimeError if something has changed."""
+        if change is not None:
+            raise RuntimeError(f"the model was changed after the engine traced it ({change}), and the engine runs it as it "
+                               "was; undo the change, or close the engine and make a new one")
+
+    def check_if_due(self) -> None:
+        """Look at the whole model if ``due``, and then it is not. Raises RuntimeError as ``check`` does, and stays due."""
+        if self.due:
+            self.check(self.change())
+            self.due = False
 
     def glance(self, count: int = 4) -> str | None:
         """What has changed in the next ``count`` modules, in words; None if nothing. A change anywhere is seen within as many

@@ -18,7 +18,7 @@ Folded only where nobody else needs what disappears. Not matched, and left to In
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +28,11 @@ from attn_ops.small_linear import small_linear
 from attn_ops.small_linear_tuning import LinearShape
 from passes.fusion import Fusion
 from passes.graph_tools import erase_dead, is_function, is_method, value
+from passes.match_norm import RMSNorm, match_rms_norm
 
 _LINEAR = (F.linear, torch._C._nn.linear)
 _MUL = (operator.mul, torch.mul)
 _ADD = (operator.add, torch.add, operator.iadd)
-
-
-class _Norm(NamedTuple):
-    """An RMSNorm found in the graph: its input, weight and eps, and whether one result serves one user only."""
-
-    x: fx.Node
-    weight: fx.Node
-    eps: float
 
 
 def fuse_small_linear(fusion: Fusion) -> int:
@@ -63,7 +56,7 @@ def _rewrite(node: fx.Node, fusion: Fusion) -> None:
     graph = fusion.graph
     x, weight = node.args[0], node.args[1]
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-    norm = match_rms_norm(x)  # type: ignore[arg-type]
+    norm = _norm(x)
     end, swiglu, residual = node, False, None
     product = _match_swiglu(node)
     if product is not None:
@@ -82,6 +75,12 @@ def _rewrite(node: fx.Node, fusion: Fusion) -> None:
     inputs = list(end.all_input_nodes)
     graph.erase_node(end)
     erase_dead(graph, inputs)
+
+
+def _norm(node: Any) -> RMSNorm | None:
+    """Llama's RMSNorm, if this layer alone needs its result."""
+    norm = match_rms_norm(node)
+    return norm if norm is not None and norm.weight is not None and norm.offset is None and len(node.users) == 1 else None
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -119,37 +118,4 @@ def _match_residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node
     return (total, other) if same and its.dtype == mine.dtype == dtype else None
 
 
-def match_rms_norm(node: fx.Node) -> _Norm | None:
-    """``weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(dtype)``, x32 = x in fp32, as Llama and its kin write it."""
-    if not is_function(node, _MUL) or len(node.users) != 1 or len(node.args) != 2:
-        return None
-    for weight, cast in (node.args, node.args[::-1]):
-        if not (isinstance(weight, fx.Node) and weight.op == "placeholder" and is_method(cast, "to", "type_as")):
-            continue
-        scaled: Any = cast.args[0]  # type: ignore[union-attr]
-        if not is_function(scaled, _MUL):
-            continue
-        for wide, rsqrt in (scaled.args, scaled.args[::-1]):
-            found = _match_rsqrt(wide, rsqrt)
-            if found is not None and value(found[0]).dtype == value(node).dtype == value(weight).dtype:
-                return _Norm(found[0], weight, found[1])
-    return None
-
-
-def _match_rsqrt(wide: Any, rsqrt: Any) -> tuple[fx.Node, float] | None:
-    """(x, eps) if ``rsqrt`` is rsqrt(mean(wide ** 2, -1, keepdim) + eps) and ``wide`` is x in fp32."""
-    if not is_method(rsqrt, "rsqrt") or not is_method(wide, "to", "float") or value(wide).dtype != torch.float32:
-        return None
-    add: Any = rsqrt.args[0]
-    if not is_function(add, _ADD) or not isinstance(add.args[1], float):
-        return None
-    mean: Any = add.args[0]
-    if not is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or not mean.kwargs.get("keepdim"):
-        return None
-    power: Any = mean.args[0]
-    if not is_method(power, "pow") or power.args[0] is not wide or power.args[1] != 2:
-        return None
-    return wide.args[0], add.args[1]
-
-
-__all__ = ["fuse_small_linear", "match_rms_norm"]
+__all__ = ["fuse_small_linear"]

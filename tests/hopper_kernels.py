@@ -13,7 +13,7 @@ from attn_ops.backends import triton as backend
 from attn_ops.draw import draw_tokens_cuda
 from attn_ops.experts import expert_linear_cuda
 from attn_ops.kv_cache import PagedKVCache
-from attn_ops.rope import rope_kv_write_cuda
+from attn_ops.rope import RopeForm, rope_kv_write_cuda
 from attn_ops.small_linear import small_linear_cuda
 from tests.hopper import Compiled, compiling
 
@@ -30,11 +30,15 @@ EXPERTS: dict[str, tuple[int, int, list[tuple[int, int]], bool]] = {
     "gpt-oss-20b": (32, 4, [(5760, 2880), (2880, 2880)], True),
     "deepseek-v2-lite": (64, 6, [(2816, 2048), (2048, 1408)], False),
 }
+#: other forms of the rotation than Llama's, each with the shapes to compile it for
+FORMS = {"gpt-oss-20b": RopeForm(half_tables=True), "llama-8b": RopeForm(interleaved=True),
+         "llama4": RopeForm(interleaved=True, half_tables=True, norm_after=True), "gemma2-9b": RopeForm(norm_offset=1.0)}
 KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, Any], *, query_lens: list[int],
-              dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, rope: bool = False) -> None:
+              dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, rope: bool = False,
+              form: RopeForm | None = None) -> None:
     """One call of the backend's op; its launches compile, and nothing runs."""
     tokens, rows = sum(query_lens), len(query_lens)
     cache = PagedKVCache(num_layers=1, num_pages=2, page_size=16, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
@@ -48,11 +52,13 @@ def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, A
     sinks = torch.zeros(heads, dtype=dtype) if site.get("sinks") else None
     options = dict(scale=0.1, window=site.get("window"), softcap=site.get("softcap"), chunk=site.get("chunk"))
     rest = (*cache.of_layer(0), *tables, sinks, [torch.zeros(16384, **ints)])
-    if rope:
-        cos = torch.zeros(tokens, dim, dtype=dtype)
+    if rope or form is not None:
+        form = form or RopeForm()
+        cos = torch.zeros(tokens, dim // 2 if form.half_tables else dim, dtype=dtype)
+        norm = torch.zeros(dim, dtype=dtype) if form.norm_after or form.norm_offset is not None else None
         # As on a GPU: rope_kv_write's own implementation there, and not the one for CPU tensors.
         backend.rope_kv_write = rope_kv_write_cuda
-        backend.rope_paged_attention(q, k, v, cos, cos, None, None, 0.0, *rest, **options)
+        backend.rope_paged_attention(q, k, v, cos, cos, norm, norm, 0.0, *rest, **options, **form.options())
     else:
         backend.paged_attention(q, k, v, *rest, **options)
 
@@ -80,13 +86,17 @@ def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, what launches) of everything to compile."""
-    batches = {"decode 1": [1], "decode 32": [1] * 32, "decode 256": [1] * 256, "extend": [512], "mixed": [448, *[1] * 63]}
+    batches = {"decode 1": [1], "decode 8": [1] * 8, "decode 32": [1] * 32, "decode 256": [1] * 256, "extend": [512],
+               "mixed": [448, *[1] * 63]}
     for (model, heads), (batch, lens) in itertools.product(HEADS.items(), batches.items()):
         yield f"{model} {batch}", lambda h=heads, n=lens: attention(*h, query_lens=n)
     for (kv, kv_dtype), (batch, lens), rope in itertools.product(KV.items(), batches.items(), (False, True)):
         if kv_dtype is not None or rope:
             yield f"llama-8b {batch} {kv}{' rope' if rope else ''}", lambda n=lens, t=kv_dtype, r=rope: attention(
                 *HEADS["llama-8b"], query_lens=n, kv_dtype=t, rope=r)
+    for (model, form), (batch, lens) in itertools.product(FORMS.items(), batches.items()):
+        yield f"{model} {batch} rope {' '.join(form.options())}", lambda m=model, n=lens, f=form: attention(
+            *HEADS[m], query_lens=n, form=f)
     for dtype in (torch.float16, torch.float32):
         for batch in ("decode 1", "mixed"):
             yield f"llama-8b {batch} {dtype}", lambda n=batches[batch], t=dtype: attention(

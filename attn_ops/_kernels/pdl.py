@@ -5,9 +5,13 @@ the last programs of one finish and the first of the next are set up. A kernel l
 soon as every program of its predecessor has called ``let_next_start`` or ended; ``wait_for_previous`` then blocks until the
 predecessor has completed and its writes are visible. (PTX ISA, "griddepcontrol"; compute capability 9.0 and up.)
 
+Programs that are set up and wait hold registers and shared memory that programs of the kernel before could use. So
+``let_next_start`` stands behind a kernel's loop, and steps of several tokens, whose kernels fill the GPU, do without
+(docs/performance.md has the times).
+
 NOTE [Everyone waits]: every program of a kernel launched so must call ``wait_for_previous``, before it reads or writes anything
 that another kernel touches and before it returns early: the kernel after it trusts that this one's end means that all before
-it have ended too. Only constants, such as weights, may be fetched before.
+it have ended too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ import os
 import torch
 import triton
 import triton.language as tl
+
+#: Most tokens of a step whose kernels are launched so. See above.
+MAX_TOKENS = 1
 
 
 @triton.jit
@@ -34,19 +41,20 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
-def fetch(pointers, PDL: tl.constexpr):
-    """Ask for the cache lines at ``pointers`` (constants only) without waiting for them."""
-    if PDL:
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32,
-                                  is_pure=False, pack=1)
+def use_pdl(device: torch.device, tokens: int) -> bool:
+    """Launch the kernels of a step of so many tokens so? With QUIRE_PDL=1 any number of tokens, with QUIRE_PDL=0 none."""
+    said = _environment()
+    return (tokens <= MAX_TOKENS if said is None else said) and _possible(device)
 
 
 @functools.cache
-def use_pdl(device: torch.device) -> bool:
-    """Launch so on ``device``? QUIRE_PDL=1 turns it on where the GPU can."""
-    return (os.environ.get("QUIRE_PDL", "0") == "1" and device.type == "cuda"
-            and torch.cuda.get_device_capability(device) >= (9, 0))
+def _environment() -> bool | None:
+    return {"0": False, "1": True}.get(os.environ.get("QUIRE_PDL", ""))
+
+
+@functools.cache
+def _possible(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
@@ -54,4 +62,4 @@ def launch_options(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
-__all__ = ["fetch", "launch_options", "let_next_start", "use_pdl", "wait_for_previous"]
+__all__ = ["launch_options", "let_next_start", "use_pdl", "wait_for_previous"]

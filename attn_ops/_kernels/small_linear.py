@@ -5,11 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.pdl import fetch, let_next_start, wait_for_previous
-
-#: Bytes of each weight row that a program asks for before it waits for x, and bytes of a cache line.
-AHEAD: tl.constexpr = tl.constexpr(2048)
-LINE: tl.constexpr = tl.constexpr(128)
+from attn_ops._kernels.pdl import let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -22,25 +18,12 @@ def _load_rows(w, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.con
 
 
 @triton.jit
-def _start(w, rows, stride, N, SWIGLU: tl.constexpr, PDL: tl.constexpr):
-    """While the kernel before ends, fetch the beginning of the weight's rows; then wait for it."""
-    let_next_start(PDL)
-    if PDL:
-        ahead = tl.arange(0, AHEAD // LINE) * (LINE // (w.dtype.element_ty.primitive_bitwidth // 8))
-        at = w + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * stride + ahead[None, :]
-        fetch(at, PDL)
-        if SWIGLU:
-            fetch(at + N.to(tl.int64) * stride, PDL)
-    wait_for_previous(PDL)
-
-
-@triton.jit
 def vector_kernel(x, w, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
                   EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
     """One token: BLOCK_N outputs a program, each the sum of K products."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    _start(w, rows, stride_w, N, SWIGLU, PDL)
+    wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -60,6 +43,7 @@ def vector_kernel(x, w, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.c
         if SWIGLU:
             acc_up += _load_rows(w + N.to(tl.int64) * stride_w, rows, cols, stride_w, N, K, EVEN_N,
                                  EVEN_K).to(tl.float32) * xs[None, :]
+    let_next_start(PDL)
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
     if NORM:
@@ -85,7 +69,7 @@ def tile_kernel(x, w, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_
                 PDL: tl.constexpr):
     """Up to BLOCK_M tokens: BLOCK_N weight rows a program, as the left operand of the matrix unit (the side that is long)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    _start(w, rows, stride_w, N, SWIGLU, PDL)
+    wait_for_previous(PDL)
     tokens = tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -102,6 +86,7 @@ def tile_kernel(x, w, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_
         if SWIGLU:
             acc_up = tl.dot(_load_rows(w + N.to(tl.int64) * stride_w, rows, cols, stride_w, N, K, EVEN_N, EVEN_K), xs,
                             acc_up)
+    let_next_start(PDL)
     if NORM:
         scale = tl.rsqrt(squares / K + eps)
         acc *= scale[None, :]

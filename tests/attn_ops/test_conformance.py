@@ -66,6 +66,23 @@ def test_rope_op(way: int, status: str) -> None:
     assert statuses(dataclasses.replace(NATIVE, rope_op=rope_op), "rotary") == {"rotary embedding (rope_op)": status}
 
 
+@pytest.mark.parametrize("honoured, declared, status", [
+    (("interleaved", "half_tables"), True, "ok"), ((), False, "ok"), (("interleaved",), True, "FAIL"),
+    (("half_tables",), True, "FAIL")], ids=str)
+def test_rope_forms(honoured: tuple[str, ...], declared: bool, status: str) -> None:
+    """A form that is declared and not honoured is seen; what is not declared is not asked for."""
+    def rope_op(q, k, v, cos, sin, q_norm, k_norm, eps, *args, interleaved=False, half_tables=False, **options):
+        given = dict(interleaved=interleaved, half_tables=half_tables)
+        form = {name: flag for name, flag in given.items() if name in honoured}
+        if half_tables and "half_tables" not in honoured:
+            cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)  # the wrong way, for neighbours
+        q, k = rotate(q, cos, sin, **form), rotate(k, cos, sin, **form)
+        return torch_native.paged_attention(q, k, v, *args, **options)
+
+    backend = dataclasses.replace(NATIVE, rope_op=rope_op, rope_forms=declared)
+    assert statuses(backend, "rotary") == {"rotary embedding (rope_op)": status}
+
+
 def test_the_oracle_is_the_plain_one() -> None:
     torch.manual_seed(0)
     q, keys, values, sinks = torch.randn(5, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 6), torch.randn(4)

@@ -11,7 +11,7 @@ import torch
 
 from attn_ops.backends.triton import BACKEND, _load, available
 from attn_ops.kv_quant import QUANTISED
-from attn_ops.rope import rope_kv_write_eager
+from attn_ops.rope import RopeForm, rope_kv_write_eager
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
 from tests.attn_ops.oracle import oracle_attention
 from tests.attn_ops.scheduling import in_pieces, steps_of
@@ -248,27 +248,31 @@ def test_offsets_beyond_32_bits():
     {}, dict(norm=True), dict(rotary=8), dict(rotary=6, norm=True), dict(window=11, softcap=3.0, sinks=True, chunk=32),
     dict(kv_dtype=torch.int8, norm=True), dict(head_dim=24, head_dim_v=40, num_heads=6), dict(strided=True, page_size=1),
     dict(dtype=torch.float16, layout="HND"), dict(num_heads=16, num_kv_heads=1, head_dim=80),
+    dict(form=RopeForm(interleaved=True), rotary=8), dict(form=RopeForm(half_tables=True), sinks=True, window=11),
+    dict(form=RopeForm(True, True, True), norm=True, chunk=32), dict(form=RopeForm(norm_offset=1.0), norm=True),
 ], ids=str)
 @pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [1] * 6, [3, 0, 0, 0], [5, 1, 0, 30]], ids=str)
 @pytest.mark.parametrize("splits", [1, 5])
 def test_rope(query_lens, options, splits):
     """The same as rotating first, in one launch and in two: outputs, caches and scales."""
-    norm, rotary, options = options.get("norm", False), options.get("rotary"), {
-        k: v for k, v in options.items() if k not in ("norm", "rotary")}
+    norm, rotary, form = options.get("norm", False), options.get("rotary"), options.get("form", RopeForm())
+    options = {k: v for k, v in options.items() if k not in ("norm", "rotary", "form")}
     shape = {**SMALL, **options}
     pad = dict(pad_tokens=1, pad_reqs=2) if sum(query_lens) > 1 else {}
     case, other = (make_case(query_lens, [n + 40 for n in query_lens], **shape, **pad, expect=False) for _ in range(2))
     dim, dtype, tokens = shape["head_dim"], case.q.dtype, case.q.shape[0]
-    angles = torch.rand(tokens, (rotary or dim) // 2, device=DEVICE).mul(6.3).repeat(1, 2)
+    angles = torch.rand(tokens, (rotary or dim) // 2, device=DEVICE).mul(6.3)
+    if not form.half_tables:
+        angles = angles.repeat_interleave(2, dim=1) if form.interleaved else angles.repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     weights = [(torch.rand(dim, device=DEVICE) + 0.5).to(dtype) if norm else None for _ in range(2)]
     rope = (cos, sin, *weights, 1e-6)
     m = other.metadata
-    rotated = rope_kv_write_eager(other.q, other.k, other.v, *rope, *other.cache.of_layer(0), m.slot_mapping)
+    rotated = rope_kv_write_eager(other.q, other.k, other.v, *rope, *other.cache.of_layer(0), m.slot_mapping, **form.options())
     prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
     with decode.overridden(block_n=16, chunk_min=16, max_splits=splits):
         expected = BACKEND.op(rotated, None, None, *other.arguments(prepared)[3:], **other.options)
-        got = BACKEND.rope_op(case.q, case.k, case.v, *rope, *case.arguments(prepared)[3:], **case.options)
+        got = BACKEND.rope_op(case.q, case.k, case.v, *rope, *case.arguments(prepared)[3:], **case.options, **form.options())
     # float32: one rotation and one softmax, each to some 1e-6 of numbers of order 10; float16: rounded to 2**-11 twice. A key
     # whose last bit differs may get the next int8 code: 1/127 of its largest number.
     tolerance = 0.05 if "kv_dtype" in options else 2e-2 if dtype == torch.float16 else 2e-5
@@ -285,6 +289,8 @@ def test_rope_opcheck():
     cos, sin = torch.ones(2, 16, device=DEVICE), torch.zeros(2, 16, device=DEVICE)
     torch.library.opcheck(BACKEND.rope_op, (case.q, case.k, case.v, cos, sin, None, None, 0.0, *case.arguments()[3:]),
                           case.options)
+    torch.library.opcheck(BACKEND.rope_op, (case.q, case.k, case.v, cos[:, :8], sin[:, :8], None, None, 0.0,
+                                            *case.arguments()[3:]), {**case.options, "interleaved": True, "half_tables": True})
 
 
 # Quantised caches. Codes and scales must be bit for bit those of the oracle.

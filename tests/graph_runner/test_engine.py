@@ -744,12 +744,16 @@ def test_a_changed_model_is_noticed(one_layer) -> None:
         hook.remove()
         assert tokens(engine.generate([3, 4], GREEDY)) == want
         attention.scaling *= 2
-        with pytest.raises(RuntimeError, match="self_attn: its settings changed"):
-            engine.add_request([3, 4], GREEDY)
+        engine.add_request([3, 4], GREEDY)
+        for _ in range(3):  # no token comes out
+            with pytest.raises(RuntimeError, match="self_attn: its settings changed"):
+                engine.step()
         attention.scaling /= 2
+        events = [e for _ in range(50) if engine.has_unfinished for e in engine.step()]
+        assert [t for e in events for t in e.token_ids] == want[0]
         ours.model.layers[0].mlp = copy.deepcopy(ours.model.layers[0].mlp)
         with pytest.raises(RuntimeError, match="mlp.*: the module itself changed"):
-            engine.add_request([3, 4], GREEDY)
+            engine.generate([3, 4], GREEDY)
         assert_idle(engine)
 
 

@@ -32,8 +32,11 @@ def test_change(change, what) -> None:
     change(m)
     assert watch.change() == what
     assert what in (watch.glance(2), watch.glance(2))
-    with pytest.raises(RuntimeError, match=f"{what}.*undo the change, or close the engine"):
-        watch.check()
+    watch.check_if_due()  # it is not
+    watch.due = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{what}.*undo the change, or close the engine"):
+            watch.check_if_due()
 
 
 def test_what_may_change() -> None:

@@ -4,122 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
-from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from attn_ops.kv_cache import PagedKVCache
-from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.rope import rope_kv_write
-from attn_ops.step import Step, running
-from passes.dynamo_backend import QuireBackend, QuireOptions
-from passes.fuse_rope import fuse_rope
 from tests.passes.models import listing
-
-HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 16
-
-
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
-
-
-def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos + rotate_half(x) * sin
-
-
-def partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    size = cos.shape[-1]
-    return torch.cat([plain(x[..., :size], cos, sin), x[..., size:]], dim=-1)
-
-
-def widened(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return (sin * rotate_half(x) + cos * x).to(x.dtype)
-
-
-def interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # GPT-J's order
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    return x * cos + turned * sin
-
-
-def wrong_sign(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # turns the other way
-    return x * cos + torch.cat((x[..., DIM // 2 :], -x[..., : DIM // 2]), dim=-1) * sin
-
-
-def uneven(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # not halves
-    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * sin
-
-
-class HeadNorm(nn.Module):
-    def __init__(self, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(DIM) + 0.5), eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class Rotary(nn.Module):
-    """One layer of attention with rotated q and k."""
-
-    def __init__(self, turn=plain, *, rotary: int = DIM, norms: tuple[float, ...] = (), own_tables: bool = False,
-                 keys_too: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.turn, self.rotary, self.own_tables, self.keys_too = turn, rotary, own_tables, keys_too
-        self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * DIM, bias=False)
-        self.norms = nn.ModuleList(HeadNorm(eps) for eps in norms)
-
-    def tables(self, position_ids: torch.Tensor, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-        frequency = base ** -(torch.arange(self.rotary // 2) / self.rotary)
-        angles = (position_ids[..., None] * frequency).repeat(1, 1, 2)
-        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        q, k, v = (t.view(1, x.shape[1], -1, DIM) for t in self.qkv(x).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1))
-        if len(self.norms):
-            q, k = self.norms[0](q), self.norms[1](k)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        tables = self.tables(position_ids, 100.0)
-        q, k = self.turn(q, *tables), self.turn(k, *(self.tables(position_ids, 50.0) if self.own_tables else tables))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        return (out, k) if self.keys_too else out
-
-
-def run(model: nn.Module, fusions: str, compiler: str = "eager", attention: str = "torch_native"
-        ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(lowered graph, result, keys cached) of two ragged rows of 9 and 4 tokens."""
-    torch._dynamo.reset()
-    backend, x = QuireBackend(QuireOptions(compiler=compiler, fusions=fusions)), torch.randn(
-        1, 13, HIDDEN, generator=torch.Generator().manual_seed(1))
-    meta = CommonAttentionMetadata.build([9, 4], [9, 4], [[1, 2, 3], [4]], page_size=4)
-    with torch.no_grad():
-        torch._dynamo.mark_dynamic(x, 1)
-        positions = meta.positions[None]
-        torch._dynamo.mark_dynamic(positions, 1)
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        compiled(x, positions)
-        cache = PagedKVCache.for_sites(backend.graphs[0].traced.sites, num_pages=6, page_size=4, device="cpu")
-        step = Step(cache, meta, attention=attention)
-        with running(step):
-            out = compiled(x, positions)
-    return backend.graphs[0].paged.compiled(step).lowered, out[0] if isinstance(out, tuple) else out, cache.k[0]
-
-
-def matches(model: nn.Module) -> int:
-    return fuse_rope(run(model, "none")[0])
-
-
-def same(model: nn.Module) -> None:
-    """float32: two products and a sum of numbers of order 1, then attention over 9 of them."""
-    (_, wanted, keys), (_, got, new_keys) = run(model, "none"), run(model, "rope")
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
-    torch.testing.assert_close(new_keys, keys, atol=1e-6, rtol=0)
-    assert keys.flatten(2).any(-1).sum() == 13
+from tests.passes.rotary import Rotary, matches, partial, run, same, uneven, widened
 
 
 def test_before_and_after() -> None:
@@ -135,18 +28,19 @@ k = view(t_1, 1, s0, -1, 8)
 v = view(t_2, 1, s0, -1, 8)
 q_1 = transpose(q, 1, 2)
 k_1 = transpose(k, 1, 2)
-v_1 = transpose(v, 1, 2)
 arange = arange(4)
 truediv = truediv(arange, 8)
 neg = neg(truediv)
 frequency = pow(100.0, neg)
 getitem_12 = getitem(l_position_ids_, (Ellipsis, None))
-mul = mul(getitem_12, frequency)
-angles = repeat(mul, 1, 1, 2)
-cos = cos(angles)
-unsqueeze = unsqueeze(cos, 1)
-sin = sin(angles)
-unsqueeze_1 = unsqueeze(sin, 1)
+angles = mul(getitem_12, frequency)
+angles_1 = repeat(angles, 1, 1, 2)
+cos = cos(angles_1)
+to = to(cos, torch.float32)
+unsqueeze = unsqueeze(to, 1)
+sin = sin(angles_1)
+to_1 = to(sin, torch.float32)
+unsqueeze_1 = unsqueeze(to_1, 1)
 mul_1 = mul(q_1, unsqueeze)
 getitem_17 = getitem(q_1, (Ellipsis, slice(4, None, None)))
 neg_1 = neg(getitem_17)
@@ -161,6 +55,7 @@ getitem_32 = getitem(k_1, (Ellipsis, slice(None, 4, None)))
 cat_1 = cat((neg_2, getitem_32), dim=-1)
 mul_4 = mul(cat_1, unsqueeze_1)
 k_2 = add(mul_3, mul_4)
+v_1 = transpose(v, 1, 2)
 transpose = transpose(q_2, 1, 2)
 flatten = flatten(transpose, 0, 1)
 transpose_4 = transpose(k_2, 1, 2)
@@ -186,16 +81,16 @@ k = view(t_1, 1, s0, -1, 8)
 v = view(t_2, 1, s0, -1, 8)
 q_1 = transpose(q, 1, 2)
 k_1 = transpose(k, 1, 2)
-v_1 = transpose(v, 1, 2)
 arange = arange(4)
 truediv = truediv(arange, 8)
 neg = neg(truediv)
 frequency = pow(100.0, neg)
 getitem_12 = getitem(l_position_ids_, (Ellipsis, None))
-mul = mul(getitem_12, frequency)
-angles = repeat(mul, 1, 1, 2)
-cos = cos(angles)
-sin = sin(angles)
+angles = mul(getitem_12, frequency)
+angles_1 = repeat(angles, 1, 1, 2)
+cos = cos(angles_1)
+sin = sin(angles_1)
+v_1 = transpose(v, 1, 2)
 transpose_5 = transpose(v_1, 1, 2)
 flatten_2 = flatten(transpose_5, 0, 1)
 flatten_3 = flatten(cos, 0, 1)
@@ -232,9 +127,16 @@ def test_norms_go_along() -> None:
     assert listing(run(Rotary(norms=(1e-6, 1e-2)), "rope")[0].gm.graph).count(" = rsqrt(") == 2
 
 
+def test_a_norm_that_another_reads_too() -> None:
+    """After the rotation, only what the op made is replaced: the keys that the model returns are still computed."""
+    model = Rotary(norms=(1e-6, 1e-6), norm_after=True, keys_too=True)
+    assert matches(model) == 1
+    same(model)
+
+
 @pytest.mark.parametrize("model", [
-    Rotary(interleaved), Rotary(wrong_sign), Rotary(uneven), Rotary(own_tables=True), Rotary(lambda x, cos, sin: x),
-], ids=["GPT-J", "other sign", "not halves", "tables of their own", "no rope"])
+    Rotary(uneven), Rotary(own_tables=True), Rotary(lambda x, cos, sin: x), Rotary(norms=(1e-6, 1e-2), norm_after=True),
+], ids=["not halves", "tables of their own", "no rope", "norms of two eps after it"])
 def test_what_is_not(model: Rotary) -> None:
     assert matches(model) == 0
     same(model)

@@ -22,7 +22,7 @@ import torch
 from attn_ops.attention import LIBRARY
 from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from attn_ops.kv_quant import QUANTISED, check_scales
-from attn_ops.rope import rope_kv_write
+from attn_ops.rope import RopeForm, rope_kv_write
 
 _kernels: Any = None
 
@@ -62,7 +62,7 @@ def paged_attention(
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
 
     Args:
-        rope: cos, sin, the norms' weights and eps, for q and k not yet rotated; for decode batches (T <= B) only.
+        rope: cos, sin, the norms' weights, eps and the RopeForm, for q and k not yet rotated; for decode batches (T <= B) only.
 
     Raises:
         ValueError: caches whose head dim is not contiguous; scales that the caches do not go with, or strided unlike each
@@ -116,17 +116,18 @@ def rope_paged_attention(
     q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
     v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor,
     block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None,
-    prepared: list[torch.Tensor], **options: Any,
+    prepared: list[torch.Tensor], *, interleaved: bool = False, half_tables: bool = False, norm_after: bool = False,
+    norm_offset: float | None = None, **options: Any,
 ) -> torch.Tensor:
     """Rotate q and k (``attn_ops/rope.py``), then ``paged_attention``. Small decode batches take one launch for all of it; with
     a program or more for each multiprocessor the registers that rotating takes would cost more than the launch."""
     caches, tables = (k_cache, v_cache, k_scale, v_scale), (slot_mapping, block_table, query_start_loc, seq_lens)
-    rope = (cos, sin, q_norm_weight, k_norm_weight, eps)
+    rope, form = (cos, sin, q_norm_weight, k_norm_weight, eps), RopeForm(interleaved, half_tables, norm_after, norm_offset)
     common = (_kernels or _load())[0]
     if q.shape[0] > seq_lens.shape[0] or q.shape[0] * k.shape[1] >= common.num_sms(q.device):
-        q = rope_kv_write(q, k, v, *rope, *caches, slot_mapping)
+        q = rope_kv_write(q, k, v, *rope, *caches, slot_mapping, **form.options())
         return paged_attention(q, None, None, *caches, *tables, sinks, prepared, **options)
-    return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=rope)
+    return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=(*rope, form))
 
 
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
@@ -158,6 +159,7 @@ BACKEND = AttentionBackend(
     available=available,
     op=define_paged_op("triton", paged_attention),
     rope_op=define_paged_op("triton", rope_paged_attention, rope=True),
+    rope_forms=True,
     prepare=torch.ops.quire.triton_prepare.default,
     priority={"cuda": 10},
     packages=("triton",),

@@ -44,6 +44,7 @@ from attn_ops.backends.triton._common import (
     unit,
 )
 from attn_ops.kv_quant import FORMATS
+from attn_ops.rope import PLAIN
 
 
 @triton.jit
@@ -84,7 +85,8 @@ def one_key(highest, total, acc, query, key, value, scale, softcap):
 
 @triton.jit
 def new_key(key_row, token, stride_kt, cos, sin, stride_cos, stride_sin, k_norm, eps, D: tl.constexpr, ROTARY: tl.constexpr,
-            D_P2: tl.constexpr):
+            D_P2: tl.constexpr, INTERLEAVED: tl.constexpr, HALF_TABLES: tl.constexpr, NORM_AFTER: tl.constexpr,
+            NORM_OFFSET: tl.constexpr):
     """The key (D_P2,) of one of the step's own tokens (64-bit), rotated if cos is there, in k's dtype."""
     if cos is None:
         columns = tl.arange(0, D_P2)
@@ -92,7 +94,7 @@ def new_key(key_row, token, stride_kt, cos, sin, stride_cos, stride_sin, k_norm,
     else:
         one = tl.arange(0, 1)
         key = rotated(key_row + token * stride_kt + one, one == 0, cos + token * stride_cos, sin + token * stride_sin, k_norm,
-                      eps, D, ROTARY, D_P2)
+                      eps, D, ROTARY, D_P2, INTERLEAVED, HALF_TABLES, NORM_AFTER, NORM_OFFSET)
         return tl.sum(key, 0).to(key_row.dtype.element_ty)
 
 
@@ -109,12 +111,12 @@ def decode_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     D_P2: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, SPLIT: tl.constexpr, ATOMIC: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_STEP: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
+    MERGE_STEP: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, HALF_TABLES: tl.constexpr,
+    NORM_AFTER: tl.constexpr, NORM_OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):
     """HEADS query heads (ROWS with padding) of one token, over one range of its keys. None stands for an absent k, v, cos
     and what goes with it, k_scale, v_scale, sinks, softcap, partial or counters; K_*, V_* and S_* are the strides of
     caches and scales. See NOTE [Quantised caches]."""
-    let_next_start(PDL)
     wait_for_previous(PDL)
     program = tl.program_id(0)
     head_block = program % (HKV * BLOCKS)
@@ -180,7 +182,7 @@ def decode_kernel(
     else:
         query = rotated(q + token.to(tl.int64) * stride_qt + (first_head + rows) * stride_qh, row_live,
                         cos + token.to(tl.int64) * stride_cos, sin + token.to(tl.int64) * stride_sin, q_norm, eps, D,
-                        ROTARY, D_P2).to(q.dtype.element_ty)
+                        ROTARY, D_P2, INTERLEAVED, HALF_TABLES, NORM_AFTER, NORM_OFFSET).to(q.dtype.element_ty)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_P2], tl.float32)
@@ -217,6 +219,7 @@ def decode_kernel(
             acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
         highest = new_highest
 
+    let_next_start(PDL)
     if split == 0:
         if k is not None:
             key_row = k + kv_head * stride_kh
@@ -224,7 +227,8 @@ def decode_kernel(
             # The step's earlier tokens of the sequence: none in a pure decode batch.
             for other in range(start + tl.maximum(first - last, 0), token):
                 source = token.to(tl.int64) - (token - other)
-                key = new_key(key_row, source, stride_kt, cos, sin, stride_cos, stride_sin, k_norm, eps, D, ROTARY, D_P2)
+                key = new_key(key_row, source, stride_kt, cos, sin, stride_cos, stride_sin, k_norm, eps, D, ROTARY, D_P2,
+                              INTERLEAVED, HALF_TABLES, NORM_AFTER, NORM_OFFSET)
                 value = tl.load(value_row + source * stride_vt, mask=columns_v < DV, other=0.0)
                 if k_scale is not None:
                     codes, key_scale = encode(key, 0, QMAX, LOWEST, ROUNDER)
@@ -233,7 +237,7 @@ def decode_kernel(
                     value = codes_v * (value_scale * UNIT)
                 highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
             key = new_key(key_row, token.to(tl.int64), stride_kt, cos, sin, stride_cos, stride_sin, k_norm, eps, D, ROTARY,
-                          D_P2)
+                          D_P2, INTERLEAVED, HALF_TABLES, NORM_AFTER, NORM_OFFSET)
             value = tl.load(value_row + token.to(tl.int64) * stride_vt, mask=columns_v < DV, other=0.0)
             if k_scale is not None:
                 codes, key_scale = encode(key, 0, QMAX, LOWEST, ROUNDER)
@@ -378,12 +382,14 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         products = widest * power_of_2(heads)
         block_n = min(64, max(8192 // products, 16))
         warps, stages = (8 if block_n * products > 16384 else 4), 3
-    # Measured on an H200 at contexts of 1024 (benchmarks/attention_kernels.py --sweep): few slots want small chunks, on
-    # two warps each; with a slot or more for every multiprocessor, splitting costs more than it balances.
+    # Measured on an H200 at contexts of 1024 (benchmarks/attention_kernels.py --sweep): few slots want small chunks, the
+    # fewest on two warps each; with a slot or more for every multiprocessor, splitting costs more than it balances. Larger
+    # steps of the loop are better until there are programs enough to hide each other's latency.
     sms = num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, power_of_2(max(512 * slots // sms, 64)))
     if dot and itemsize == 2 and widest <= 128:
-        block_n, warps = (128, 4) if slots >= sms else (64, 2) if chunk == 64 else (64, 4)
+        block_n = 128 if 256 <= chunk and slots < 4 * sms else 64
+        warps = 2 if chunk == 64 else 4
         if quantised:  # converting the codes takes registers: the other two spill some (compiled for sm_90; not timed yet)
             block_n, warps = 64, 4
     params = dict(block_n=block_n, warps=warps, stages=stages, chunk_min=chunk, max_splits=64, atomic=True, dot=dot)
@@ -448,8 +454,8 @@ def decode(
     rope: tuple[Any, ...] | None = None,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in
-    their row. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R), the norms' weights
-    and eps, for q and k not yet rotated. The other arguments are the paged op's."""
+    their row. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R or R/2), the norms'
+    weights, eps and the RopeForm, for q and k not yet rotated. The other arguments are the paged op's."""
     num_reqs, device = seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
                  block_table.shape[1], window, chunk, scale_strides(k_scale), k_cache.dtype, by_row, device)
@@ -460,16 +466,16 @@ def decode(
     stride_qt, stride_qh, _ = q.stride()
     stride_kt, stride_kh, _ = (0, 0, 0) if k is None else k.stride()
     stride_vt, stride_vh, _ = (0, 0, 0) if v is None else v.stride()
-    cos, sin, q_norm, k_norm, eps = rope or (None, None, None, None, 0.0)
+    cos, sin, q_norm, k_norm, eps, form = rope or (None, None, None, None, 0.0, PLAIN)
     if rope is not None:
         cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
-    stride_cos, stride_sin, rotary = (cos.stride(0), sin.stride(0), cos.shape[1]) if rope is not None else (0, 0, 0)
-    tuned, pdl = plan.tuned, use_pdl(device)
+    stride_cos, stride_sin, rotary = (cos.stride(0), sin.stride(0), form.rotated(cos)) if rope is not None else (0, 0, 0)
+    tuned, pdl = plan.tuned, use_pdl(device, q.shape[0])
     decode_kernel[plan.grid](
         q, k, v, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
         query_start_loc, seq_lens, sinks, out, partial, counters, num_reqs, plan.splits, tuned.chunk_min, scale, softcap,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin, block_table.stride(0),
-        *plan.constants, rotary, pdl, num_warps=tuned.warps, **launch_options(pdl),
+        *plan.constants, rotary, *form, pdl, num_warps=tuned.warps, **launch_options(pdl),
     )
     if plan.splits > 1 and not tuned.atomic:
         reduce_kernel[plan.reduce_grid](
