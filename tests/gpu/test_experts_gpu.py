@@ -54,9 +54,10 @@ def truth_of(args: Any) -> torch.Tensor:
     return expert_linear_eager(x.to(wide), weight.to(wide), bias.to(wide) if bias is not None else None, ids, transposed)
 
 
-def check(out: torch.Tensor, truth: torch.Tensor) -> None:
+def check(out: torch.Tensor, truth: torch.Tensor, path: str = "") -> None:
+    """``path``: PyTorch's grouped product rounds before the bias is added, and again after: by half as much more."""
     assert out.shape == truth.shape
-    assert (out - truth).norm() <= ROUNDING[out.dtype] * truth.norm()
+    assert (out - truth).norm() <= ROUNDING[out.dtype] * truth.norm() * (1.5 if path == "grouped" else 1)
 
 
 def paths(x: torch.Tensor, weight: torch.Tensor) -> list[str]:
@@ -70,7 +71,7 @@ def test_layers_of_large_models(name: str, batch: int) -> None:
     truth = truth_of(args)
     check(expert_linear(*args), truth)
     for path in paths(*args[:2]):
-        check(expert_linear_cuda(*args, path=path), truth)
+        check(expert_linear_cuda(*args, path=path), truth, path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -93,7 +94,7 @@ def test_ids_out_of_range(path: str) -> None:
     out = expert_linear_cuda(x, weight, bias, ids, transposed, path=path)
     zero = ((ids < 0) | (ids >= 32)).flatten()
     assert not out[zero].any() and out[~zero].any(-1).all() and out.isfinite().all()
-    check(out, truth_of((x, weight, bias, ids, transposed)))
+    check(out, truth_of((x, weight, bias, ids, transposed)), path)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -126,7 +127,7 @@ def test_in_a_cuda_graph(path: str) -> None:
         assert torch.equal(out, run())
     ids.random_(32)
     graph.replay()
-    check(out, truth_of((x, weight, bias, ids, transposed)))
+    check(out, truth_of((x, weight, bias, ids, transposed)), path)
 
 
 def test_dependent_launch() -> None:
