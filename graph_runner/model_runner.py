@@ -35,9 +35,10 @@ from passes.options import QuireOptions
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
 # Mixed batches (prefill and decode) are captured up to this many tokens; larger steps keep the GPU busy for longer than the
-# host needs to launch them. Each token bucket is captured for few rows and for all, since the LM head runs on every row.
+# host needs to launch them. A token bucket is captured for few rows and for all, since the LM head runs on every row; the small
+# ones for all rows only, as the head takes about as long for 128 rows as for 16.
 MIXED_TOKENS = 1024
-FEW_ROWS = 16
+FEW_ROWS, FEW_ROWS_FROM = 16, 128
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ class ModelRunner:
             token_sizes = token_buckets(config.max_num_batched_tokens, sizes=token_sizes)
         if support is CudagraphSupport.ALWAYS:
             for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
-                found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes if n > 1]
+                found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
+                          if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
         return found
 
     def _pages_that_fit(self, most: BatchShape) -> int:

@@ -195,6 +195,7 @@ def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
         holder._dynamo_source = getattr(node, "_dynamo_source", None) or ConstantSource(f"quire_{node.name}")
     for node in piece.nodes:
         new[node] = graph.node_copy(node, lambda n: new[n])
+        new[node].meta["example_value"] = values[node]  # AOTAutograd caches no graph in which one is missing
     graph.output(tuple(new[n] for n in piece.outputs))
     return fx.GraphModule({}, graph)
 
