@@ -208,7 +208,7 @@ def _known(ids: Tensor, experts: int) -> Tensor:
 def _grouped(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, pdl: bool | None) -> Tensor:
     """By PyTorch's grouped product. Rows past the last expert's are left as they were by it, so they are filled here."""
     experts = len(w)
-    order, ends = _sort(ids, experts, _kernels()[1](x.device) if pdl is None else pdl)
+    order, ends = _sort(ids, experts, _kernels()[1](x.device, len(ids)) if pdl is None else pdl)
     product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     y = product(x[order // (len(ids) // len(x))], w.mT, offs=ends)
     ordered = _known(ids, experts)[order]

