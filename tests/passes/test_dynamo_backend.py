@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import subprocess
@@ -98,8 +99,8 @@ def test_the_plain_way_needs_no_cache_and_writes_none() -> None:
 
 def test_training_through_the_plain_way() -> None:
     """Gradients are those of the model; dropout and the like stay what they are."""
-    model, twin = tiny().train(), tiny().train()
-    (sequence,) = inputs(11)
+    model = tiny().train()
+    twin, (sequence,) = copy.deepcopy(model), inputs(11)
     quire = compiled(model)
     for each in (quire, twin):
         each(sequence[None], torch.arange(11)[None]).square().mean().backward()
