@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -101,47 +100,68 @@ def test_copy_bandwidth_is_plausible() -> None:
 # -- workloads ------------------------------------------------------------------------------------------------------
 
 
+class Clock:
+    """Time that passes only when a system says so: what a busy machine does to real time is no part of these tests."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("graph_runner.bench.workloads.time", clock)
+    return clock
+
+
 class Fake(System):
-    """Counts tokens instead of generating them, and takes a millisecond of its own clock for each."""
+    """Counts tokens instead of generating them, and takes a millisecond of the clock for each."""
 
     name = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.calls: list[tuple[list[int], list[int], float]] = []
 
     def generate(self, prompts: Any, new_tokens: Any, temperature: float) -> int:
         self.calls.append(([len(p) for p in prompts], list(new_tokens), temperature))
+        self.clock.now += 1e-3 * sum(new_tokens)
         return sum(new_tokens)
 
     def close(self) -> None:
         pass
 
 
-def measured(workload: str, sizes: Sizes) -> tuple[Fake, list[dict[str, Any]], int]:
-    system, ticks = Fake(), []
+def measured(workload: str, sizes: Sizes, clock: Clock) -> tuple[Fake, list[dict[str, Any]], int]:
+    system, ticks = Fake(clock), []
     rows = list(WORKLOADS[workload].run(system, Models(spec("tiny", layers=1)), sizes, Prompts(100),
                                         lambda: ticks.append(1)))
     assert len(ticks) == WORKLOADS[workload].ticks(sizes)
     return system, rows, len(ticks)
 
 
-def test_decode_is_the_difference_of_two_runs() -> None:
-    system, rows, _ = measured("decode", Sizes(batches=(2,), context=1024, repeats=2))
+def test_decode_is_the_difference_of_two_runs(clock: Clock) -> None:
+    system, rows, _ = measured("decode", Sizes(batches=(2,), context=1024, repeats=2), clock)
     assert [call[1] for call in system.calls] == [[4, 4]] + [[2, 2], [130, 130]] * 2
     assert all(call[0] == [960, 960] and call[2] == 0 for call in system.calls)
     assert WORKLOADS["decode"].limits(Sizes(batches=(2,), context=1024)) == Limits(2, 1091)
-    assert rows[0]["batch"] == 2 and len(rows[0]["repeats_ms"]) == 2
+    assert rows[0]["batch"] == 2 and rows[0]["repeats_ms"] == pytest.approx([2.0, 2.0])
+    assert rows[0]["ms_per_step"] == pytest.approx(2.0) and rows[0]["tokens_per_s"] == pytest.approx(1000)
 
 
-def test_mixed256_has_the_known_number_of_tokens() -> None:
-    system, rows, _ = measured("mixed256", Sizes())
+def test_mixed256_has_the_known_number_of_tokens(clock: Clock) -> None:
+    system, rows, _ = measured("mixed256", Sizes(), clock)
     lengths, new_tokens, temperature = system.calls[-1]
     assert len(lengths) == 256 and temperature == 0.6 and rows[0]["output_tokens"] == sum(new_tokens) == 133966
+    assert rows[0]["tokens_per_s"] == pytest.approx(1000)
     assert min(lengths + new_tokens) >= 100 and max(lengths + new_tokens) <= 1024
 
 
-def test_prefill_sizes() -> None:
-    system, rows, _ = measured("prefill", Sizes(repeats=1))
+def test_prefill_sizes(clock: Clock) -> None:
+    system, rows, _ = measured("prefill", Sizes(repeats=1), clock)
     assert [(row["batch"], row["context"]) for row in rows] == [(128, 960), (1, 960)]
     assert system.calls[0] == ([960] * 128, [2] * 128, 0.0)
 
@@ -153,16 +173,13 @@ def test_prompts_differ_from_call_to_call() -> None:
     assert all(0 <= t < 50 for p in first + second for t in p)
 
 
-def test_a_system_that_fails_at_one_size_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_fails_at_one_size_goes_on(clock: Clock) -> None:
     class Small(Fake):
         def generate(self, prompts: Any, new_tokens: Any, temperature: float) -> int:
-            if len(prompts) == 2:
-                time.sleep(1e-4 * sum(new_tokens))
-            elif len(prompts) == 3:
-                time.sleep(0.05 / sum(new_tokens))
+            self.clock.now += sum(new_tokens) if len(prompts) == 2 else 1 / sum(new_tokens)
             return 0 if len(prompts) == 1 else sum(new_tokens)
 
-    rows = list(WORKLOADS["decode"].run(Small(), Models(spec("tiny", layers=1)), Sizes((1, 2, 3), 66, 1), Prompts(9),
+    rows = list(WORKLOADS["decode"].run(Small(clock), Models(spec("tiny", layers=1)), Sizes((1, 2, 3), 66, 1), Prompts(9),
                                         lambda: None))
     assert rows[0]["error"] == "NotMeasured: fake generated 0 tokens instead of 4"
     assert rows[1]["batch"] == 2 and "error" not in rows[1]
