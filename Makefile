@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # The interpreter of test-gpu: whichever one has a CUDA build of torch.
 PY ?= python3
+# GPU tests at a time (test-gpu); empty: one after the other, without pytest-xdist.
+JOBS ?=
 # More arguments for installing torch, e.g. the index of the wheels for another CUDA version or for CPU only.
 TORCH_ARGS ?=
 # More arguments for pytest (test, test-gpu) and for `quire` (demo, bench).
@@ -32,8 +34,11 @@ demo: setup  ## generate text with the model that ships with quire; no download,
 test: lint type  ## lint, type check and run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
-test-gpu:  ## run the GPU tests with the python3 in use (or PY=...) and its own torch; no .venv
-	$(PY) -m pytest -m gpu $(ARGS) tests
+# Most GPU tests wait for compilers and for the CPU: JOBS=8 runs as many at once (needs pytest-xdist).
+test-gpu:  ## run the GPU tests with the python3 in use (or PY=...) and its own torch; no .venv; JOBS=8 at a time
+	$(PY) -m pytest -m "gpu and not alone" $(if $(JOBS),-n $(JOBS) --dist worksteal) $(ARGS) tests; \
+	many=$$?; $(PY) -m pytest -m "gpu and alone" $(ARGS) tests; alone=$$?; \
+	[ $$many = 5 ] || [ $$many = 0 ] && { [ $$alone = 5 ] || [ $$alone = 0 ]; } && [ $$many$$alone != 55 ]  # 5: no test chosen
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@
 # kv        decode with int8 and fp8 KV caches; weights: with torchao's int8 and fp8 weights
 # sweep     launch parameters of triton's decode kernel, and of small_linear
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
-# tests     the GPU tests (or those in $TESTS), all files at a time
+# tests     the GPU tests (or those in $TESTS), JOBS (8) at a time, then those that need the GPU to themselves
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
@@ -42,14 +42,12 @@ for part in "$@"; do
         sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \
                        --json "$OUT/h200_triton_decode_sweep2.json" > "$OUT/sweep.log" 2>&1; grep best "$OUT/sweep.log" ;;
         tests)
-            files=(${TESTS:-tests/gpu/test_*.py tests/attn_ops/test_rope.py tests/attn_ops/test_small_linear.py})
-            for file in "${files[@]}"; do
-                timeout "$LIMIT" "$PY" -m pytest -q -p no:cacheprovider -m "${MARK:-}" "$file" --durations=5 \
-                    > "$OUT/$(basename "$file" .py).log" 2>&1 &
-            done
-            wait
-            for file in "${files[@]}"; do
-                echo "== $file"; tail -8 "$OUT/$(basename "$file" .py).log" | cut -c1-200
+            read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/test_rope.py tests/attn_ops/test_small_linear.py}"
+            for alone in "not alone" alone; do
+                many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
+                timeout "$LIMIT" "$PY" -m pytest -q -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" "${many[@]}" "${tests[@]}" \
+                    -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
+                echo "== tests, $alone: exit $?"; tail -"${LINES_SHOWN:-30}" "$OUT/tests_${alone// /_}.log" | cut -c1-200
             done ;;
         *) echo "unknown part $part; see the top of this file" >&2; exit 2 ;;
     esac

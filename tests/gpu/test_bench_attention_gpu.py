@@ -14,7 +14,11 @@ from attn_ops.backend import get_backend, select_backend
 from graph_runner.bench.attention_op import Point, decode_point, measure, op_batch
 from graph_runner.cli import main
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,  # times kernels
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 SITE = AttentionSite(0, 8, 2, 64, 64, torch.bfloat16, 0.125)
 
 

@@ -326,6 +326,9 @@ def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
         assert tokens(engine.generate(prompts, GREEDY)) == changed
 
 
+ALONE = pytest.mark.alone  # they look at the free memory, or take all of it
+
+
 def used() -> int:
     gc.collect()
     torch.cuda.synchronize()
@@ -334,6 +337,7 @@ def used() -> int:
     return total - free
 
 
+@ALONE
 def test_cache_is_sized_by_free_memory(model, tokenizer, prompts, expected) -> None:
     half_a_gib = 2**29
     total = torch.cuda.get_device_properties(0).total_memory
@@ -354,6 +358,7 @@ def test_cache_is_sized_by_free_memory(model, tokenizer, prompts, expected) -> N
         Engine(model, gpu_memory_utilization=1e-6, **options)
 
 
+@ALONE
 def test_close_frees_the_memory(model, tokenizer, prompts) -> None:
     options = {**QUICK, "attention": need("triton"), "num_pages": 16384}  # of 64 KiB: a GiB
 
@@ -370,6 +375,7 @@ def test_close_frees_the_memory(model, tokenizer, prompts) -> None:
     assert used() - before < 2**26 and torch.cuda.memory_allocated() - allocated < 2**22
 
 
+@ALONE
 def test_out_of_memory_while_sizing_leaves_the_model_alone(model) -> None:
     free, _ = torch.cuda.mem_get_info()
     pages = 2 * free // (16 * 2 * 128 * 4 * 4)

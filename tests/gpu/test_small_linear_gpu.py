@@ -51,6 +51,7 @@ def test_in_a_cuda_graph(tokens) -> None:
     assert torch.equal(out, small_linear(*args))
 
 
+@pytest.mark.alone  # times kernels
 def test_tuning(monkeypatch, tmp_path) -> None:
     """A shape that nobody measured is measured, kept, and its parameters give the right result."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
