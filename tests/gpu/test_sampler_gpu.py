@@ -13,7 +13,10 @@ from attn_ops.draw import draw_tokens, draw_tokens_cuda, draw_tokens_eager, rand
 from graph_runner.sampler import Sampler, SamplingTensors, sample
 from graph_runner.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 GREEDY = SamplingParams(temperature=0)
 MIXED = [
