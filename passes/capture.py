@@ -11,7 +11,8 @@ import contextlib
 import inspect
 import re
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,18 @@ class _Traced(Exception):
     """Raised by the graph when it is called only so that Dynamo traces it and keeps it."""
 
 
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, without keeping its object alive: Dynamo keeps backends and what they return. See NOTE [Not kept alive]."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        method = found()
+        assert method is not None  # whoever calls has the object
+        return method(*args, **kwargs)
+
+    return call
+
+
 class _OneGraph:
     """The Dynamo backend of a ``PagedModel``: keeps the one graph of the model, for batches of any shape."""
 
@@ -54,7 +67,7 @@ class _OneGraph:
         self.graph = PagedGraph(TracedGraph(gm, inputs, self.config, any_shape=True), self.options, self.weights)
         if self.options.page_size is not None:  # lowered and compiled before the cache exists
             self.graph.compiled()
-        return self._run
+        return _weakly(self._run)
 
     def _run(self, *args: Any) -> Any:
         step = current_step()
@@ -129,7 +142,7 @@ class PagedModel:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. TracedGraph refuses a trace whose guards meant something.
         forward = types.MethodType(with_own_code(type(self)._forward), self)
-        compiled = torch.compile(forward, backend=self._backend, fullgraph=True,
+        compiled = torch.compile(forward, backend=_weakly(self._backend.__call__), fullgraph=True,
                                  options={"guard_filter_fn": lambda guards: [False] * len(guards)})
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_TOKENS, device=device)[None]

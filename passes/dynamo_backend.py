@@ -7,6 +7,7 @@ training included. Inside ``quire.step`` the same graph runs raised, verified, l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,8 @@ class QuireGraph:
         self.traced, self.owner = traced, owner
         self.paged = PagedGraph(traced, owner.options, owner.weights)
         self._plain: Callable[..., Any] | None = None
+        for tensor in traced.module_tensors[:1]:  # See NOTE [Not kept alive]: what fusions made goes with the model
+            weakref.finalize(tensor, self.paged.drop).atexit = False
 
     def __call__(self, *args: Any) -> Any:
         step = current_step()

@@ -7,6 +7,7 @@ may need a new tensor (a fused weight): it adds it with ``Fusion.add_weight``, a
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +27,11 @@ class FusedWeights:
     """Tensors that hold several parameters end to end; the parameters are views of them, so nothing is stored twice.
 
     In-place updates of a parameter (optimizers, ``load_state_dict``) reach the fused tensor. ``restore`` gives each parameter
-    memory of its own again.
+    memory of its own again. See NOTE [Not kept alive].
     """
 
     fused: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
+    _parameters: dict[tuple[int, ...], list[weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     small_linears: set[LinearShape] = field(default_factory=set)  # shapes that the pass of that name gave to its kernel
 
     def fuse(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -43,8 +44,18 @@ class FusedWeights:
                 for p in parameters:
                     p.data = fused[at : at + p.shape[0]]
                     at += p.shape[0]
-            self.fused[key], self.parameters[key] = fused, list(parameters)
+            self.fused[key], self._parameters[key] = fused, [weakref.ref(p) for p in parameters]
         return self.fused[key]
+
+    @property
+    def parameters(self) -> dict[tuple[int, ...], list[torch.Tensor]]:
+        """Those behind each of ``fused`` that are still there."""
+        return {key: [p for ref in refs if (p := ref()) is not None] for key, refs in self._parameters.items()}
+
+    def drop(self) -> None:
+        """Forget the fused tensors; parameters stay views of them."""
+        self.fused.clear()
+        self._parameters.clear()
 
     def restore(self) -> None:
         """Give every parameter memory of its own."""
@@ -54,8 +65,7 @@ class FusedWeights:
                     if p.untyped_storage().data_ptr() == self.fused[key].untyped_storage().data_ptr():
                         p.data = p.detach().clone()
                 self.fused[key] = torch.empty(0)
-        self.fused.clear()
-        self.parameters.clear()
+        self.drop()
 
 
 @dataclass(frozen=True)

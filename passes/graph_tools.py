@@ -46,6 +46,11 @@ def module_path(node: fx.Node) -> str:
     return "" if path in ("self", "_call") else path  # the model itself
 
 
+def is_module_tensor(node: fx.Node) -> bool:
+    """Is the placeholder a parameter or a buffer of the traced module?"""
+    return re.search(r"_(parameters|buffers)_", node.name) is not None
+
+
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy to rewrite. Dynamo reads its own module's placeholders again after a backend returns, so that one stays."""
     graph = fx.Graph()

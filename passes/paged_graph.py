@@ -90,6 +90,11 @@ class PagedGraph:
             self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
         return self.compilations[key]
 
+    def drop(self) -> None:
+        """Forget what was compiled, and the weights that fusions made."""
+        self.compilations.clear()
+        self.weights.drop()
+
     def _target(self, step: Step | None) -> tuple[LoweringTarget, Selection]:
         options, sites = self.options, self.traced.sites
         attention: Any = options.attention

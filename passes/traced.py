@@ -8,6 +8,7 @@ Dynamo's guards said, and is refused more for it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._guards import TracingContext
 
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import UnsupportedAttention
-from passes.graph_tools import copy_graph, placeholders, shape_conditions, symbolic, value
+from passes.graph_tools import copy_graph, is_module_tensor, placeholders, shape_conditions, symbolic, value
 from passes.quantized import check_rows
 from passes.raising import raise_sdpa
 from passes.sites import check_mixing, check_positions, site_nodes, site_of, verify
@@ -26,9 +27,13 @@ from passes.sites import check_mixing, check_positions, site_nodes, site_of, ver
 class TracedGraph:
     """One graph that Dynamo traced.
 
+    NOTE [Not kept alive]: Dynamo keeps what a backend returns for as long as the process lives, in the globals of the traced
+    code's module. So nothing that is reachable from there may hold a model's parameters and buffers, or they would stay in
+    memory after the model.
+
     Args:
         gm: as Dynamo gave it; never changed.
-        inputs: real values of its placeholders.
+        inputs: real values of its placeholders. See NOTE [Not kept alive].
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
 
@@ -37,8 +42,20 @@ class TracedGraph:
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Any = None, any_shape: bool = False) -> None:
-        self.gm, self.inputs, self.config, self.any_shape = gm, list(inputs), config, any_shape
+        self.gm, self.config, self.any_shape = gm, config, any_shape
+        self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
+                        for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
         self.context = TracingContext.try_get()
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Real values of the placeholders; None for parameters and buffers that are no more."""
+        return [x() if isinstance(x, weakref.ref) else x for x in self._inputs]
+
+    @property
+    def module_tensors(self) -> list[torch.Tensor]:
+        """The parameters and buffers among the inputs that are still there."""
+        return [t for x in self._inputs if isinstance(x, weakref.ref) and (t := x()) is not None]
 
     @property
     def sites(self) -> list[AttentionSite]:

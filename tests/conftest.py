@@ -1,10 +1,13 @@
 """Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter, and PyTorch on one thread.
 No test reads the user's measurements."""
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 # What was measured on this machine for attention="auto" must not decide what a test sees.
@@ -14,3 +17,12 @@ if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, that is before the first import of a module that has some.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other, on a busy machine for long
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """What torch keeps of the models of a file goes with the file: in a process of many models each collection takes seconds."""
+    yield
+    torch._dynamo.reset()
+    torch._subclasses.FakeTensorMode.cache_clear()
+    gc.collect()
