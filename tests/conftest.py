@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """What torch keeps of the models of a file goes with the file: among the remains of many models each collection takes long."""
+    """What torch keeps of a file's models goes with the file: a collection among the remains of many models takes long."""
     yield
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
