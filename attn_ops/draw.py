@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_ops.attention import LIBRARY
+from attn_ops.launch import implementations, launch
 
 INVALID_TOKEN = -1
 
@@ -131,12 +132,13 @@ def draw_tokens_cuda(
     parts, part_size = divide(rows, vocabulary)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     keys = tokens if parts == 1 else torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
-    kernels.draw_kernel[(rows, parts)](
+    launch(
+        kernels.draw_kernel, (rows, parts),
         logits, temperature, seed, position, keys, vocabulary, logits.stride(0), part_size, BLOCK=BLOCK, WHOLE=parts == 1,
         PDL=pdl, num_warps=4, **launch_options(pdl))
     if parts > 1:
-        kernels.choose_kernel[(rows,)](keys, temperature, tokens, parts, BLOCK=128, PDL=pdl, num_warps=1,
-                                       **launch_options(pdl))
+        launch(kernels.choose_kernel, (rows,), keys, temperature, tokens, parts, BLOCK=128, PDL=pdl, num_warps=1,
+               **launch_options(pdl))
     return tokens
 
 
@@ -150,6 +152,7 @@ def _kernels() -> Any:
 LIBRARY.impl("draw_tokens", _eager, "CPU")
 LIBRARY.impl("draw_tokens", draw_tokens_cuda, "CUDA")
 torch.library.register_fake("quire::draw_tokens", _fake, lib=LIBRARY)
+implementations[torch.ops.quire.draw_tokens.default] = draw_tokens_cuda
 
 
 # ---- rows

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.attention import LIBRARY
+from attn_ops.launch import implementations, launch
 
 #: Pairs up to which one launch does it all, and pairs an expert. Past them a program would look through the ids for longer
 #: than a tenth of its time, or meet more than two tiles of pairs and read the weight again for each; and an expert with
@@ -177,12 +178,14 @@ def _launch(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, path: str, t
     blocks = -(-n // tile.block_n)
     if path == "pairs":
         by_pair = pairs <= experts  # fewer leaders than experts and one more for ids out of range
-        kernels.pairs_kernel[(blocks, pairs if by_pair else experts + 1)](
+        launch(
+            kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1),
             x, w, bias, ids, out, *sizes, BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
     else:
         order, ends = _sort(ids, experts, pdl)
         tiles = pairs // tile.block_m + min(experts + 1, pairs)  # each expert's last tile may be short
-        kernels.sorted_kernel[(tiles * blocks,)](
+        launch(
+            kernels.sorted_kernel, (tiles * blocks,),
             x, w, bias, order, ends, out, *sizes, BLOCK_E=max(16, _power_of_2(experts + 1)), **options)
     return out
 
@@ -193,8 +196,8 @@ def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
     if len(ids) <= MAX_COUNTED:
         kernels, _, launch_options = _kernels()
         order, ends = ids.new_empty(len(ids), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
-        kernels.order_kernel[(experts + 1,)](ids, order, ends, len(ids), experts, BLOCK_S=1024, PDL=pdl, num_warps=4,
-                                             **launch_options(pdl))
+        launch(kernels.order_kernel, (experts + 1,), ids, order, ends, len(ids), experts, BLOCK_S=1024, PDL=pdl, num_warps=4,
+               **launch_options(pdl))
         return order, ends
     ordered, order = _known(ids, experts).sort(stable=True)
     return order, torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True, out_int32=True)
@@ -243,6 +246,7 @@ LIBRARY.impl("expert_linear", _on_cpu, "CPU")
 LIBRARY.impl("expert_linear", expert_linear_cuda, "CUDA")
 torch.library.register_fake("quire::expert_linear", _fake, lib=LIBRARY)
 expert_linear = torch.ops.quire.expert_linear.default
+implementations[expert_linear] = expert_linear_cuda
 
 __all__ = ["MAX_COUNTED", "MAX_PAIRS", "MAX_PAIRS_AN_EXPERT", "MIN_GROUPED_AN_EXPERT", "Tile", "decode_tile", "expert_linear",
            "expert_linear_cuda", "expert_linear_eager", "prefill_tile"]

@@ -26,6 +26,7 @@ import torch
 
 from attn_ops.attention import LIBRARY
 from attn_ops.kv_quant import QUANTISED, check_scales, quantise
+from attn_ops.launch import implementations, launch
 
 LIBRARY.define(
     "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, "
@@ -156,7 +157,8 @@ def rope_kv_write_cuda(
     q_blocks, kv_blocks = -(-heads // block), -(-kv_heads // block)
     kernels, use_pdl, launch_options, rounding, scale_strides = _kernels()
     pdl = use_pdl(q.device, q.shape[0])
-    kernels.rope_kv_write_kernel[(num_tokens, q_blocks + 2 * kv_blocks)](
+    launch(
+        kernels.rope_kv_write_kernel, (num_tokens, q_blocks + 2 * kv_blocks),
         q, k, v, cos, sin, q_norm_weight, k_norm_weight, out, k_cache, v_cache, k_scale, v_scale,
         slot_mapping, eps, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
         heads, kv_heads, dim, dim_v, size, *form, k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -177,5 +179,6 @@ LIBRARY.impl("rope_kv_write", rope_kv_write_eager, "CPU")
 LIBRARY.impl("rope_kv_write", rope_kv_write_cuda, "CUDA")
 torch.library.register_fake("quire::rope_kv_write", _fake, lib=LIBRARY)
 rope_kv_write = torch.ops.quire.rope_kv_write.default
+implementations[rope_kv_write] = rope_kv_write_cuda
 
 __all__ = ["PLAIN", "RopeForm", "rope_kv_write", "rope_kv_write_cuda", "rope_kv_write_eager", "rotate"]

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_ops.attention import LIBRARY
+from attn_ops.launch import implementations, launch
 from attn_ops.small_linear_tuning import Config, config_for, padded
 
 MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
@@ -87,12 +88,12 @@ def small_linear_cuda(
     pointers = (x2, weight, bias, norm_weight, res, out)
     grid = (-(-n // config.block_n),)
     if m == 1:
-        kernels.vector_kernel[grid](*pointers, n, k, weight.stride(0), eps, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-                                    num_warps=config.num_warps, num_stages=config.num_stages, **flags)
+        launch(kernels.vector_kernel, grid, *pointers, n, k, weight.stride(0), eps, BLOCK_N=config.block_n,
+               BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages, **flags)
     else:
-        kernels.tile_kernel[grid](*pointers, m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0,
-                                  eps, BLOCK_M=padded(m), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-                                  num_warps=config.num_warps, num_stages=config.num_stages, **flags)
+        launch(kernels.tile_kernel, grid, *pointers, m, n, k, weight.stride(0), x2.stride(0),
+               res.stride(0) if res is not None else 0, eps, BLOCK_M=padded(m), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+               num_warps=config.num_warps, num_stages=config.num_stages, **flags)
     return out.view(*x.shape[:-1], n)
 
 
@@ -107,5 +108,6 @@ LIBRARY.impl("small_linear", small_linear_eager, "CPU")
 LIBRARY.impl("small_linear", small_linear_cuda, "CUDA")
 torch.library.register_fake("quire::small_linear", _fake, lib=LIBRARY)
 small_linear = torch.ops.quire.small_linear.default
+implementations[small_linear] = small_linear_cuda
 
 __all__ = ["MAX_TOKENS", "small_linear", "small_linear_cuda", "small_linear_eager"]

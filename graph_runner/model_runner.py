@@ -24,11 +24,12 @@ from attn_ops.step import Step, StepLimits
 from graph_runner.batch import BatchShape, StepBuffers
 from graph_runner.buckets import decode_buckets, token_buckets
 from graph_runner.cuda_graph import CudaGraphRunner
-from graph_runner.packing_check import check_packing
+from graph_runner.packing_check import TRIAL, check_packing
 from graph_runner.request import ScheduledBatch
 from graph_runner.sampler import Sampler
 from passes import stages
 from passes.capture import PagedModel
+from passes.compile_ahead import CompileAhead, StepShape
 from passes.eager import ensure_planned
 from passes.options import QuireOptions
 
@@ -84,14 +85,19 @@ class ModelRunner:
     def __init__(self, model: torch.nn.Module, config: RunnerConfig) -> None:
         self.config, self.device = config, next(model.parameters()).device
         before = dict(stages.seconds)
-        self.paged = PagedModel(model, QuireOptions(
-            attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
-            kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
-            max_model_len=config.max_model_len), draws=config.compiler != "eager")
+        ahead = self._compile_ahead()
         try:
+            self.paged = PagedModel(model, QuireOptions(
+                attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
+                kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
+                max_model_len=config.max_model_len), draws=config.compiler != "eager", ahead=ahead)
             with stages.stage("set-up"):
+                if ahead is not None:
+                    ahead.wait()
                 self._set_up()
         except BaseException:
+            if ahead is not None:
+                ahead.close()
             self.close()
             raise
         logger.info("ready: %s", stages.described(stages.since(before)))
@@ -111,7 +117,7 @@ class ModelRunner:
         self.sampler = Sampler()
         width = pages_for(config.max_model_len, config.page_size)
         rows = config.max_num_seqs
-        most = BatchShape(max(config.max_num_batched_tokens, rows), rows)
+        most = self._most
         self.paged.check_sizes(*most)
         self.limits = StepLimits(most.num_reqs, most.num_tokens, width)
         self.buffers = StepBuffers(most, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
@@ -130,7 +136,8 @@ class ModelRunner:
                       layout=config.layout, device=self.device, vocab_size=config.vocab_size,
                       max_model_len=config.max_model_len)
         self._new_states(self.cache)
-        self.graphs = CudaGraphRunner(self._run_captured, self._buckets(), self.device,
+        buckets = self._buckets(self.backend.capabilities.cudagraph_support)
+        self.graphs = CudaGraphRunner(self._run_captured, buckets, self.device,
                                       before_capture=self._before_capture,
                                       progress=self._progress("Capturing CUDA graphs"))
         if self.graphs.buckets:
@@ -149,9 +156,22 @@ class ModelRunner:
         if self.backend.make_state is not None:
             self._states[self.backend.name] = self.backend.make_state(self.sites, cache, self.limits)
 
-    def _buckets(self) -> list[BatchShape]:
+    def _compile_ahead(self) -> CompileAhead | None:
+        """For the steps that will be captured, if the backend allows it, and for those that set-up runs."""
+        if self.config.compiler != "inductor":
+            return None
+        width = pages_for(self.config.max_model_len, self.config.page_size)
+        shapes = [*self._buckets(CudagraphSupport.ALWAYS), self._most, TRIAL]
+        return CompileAhead.for_device([StepShape(*shape, width) for shape in shapes], self.device)
+
+    @property
+    def _most(self) -> BatchShape:
+        """The largest step."""
+        return BatchShape(max(self.config.max_num_batched_tokens, self.config.max_num_seqs), self.config.max_num_seqs)
+
+    def _buckets(self, support: CudagraphSupport) -> list[BatchShape]:
         """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch."""
-        config, support = self.config, self.backend.capabilities.cudagraph_support
+        config = self.config
         sizes, token_sizes = config.cudagraph_capture_sizes, config.cudagraph_token_sizes
         found: list[BatchShape] = []
         if support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE and (sizes is None or len(sizes)):
@@ -278,7 +298,8 @@ class ModelRunner:
         for name in ("cache", "_states", "_step", "_capture_steps"):
             if hasattr(self, name):
                 delattr(self, name)
-        self.paged.close()
+        if hasattr(self, "paged"):
+            self.paged.close()
 
 
 __all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "RunnerConfig"]

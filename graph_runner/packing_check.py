@@ -24,10 +24,12 @@ from attn_ops.kv_cache import Layout, PagedKVCache, pages_for
 from attn_ops.kv_quant import QUANTISED
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step
+from graph_runner.batch import BatchShape
 from passes.capture import PagedModel
 
 logger = logging.getLogger(__name__)
 _LENGTHS, _SAME = (6, 5), 2  # tokens of the two sequences; of the first one, so many at its start are never changed
+TRIAL = BatchShape(sum(_LENGTHS), len(_LENGTHS))
 #: Largest change that is rounding, as a share of the change in the sequence's own logits.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 _ROUNDING_OF_HALVES = 0.1
@@ -55,6 +57,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         cache = PagedKVCache.for_sites(sites, num_pages=1 + sum(pages), page_size=page_size, device=device, dtype=kv_dtype,
                                        layout=layout)
         table = [list(range(1 + sum(pages[:i]), 1 + sum(pages[: i + 1]))) for i in range(len(pages))]
+        # As wide as the engine's table: kernels are chosen by it, and these are those that will serve.
+        table = [[*row, *[0] * (pages_for(max_model_len, page_size) - len(row))] for row in table]
         meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
         ids = torch.cat(sequences).to(device)
         out = paged(Step(cache, meta, backend), ids, meta.positions, torch.arange(len(ids), device=device))
@@ -92,4 +96,4 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-__all__ = ["check_packing"]
+__all__ = ["TRIAL", "check_packing"]

@@ -23,6 +23,7 @@ from attn_ops.attention import AttentionSite
 from attn_ops.backend import Selection, UnsupportedAttention, get_backend, select_backend
 from attn_ops.draw import draw_tokens
 from attn_ops.step import Step, current_step, running
+from passes.compile_ahead import CompileAhead
 from passes.fusion import FusedWeights
 from passes.graph_tools import value, with_own_code
 from passes.hf_experts import experts_active
@@ -56,15 +57,16 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 class _OneGraph:
     """The Dynamo backend of a ``PagedModel``: keeps the one graph of the model, for batches of any shape."""
 
-    def __init__(self, options: QuireOptions, config: Any) -> None:
-        self.options, self.config, self.weights = options, config, FusedWeights()
+    def __init__(self, options: QuireOptions, config: Any, ahead: CompileAhead | None) -> None:
+        self.options, self.config, self.ahead, self.weights = options, config, ahead, FusedWeights()
         self.graph: PagedGraph | None = None
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if self.graph is not None:  # a second trace, in another situation than the first, would be another graph
             raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
                                "and make a new one")
-        self.graph = PagedGraph(TracedGraph(gm, inputs, self.config, any_shape=True), self.options, self.weights)
+        self.graph = PagedGraph(TracedGraph(gm, inputs, self.config, any_shape=True), self.options, self.weights,
+                                self.ahead)
         if self.options.page_size is not None:  # lowered and compiled before the cache exists
             self.graph.compiled()
         return _weakly(self._run)
@@ -85,13 +87,15 @@ class PagedModel:
         options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
         draws: the graph draws the tokens of rows with a temperature too (``attn_ops/draw.py``): in one pass over the logits
             on CUDA, or compiled; op by op on a CPU, each operation of it would be a pass.
+        ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.
         ValueError: there is no backend of the name in ``options``.
     """
 
-    def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, draws: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, draws: bool = False,
+                 ahead: CompileAhead | None = None) -> None:
         options = options or QuireOptions()
         if options.attention != "auto":
             get_backend(options.attention)  # a wrong name raises ValueError now, not from inside Dynamo
@@ -108,7 +112,7 @@ class PagedModel:
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self._call = model  # by a name of its own, which graph_tools.module_path drops from the paths of modules
-        self.options, self._backend, self._closed = options, _OneGraph(options, self.config), False
+        self.options, self._backend, self._closed = options, _OneGraph(options, self.config, ahead), False
         training = [m for m in model.modules() if m.training]
         for module in training:
             module.training = False  # dropout would be traced into the graph

@@ -10,18 +10,19 @@ from torch import fx
 
 from passes.graph_tools import placeholders, value
 from passes.lowering import Lowered
-from passes.regions import compile_by_regions
+from passes.regions import Look, compile_by_regions
 
 COMPILERS = ("inductor", "inductor-whole", "eager")
 
 
-def compile_lowered(lowered: Lowered, compiler: str) -> Callable[..., Any]:
-    """``lowered.gm`` as a callable that takes its placeholders' values; ``compiler`` is one of COMPILERS."""
+def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -> Callable[..., Any]:
+    """``lowered.gm`` as a callable that takes its placeholders' values; ``compiler`` is one of COMPILERS. ``look``: see
+    ``compile_by_regions``; a graph that is not cut is not looked at."""
     if compiler == "eager":
         return lowered.gm.forward
     if compiler == "inductor-whole":
         return inductor(lowered.gm, [value(n) for n in placeholders(lowered.gm.graph)])
-    return compile_by_regions(lowered, inductor)
+    return compile_by_regions(lowered, inductor, look=look)
 
 
 def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ number of tokens.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from attn_ops.backend import AttentionBackend, Selection, UnsupportedAttention, select_backend
 from attn_ops.small_linear import MAX_TOKENS
 from attn_ops.step import Step, ensure_planned
+from passes.compile_ahead import CompileAhead, StepShape
 from passes.compilers import compile_lowered
 from passes.eager import check_step
 from passes.fusion import FusedInputs, FusedWeights, apply_fusions, apply_lowered_fusions, has_small_passes
@@ -50,8 +52,9 @@ class PagedGraph:
         assumed: by the compiler, about sizes; of each compilation.
     """
 
-    def __init__(self, traced: TracedGraph, options: QuireOptions, weights: FusedWeights) -> None:
-        self.traced, self.options, self.weights = traced, options, weights
+    def __init__(self, traced: TracedGraph, options: QuireOptions, weights: FusedWeights, ahead: CompileAhead | None = None
+                 ) -> None:
+        self.traced, self.options, self.weights, self.ahead = traced, options, weights, ahead
         self.compilations: dict[Any, Compiled] = {}
         self.assumed: list[Assumptions] = []
         self._guards: list[Any] = []
@@ -126,16 +129,18 @@ class PagedGraph:
 
     def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> Compiled:
         lowered, fused = self.lowered(target, fusions)
-        compiled = Compiled(lowered, selection, fused, self._run_of(lowered))
-        if has_small_passes(fusions):
-            compiled.run_small = self._run_of(self.lowered(target, fusions, small=True)[0])
-        return compiled
+        if not has_small_passes(fusions):
+            return Compiled(lowered, selection, fused, self._run_of(lowered))
+        run = self._run_of(lowered, lambda shape: shape.tokens > MAX_TOKENS)
+        small = self._run_of(self.lowered(target, fusions, small=True)[0], lambda shape: shape.tokens <= MAX_TOKENS)
+        return Compiled(lowered, selection, fused, run, small)
 
-    def _run_of(self, lowered: Lowered) -> Callable[..., Any]:
+    def _run_of(self, lowered: Lowered, fits: Callable[[StepShape], bool] = lambda shape: True) -> Callable[..., Any]:
         inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
         with torch.no_grad(), _traced_in(self.traced.context), watched(
                 lowered.gm.graph, self._guards) as assumed, stage("compile"):
-            run = compile_lowered(lowered, self.options.compiler)
+            look = functools.partial(self.ahead.start, roles=assumed.roles, fits=fits) if self.ahead is not None else None
+            run = compile_lowered(lowered, self.options.compiler, look)
         _check_still_dynamic(inputs)
         self.assumed.append(assumed)
         return checked(run, assumed)

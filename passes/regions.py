@@ -39,6 +39,7 @@ from passes.lowering import Lowered, any_sizes, fake_input
 
 logger = logging.getLogger(__name__)
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Look = Callable[[list[fx.Node], dict[fx.Node, Any]], None]
 
 
 class _Whole(Exception):
@@ -54,11 +55,13 @@ class _Piece:
     outputs: list[fx.Node]
 
 
-def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False) -> Callable[..., Any]:
+def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False, look: Look | None = None
+                       ) -> Callable[..., Any]:
     """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable.
 
     Args:
         always: cut the graph also if no two of its pieces are equal.
+        look: called before anything is compiled, with the nodes of one piece of each kind, and the fake values of all nodes.
 
     Returns:
         A callable like the graph: its placeholders' values in order, then what its output node gives.
@@ -75,6 +78,8 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False)
     except _Whole as why:
         logger.info("regions: compiled whole: %s", why)
         return compile(lowered.gm, [value(n) for n in placeholders(graph)])
+    if look is not None:
+        look([n for piece in dict(zip(signatures, pieces, strict=True)).values() for n in piece.nodes], values)
     compiled: dict[Any, Callable[..., Any]] = {}
     for piece, signature in zip(pieces, signatures, strict=True):
         if signature not in compiled:
@@ -300,4 +305,4 @@ def _filled(arg: Any, values: list[Any]) -> Any:
     return arg
 
 
-__all__ = ["compile_by_regions"]
+__all__ = ["Compile", "Look", "compile_by_regions"]

@@ -24,11 +24,14 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from attn_ops.backend import get_backend
+from attn_ops.small_linear import MAX_TOKENS
 from passes.capture import PagedModel
+from passes.compile_ahead import CompileAhead
 from passes.graph_tools import copy_graph
 from passes.lowering import LoweringTarget
 from passes.options import QuireOptions
 from passes.regions import compile_by_regions
+from passes.size_guards import watched
 
 CUDA = torch.device("cuda", 0)
 H200 = SimpleNamespace(
@@ -147,6 +150,27 @@ def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", 
     finally:
         paged.close()
     return found
+
+
+def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str = "triton", page_size: int = 16) -> None:
+    """Let ``ahead`` see both graphs of the model, as if they were compiled on an H200."""
+    with (mock.patch("attn_ops.draw.uses_kernel", lambda logits: True),
+          mock.patch("passes.hf_experts.wanted", lambda model: True)):
+        paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"), draws=True)
+    try:
+        for small in (False, True):
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), "all", small)
+            with watched(lowered.gm.graph, []) as assumed:
+                pass
+
+            def look(nodes: list[fx.Node], values: dict[fx.Node, Any], small: bool = small, roles: Any = assumed.roles) -> None:
+                with _as_if_on_an_h200():
+                    moved = {n: tree_map(_on_gpu, v) for n, v in values.items()}
+                    ahead.start(nodes, moved, roles, lambda shape: (shape.tokens <= MAX_TOKENS) == small)
+
+            compile_by_regions(lowered, lambda gm, inputs: gm.forward, always=True, look=look)
+    finally:
+        paged.close()
 
 
 def launches(program: str) -> list[str]:

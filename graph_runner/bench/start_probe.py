@@ -7,7 +7,7 @@ import json
 import sys
 import time
 
-PARTS = ("load", "trace", "compile", "autotune", "capture", "set-up")
+PARTS = ("load", "trace", "compile", "kernels", "autotune", "capture", "set-up")
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import torch
 from attn_ops.attention import LIBRARY
 from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from attn_ops.kv_quant import QUANTISED, check_scales
+from attn_ops.launch import implementations
 from attn_ops.rope import RopeForm, rope_kv_write
 
 _kernels: Any = None
@@ -164,3 +165,4 @@ BACKEND = AttentionBackend(
     priority={"cuda": 10},
     packages=("triton",),
 )
+implementations |= {BACKEND.op: paged_attention, BACKEND.rope_op: rope_paged_attention}

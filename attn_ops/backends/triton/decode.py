@@ -44,6 +44,7 @@ from attn_ops.backends.triton._common import (
     unit,
 )
 from attn_ops.kv_quant import FORMATS
+from attn_ops.launch import launch
 from attn_ops.rope import PLAIN
 
 
@@ -471,14 +472,16 @@ def decode(
         cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
     stride_cos, stride_sin, rotary = (cos.stride(0), sin.stride(0), form.rotated(cos)) if rope is not None else (0, 0, 0)
     tuned, pdl = plan.tuned, use_pdl(device, q.shape[0])
-    decode_kernel[plan.grid](
+    launch(
+        decode_kernel, plan.grid,
         q, k, v, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
         query_start_loc, seq_lens, sinks, out, partial, counters, num_reqs, plan.splits, tuned.chunk_min, scale, softcap,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin, block_table.stride(0),
         *plan.constants, rotary, *form, pdl, num_warps=tuned.warps, **launch_options(pdl),
     )
     if plan.splits > 1 and not tuned.atomic:
-        reduce_kernel[plan.reduce_grid](
+        launch(
+            reduce_kernel, plan.reduce_grid,
             partial, query_start_loc, seq_lens, out, num_reqs, plan.splits, tuned.chunk_min, k is not None,
             *plan.reduce_constants, num_warps=4,
         )

@@ -40,6 +40,7 @@ from attn_ops.backends.triton._common import (
     power_of_2,
     unit,
 )
+from attn_ops.launch import launch
 
 
 @triton.jit
@@ -321,7 +322,8 @@ def extend(
         partial = torch.empty(plan.workspace, dtype=torch.float32, device=device)
         counters = counters_for(prepared, device)
     stride_qt, stride_qh, _ = q.stride()
-    extend_kernel[plan.grid](
+    launch(
+        extend_kernel, plan.grid,
         q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
         q.shape[0], num_reqs, plan.splits, plan.tuned.chunk_min, scale, softcap, stride_qt, stride_qh,
         block_table.stride(0), *plan.constants, num_warps=plan.tuned.warps,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from attn_ops._kernels.kv_quant import rounding, scale_strides, store_heads
 from attn_ops.backends.triton._common import power_of_2
+from attn_ops.launch import launch
 
 
 @triton.jit
@@ -50,7 +51,8 @@ def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torc
         return
     dim_p2, dim_v_p2 = power_of_2(dim), power_of_2(dim_v)
     block = min(power_of_2(kv_heads), max(1, 4096 // max(dim_p2, dim_v_p2)))
-    write_kernel[(num_tokens, -(-kv_heads // block))](
+    launch(
+        write_kernel, (num_tokens, -(-kv_heads // block)),
         k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         kv_heads, dim, dim_v, k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3], block, dim_p2, dim_v_p2,
         *scale_strides(k_scale), *rounding(k_cache.dtype), num_warps=4,

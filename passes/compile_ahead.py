@@ -1,0 +1,211 @@
+"""Compile the Triton kernels of a lowered graph ahead, by other processes, while this one compiles the graph itself.
+
+The engine knows the shapes of all steps that it will capture. So every op of the graph that launches kernels
+(``attn_ops.launch.implementations``) is called with fake tensors of each of those shapes, and what it would launch is noted.
+Processes of their own (``attn_ops/compile_worker.py``) compile it into Triton's cache on disk, where the first launch finds
+it. What was not foreseen is compiled at its first launch, as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from attn_ops.compile_worker import kernel_of, triton_version
+from attn_ops.launch import Launch, implementations, noting
+from passes.stages import stage
+
+logger = logging.getLogger(__name__)
+MOST_WORKERS, LAUNCHES_EACH = 8, 4  # a process takes as long to start as to compile so many
+PATIENCE = 120.0  # seconds; what takes longer is left to the first launch
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step: tokens, sequences, and the pages that a row of the block table has room for."""
+
+    tokens: int
+    rows: int
+    pages_of_a_row: int
+
+
+class _CallImplementations(TorchDispatchMode):
+    """Ops that launch kernels run their implementation for CUDA, whatever their tensors are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        implementation = implementations.get(func)
+        if implementation is None:
+            return func(*args, **(kwargs or {}))
+        with self:  # it may call another such op
+            return implementation(*args, **(kwargs or {}))
+
+
+def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str], shapes: Iterable[StepShape]) -> set[Launch]:
+    """What ``node``, an op of ``implementations``, launches in steps of ``shapes``.
+
+    Args:
+        values: fakes of all nodes, with symbols for sizes.
+        roles: what symbols stand for: names of StepShape's fields. Any others count the pages of a cache.
+    """
+    found: set[Launch] = set()
+    for shape in shapes:
+        mode = FakeTensorMode()
+
+        def concrete(x: Any, shape: StepShape = shape, mode: FakeTensorMode = mode) -> Any:
+            if isinstance(x, torch.Tensor):
+                return _tensor(x, [_number(n, roles, shape) for n in (*x.shape, *x.stride(), x.storage_offset())], mode)
+            return _number(x, roles, shape)
+
+        args, kwargs = tree_map(concrete, fx.node.map_arg((node.args, node.kwargs), lambda n: values[n]))
+        with mode, _CallImplementations(), torch.no_grad(), noting() as noted:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        found |= noted
+    return found
+
+
+def _number(x: Any, roles: dict[str, str], shape: StepShape) -> Any:
+    if not isinstance(x, torch.SymInt):
+        return x
+    expr = x.node.expr
+    return int(expr.subs({s: getattr(shape, roles[str(s)]) if str(s) in roles else _CACHE_PAGES for s in expr.free_symbols}))
+
+
+_CACHE_PAGES = 4096
+
+
+def _tensor(like: torch.Tensor, sizes: list[int], mode: FakeTensorMode) -> torch.Tensor:
+    shape, stride, offset = sizes[: like.dim()], sizes[like.dim() : -1], sizes[-1]
+    reach = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if all(shape) else offset + 1
+    with mode:
+        return torch.empty(reach, dtype=like.dtype, device=like.device).as_strided(shape, stride, offset)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Launches that some processes compile. ``note``: where in Triton's cache it is written down when they are done."""
+
+    launches: list[Launch]
+    processes: list[subprocess.Popen[bytes]]
+    errors: list[Any]
+    note: Any
+
+
+class CompileAhead:
+    """Compiles kernels for steps of ``shapes`` in the background.
+
+    Args:
+        shapes: of the steps to come.
+        target: Triton's description of the GPU: backend, arch, warp size.
+        workers: most processes for one graph. See ``for_device``.
+    """
+
+    def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int) -> None:
+        self.shapes, self.target, self.workers = list(shapes), target, workers
+        self._batches: list[_Batch] = []
+
+    @classmethod
+    def for_device(cls, shapes: Sequence[StepShape], device: torch.device) -> CompileAhead | None:
+        """None where it gains nothing: without a GPU, with fewer than four cores, with QUIRE_COMPILE_WORKERS=0."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = int(os.environ.get("QUIRE_COMPILE_WORKERS") or (min(MOST_WORKERS, cores // 2) if cores >= 4 else 0))
+        if device.type != "cuda" or workers < 1 or importlib.util.find_spec("triton") is None:
+            return None
+        from triton.runtime import driver
+
+        with torch.cuda.device(device):
+            target = driver.active.get_current_target()
+        return cls(shapes, (target.backend, target.arch, target.warp_size), workers)
+
+    def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
+              fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
+        """Start on the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already.
+
+        Args:
+            fits: says of a shape whether its steps run these nodes.
+        """
+        try:
+            with stage("kernels"):
+                shapes = [s for s in self.shapes if fits(s)]
+                found: set[Launch] = set()
+                for node in nodes:
+                    if node.target in implementations:
+                        found |= launches_of(node, values, roles, shapes)
+                note = self._note(found)
+                if found and not note.has_file("done"):
+                    self._batches.append(self._run(sorted(found, key=repr), note))
+        except Exception as error:  # a start fails for something that is needed only
+            logger.info("kernels: compiled when they are launched, not ahead: %s: %s", type(error).__name__, error)
+
+    def _note(self, launches: set[Launch]) -> Any:
+        """The place in Triton's cache for a note about these launches: it goes when the kernels go."""
+        from triton.runtime.cache import get_cache_manager
+
+        sources = sorted({kernel_of(launch).cache_key for launch in launches})
+        described = (triton_version(), self.target, sources, sorted(map(repr, launches)))
+        return get_cache_manager(hashlib.sha256(repr(described).encode()).hexdigest())
+
+    def _run(self, launches: list[Launch], note: Any) -> _Batch:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
+        count = min(self.workers, -(-len(launches) // LAUNCHES_EACH))
+        batch = _Batch(launches, [], [], note)
+        for i in range(count):  # launches of one kernel, which take about as long, go to all of them in turn
+            with tempfile.TemporaryFile() as work:
+                pickle.dump((self.target, launches[i::count]), work)
+                work.seek(0)
+                batch.errors.append(tempfile.TemporaryFile())
+                batch.processes.append(subprocess.Popen(
+                    [sys.executable, "-m", "attn_ops.compile_worker"], env=env, stdin=work, stdout=subprocess.DEVNULL,
+                    stderr=batch.errors[-1]))
+        return batch
+
+    def wait(self) -> None:
+        """Until all is compiled that was started on."""
+        with stage("kernels"):
+            until = time.monotonic() + PATIENCE
+            for batch in self._batches:
+                for process in batch.processes:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(max(0.1, until - time.monotonic()))
+                if all(process.returncode == 0 for process in batch.processes):
+                    batch.note.put(b"", "done")
+                    logger.info("kernels: %d compiled ahead by %d processes", len(batch.launches), len(batch.processes))
+                else:
+                    logger.info("kernels: not all were compiled ahead: %s", _said(batch.errors) or "no time left")
+            self.close()
+
+    def close(self) -> None:
+        """End the processes, whatever they are at."""
+        for batch in self._batches:
+            for process, errors in zip(batch.processes, batch.errors, strict=True):
+                process.kill()
+                process.wait()
+                errors.close()
+        self._batches.clear()
+
+
+def _said(errors: list[Any]) -> str:
+    found = []
+    for file in errors:
+        file.seek(0)
+        found.append(file.read().decode(errors="replace").strip())
+    return "; ".join(filter(None, found))[-500:]
+
+
+__all__ = ["CompileAhead", "StepShape", "launches_of"]
