@@ -68,24 +68,33 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
     """
     graph = lowered.gm.graph
     try:
+        values = _Values(lowered)
         place = _places(lowered)
-        values = _propagate(lowered, place)
-        pieces = _cut(graph, place, values)
-        signatures = [_signature(p, values) for p in pieces]
-        different = len(set(signatures))
-        if different == len(pieces) and not always:
-            raise _Whole(f"its {different} pieces all differ")
+        before, members = _members(graph, place)
+        values.compute(before, _BEFORE)
+        pieces: list[tuple[_Piece, _Signature]] = []
+        first: dict[_Signature, _Piece] = {}
+        for at, nodes in enumerate(members):
+            piece = _piece(graph, nodes, values.of)
+            signature = _signature(piece, values)
+            if signature not in first:
+                values.compute(piece.nodes, at)
+                first[signature] = piece
+            elif not values.copy(piece, first[signature], at):
+                values.compute(piece.nodes, at)
+            _check_outputs(piece, values)
+            pieces.append((piece, signature))
+        if len(first) == len(pieces) and not always:
+            raise _Whole(f"its {len(first)} pieces all differ")
     except _Whole as why:
         logger.info("regions: compiled whole: %s", why)
         return compile(lowered.gm, [value(n) for n in placeholders(graph)])
     if look is not None:
-        look([n for piece in dict(zip(signatures, pieces, strict=True)).values() for n in piece.nodes], values)
-    compiled: dict[Any, Callable[..., Any]] = {}
-    for piece, signature in zip(pieces, signatures, strict=True):
-        if signature not in compiled:
-            compiled[signature] = compile(_graph_of(piece, values), [values[n] for n in piece.inputs])
-    logger.info("regions: %d pieces, %d different", len(pieces), different)
-    return _Joined(graph, [n for n in graph.nodes if place.get(n) == _BEFORE], pieces, [compiled[s] for s in signatures])
+        look([n for piece in first.values() for n in piece.nodes], values.of)
+    compiled = {signature: compile(_graph_of(piece, values.of), [values.of[n] for n in piece.inputs])
+                for signature, piece in first.items()}
+    logger.info("regions: %d pieces, %d different", len(pieces), len(first))
+    return _Joined(graph, before, [piece for piece, _ in pieces], [compiled[signature] for _, signature in pieces])
 
 
 # -- where each node goes ---------------------------------------------------------------------------------------------------
@@ -120,61 +129,111 @@ def _is_size(node: fx.Node) -> bool:
             and all(n.op == "placeholder" and isinstance(value(n), torch.SymInt) or _is_size(n) for n in node.all_input_nodes))
 
 
-def _cut(graph: fx.Graph, place: dict[fx.Node, int], values: dict[fx.Node, Any]) -> list[_Piece]:
-    members: dict[int, list[fx.Node]] = {}
+def _members(graph: fx.Graph, place: dict[fx.Node, int]) -> tuple[list[fx.Node], list[list[fx.Node]]]:
+    """The nodes that run before all pieces, and those of each piece, the sizes that it needs first."""
+    nodes: dict[int, list[fx.Node]] = {}
     for node, at in place.items():
-        members.setdefault(at, []).append(node)
+        nodes.setdefault(at, []).append(node)
     if any(_is_size(n) for n in graph.output_node().all_input_nodes):
         raise _Whole("it returns a size")
-    for at, nodes in members.items():
-        sizes = {s for n in nodes for i in n.all_input_nodes if _is_size(i) for s in ancestors(i) if _is_size(s)}
-        members[at] = [n for n in graph.nodes if n in sizes] + nodes if sizes else nodes
-    symbols = [n for n in placeholders(graph) if isinstance(values[n], torch.SymInt)]
-    pieces = []
-    for at in sorted(members.keys() - {_BEFORE}):
-        nodes, own = members[at], set(members[at])
-        read = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own)
-        # A size that the tensors have only inside an expression must reach the piece as a number of its own.
-        sized = {str(s) for n in read for s in _symbols(values[n])}
-        read = dict.fromkeys([*(s for s in symbols if str(values[s]) in sized), *read])
-        pieces.append(_Piece(nodes, list(read), [n for n in nodes if not _is_size(n) and any(u not in own for u in n.users)]))
-    return pieces
+    before, members = nodes.pop(_BEFORE, []), []
+    for at in sorted(nodes):
+        sizes = {s for n in nodes[at] for i in n.all_input_nodes if _is_size(i) for s in ancestors(i) if _is_size(s)}
+        members.append([n for n in graph.nodes if n in sizes] + nodes[at] if sizes else nodes[at])
+    return before, members
+
+
+def _piece(graph: fx.Graph, nodes: list[fx.Node], values: dict[fx.Node, Any]) -> _Piece:
+    """``values``: of what the nodes read from before."""
+    own = set(nodes)
+    read = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own)
+    # A size that the tensors have only inside an expression must reach the piece as a number of its own.
+    sized = {str(s) for n in read for s in _symbols(values[n])}
+    symbols = [n for n in placeholders(graph) if isinstance(values[n], torch.SymInt) and str(values[n]) in sized]
+    read = dict.fromkeys([*symbols, *read])
+    return _Piece(nodes, list(read), [n for n in nodes if not _is_size(n) and any(u not in own for u in n.users)])
 
 
 def _symbols(x: Any) -> set[Any]:
-    if not isinstance(x, torch.Tensor):
-        return set()
-    return {s for n in (*x.shape, *x.stride()) if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+    """Of a tensor's sizes and strides."""
+    return {s for n in _numbers(x) if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols} if _is_tensor(x) else set()
+
+
+def _same_symbols(x: Any, y: Any) -> set[Any]:
+    """Those of numbers that are the same in both, of which one is like the other up to symbols."""
+    return {s for a, b in zip(_numbers(x), _numbers(y), strict=True) if isinstance(a, torch.SymInt) and str(a) == str(b)
+            for s in a.node.expr.free_symbols}
+
+
+def _numbers(x: Any) -> tuple[Any, ...]:
+    return (*x.shape, *x.stride()) if _is_tensor(x) else (x,)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------------
 
 
-def _propagate(lowered: Lowered, place: dict[fx.Node, int]) -> dict[fx.Node, Any]:
-    """The fake value of every node, computed anew: those that passes left behind may have other strides."""
-    fake: Any = lowered.example_inputs[0].fake_mode  # type: ignore[attr-defined]
-    caches = {_storage(t) for t in lowered.example_inputs}
-    values: dict[fx.Node, Any] = {}
-    made_in: dict[int, int] = {}  # storage -> the piece that made it
+class _Values:
+    """The fake value of every node, computed anew: those that passes left behind may have other strides.
 
-    class Interpreter(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            for written in written_by(n):
-                storage = _storage(values[written])
-                if storage not in caches and made_in.get(storage) != place[n]:
-                    raise _Whole(f"{n.name} changes in place what it did not make")
-            result = super().run_node(n)
-            if n.target is lowered.target.backend.prepare:
-                result = [_of_any_size(t, f"quire_prepared_{i}", fake) for i, t in enumerate(result)]
-            values[n] = result
-            for t in tree_leaves(result) if n in place else ():
-                if isinstance(t, torch.Tensor):
-                    made_in.setdefault(_storage(t), place[n])
-            return result
+    Of pieces that are equal the first is computed, and of the others only what later pieces read (``copy``): computing with
+    symbolic sizes takes a millisecond a node, which for dozens of layers is seconds.
 
-    with fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(fake):
-        Interpreter(lowered.gm).run(*(value(n) for n in placeholders(lowered.gm.graph)))
-    return values
+    Attributes:
+        of: node -> value.
+    """
+
+    def __init__(self, lowered: Lowered) -> None:
+        self._lowered = lowered
+        self._fake: Any = lowered.example_inputs[0].fake_mode  # type: ignore[attr-defined]
+        self.of: dict[fx.Node, Any] = {n: value(n) for n in placeholders(lowered.gm.graph)}
+        self._caches = {_storage(t) for t in lowered.example_inputs}
+        self._made_in: dict[int, int] = {}  # storage -> the piece that made it
+
+    def is_cache(self, tensor: torch.Tensor) -> bool:
+        """May a piece change it, though it did not make it?"""
+        return _storage(tensor) in self._caches
+
+    def compute(self, nodes: Sequence[fx.Node], at: int) -> None:
+        """Of the nodes of piece ``at``, in order. What they read is known."""
+        interpreter = fx.Interpreter(self._lowered.gm)
+        interpreter.env = self.of
+        with self._fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(self._fake):
+            for n in nodes:
+                for written in written_by(n):
+                    if not self.is_cache(self.of[written]) and self._made_in.get(_storage(self.of[written])) != at:
+                        raise _Whole(f"{n.name} changes in place what it did not make")
+                result = interpreter.run_node(n)
+                if n.target is self._lowered.target.backend.prepare:
+                    result = [_of_any_size(t, f"quire_prepared_{i}", self._fake) for i, t in enumerate(result)]
+                self.of[n] = result
+                for t in tree_leaves(result):
+                    if isinstance(t, torch.Tensor):
+                        self._made_in.setdefault(_storage(t), at)
+
+    def copy(self, piece: _Piece, like: _Piece, at: int) -> bool:
+        """Give the outputs of piece ``at`` fakes like those of an equal one. False, and nothing done, where they might be
+        wrong: outputs that share memory with anything else, or whose sizes are other symbols here, or made by the piece."""
+        outputs = [self.of[n] for n in like.outputs]
+        if any(type(t) is not FakeTensor or t.requires_grad for t in outputs):
+            return False
+        read = {s for n in like.inputs for s in _storages(self.of[n])}
+        made = {_storage(t) for t in outputs}
+        if len(made) < len(outputs) or made & read or any(t.storage_offset() != 0 for t in outputs):
+            return False
+        same: set[Any] = set()
+        for here, there in zip(piece.inputs, like.inputs, strict=True):
+            same |= _same_symbols(self.of[here], self.of[there])
+        if any(not _symbols(t) <= same for t in outputs):
+            return False
+        with self._fake, torch.no_grad():
+            for node, t in zip(piece.outputs, outputs, strict=True):
+                self.of[node] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                self._made_in[_storage(self.of[node])] = at
+        return True
 
 
 _SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
@@ -191,6 +250,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _storages(x: Any) -> set[int]:
+    """Of what a value is made of."""
+    if _is_tensor(x) and is_traceable_wrapper_subclass(x):
+        return {s for name in x.__tensor_flatten__()[0] for s in _storages(getattr(x, name))}
+    return {_storage(t) for t in tree_leaves(x) if _is_tensor(t)}
+
+
 def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
     """The piece as a graph of its own, which returns the tuple of its outputs."""
     graph, new = fx.Graph(), {}
@@ -205,11 +271,22 @@ def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
+def _check_outputs(piece: _Piece, values: _Values) -> None:
+    for x in map(values.of.get, piece.outputs):
+        if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not (
+                _is_tensor(x) and is_traceable_wrapper_subclass(x)):
+            raise _Whole(f"a {type(x).__name__} crosses a cut")
+
+
 # -- which pieces are equal -------------------------------------------------------------------------------------------------
 
 
-def _signature(piece: _Piece, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
-    """Equal for two pieces only if the compiled code of one is right for the other."""
+_Signature = tuple[Any, ...]
+
+
+def _signature(piece: _Piece, values: _Values) -> _Signature:
+    """Equal for two pieces only if the compiled code of one is right for the other. Made of what the piece reads and does, from
+    which all else follows; the values of its own nodes need not be known."""
     names: dict[str, str] = {}
     storages: dict[int, int] = {}
     number = {n: i for i, n in enumerate([*piece.inputs, *piece.nodes])}
@@ -225,10 +302,8 @@ def _signature(piece: _Piece, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
         if isinstance(x, torch.Tensor) and type(x) in _PLAIN:
             alias = storages.setdefault(_storage(x), len(storages))
             where = sizes([*x.shape, *x.stride(), x.storage_offset()])
-            return type(x), x.dtype, x.device, x.requires_grad, alias, where
-        if isinstance(x, (int, torch.SymInt, torch.SymFloat)):
-            return type(x), sizes([x])
-        raise _Whole(f"a {type(x).__name__} crosses a cut")
+            return type(x), x.dtype, x.device, x.requires_grad, alias, where, values.is_cache(x)
+        return type(x), sizes([x])
 
     def argument(a: Any) -> Any:
         if isinstance(a, fx.Node):
@@ -245,9 +320,7 @@ def _signature(piece: _Piece, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
             return type(a), a
         raise _Whole(f"an operation has an argument of type {type(a).__name__}")
 
-    inputs = tuple(described(values[n]) for n in piece.inputs)
-    for node in piece.outputs:
-        described(values[node])
+    inputs = tuple(described(values.of[n]) for n in piece.inputs)
     nodes = tuple((n.op, n.target, argument(n.args), argument(n.kwargs)) for n in piece.nodes)
     return inputs, nodes, tuple(number[n] for n in piece.outputs)
 

@@ -86,6 +86,7 @@ def trace(model: nn.Module, *, dynamic: bool | None = True, length: int = 23, co
         torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(
             ids, torch.arange(length)[None], **extra)
     (graph,) = backend.graphs
+    graph.model = model  # type: ignore[attr-defined]  # a graph holds its model's tensors weakly
     return graph
 
 

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import passes.compilers
-from passes.regions import compile_by_regions
+from passes.regions import _Piece, _Values, compile_by_regions
 from tests.passes.models import HIDDEN, Attention, Tiny, listing, served, trace
 
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
@@ -157,6 +157,66 @@ class InPlace(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
         x += self.inner(x, position_ids, extra)
         return x * 0.5
+
+
+@pytest.mark.parametrize("net", [
+    model(6), model(5, scale=0.7), Tiny(*(Counts(Attention(4, 2, is_causal=True)) for _ in range(5))).eval(),
+], ids=["plain", "scaled", "sizes"])
+def test_values_of_equal_pieces_are_those_of_the_first(net: Tiny, compiled: list[fx.GraphModule],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied, not computed: and they are what computing them gives."""
+    copy, copies = _Values.copy, []
+
+    def checked(self: _Values, piece: Any, like: Any, at: int) -> bool:
+        def outputs() -> list[str]:
+            return [f"{t.dtype} {t.device} {tuple(t.shape)} {t.stride()} {t.storage_offset()}"
+                    for t in map(self.of.get, piece.outputs)]
+
+        done = copy(self, piece, like, at)
+        assert done
+        found = outputs()
+        self.compute(piece.nodes, at)
+        assert outputs() == found
+        copies.append(found)
+        return done
+
+    monkeypatch.setattr(_Values, "copy", checked)
+    assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
+    assert len(copies) == len(net.layers) - 2 and len(compiled) == 3
+
+
+def test_values_are_not_copied_where_that_would_be_wrong() -> None:
+    """What shares memory, and what has sizes of its own."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from passes.lowering import fake_input
+
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+
+    def input_of(name: str, size: int) -> torch.Tensor:
+        return fake_input(fake, name, torch.empty(size, 4, device="meta"), (True, False), torch.device("cpu"))
+
+    one, two = input_of("one", 11), input_of("two", 13)
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in ("a", "b", "made_a", "made_b", "made_c", "made_d")}
+    a, b, made_a, made_b, made_c, made_d = nodes.values()
+    values = object.__new__(_Values)
+    values._fake, values._made_in, values._caches = fake, {}, set()
+    with fake:
+        fresh, of_one = torch.empty(3, 4), one + 1
+        values.of = {a: one, b: one, made_a: of_one}
+        assert values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
+        assert str(values.of[made_b].shape) == str(of_one.shape) and values.of[made_b] is not of_one
+        values.of = {a: one, b: two, made_a: of_one}  # the other piece's tokens are another number
+        assert not values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
+        values.of = {a: one, b: two, made_a: fresh}
+        assert values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
+        values.of = {a: one, b: one, made_a: one.view(-1)}  # a view of an input
+        assert not values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
+        values.of = {a: one, b: one, made_a: fresh, made_c: fresh[1:]}  # two views of one tensor
+        assert not values.copy(_Piece([], [b], [made_b, made_d]), _Piece([], [a], [made_a, made_c]), 1)
+        assert made_b not in values.of
 
 
 def test_writes_across_pieces_are_compiled_whole(compiled: list[fx.GraphModule], caplog: pytest.LogCaptureFixture) -> None:
