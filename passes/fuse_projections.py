@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from passes.fusion import Fusion
-from passes.graph_tools import compute_value, written_by
+from passes.graph_tools import compute_value, value, written_by
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
@@ -84,7 +84,9 @@ def _fuse(nodes: list[fx.Node], fusion: Fusion) -> None:
         product = graph.call_function(torch.nn.functional.linear, (first.args[0], weight, bias))
         parts = graph.call_function(torch.split, (product, [w.shape[0] for w in weights]), {"dim": -1})
         product.meta["nn_module_stack"] = parts.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
-        compute_value(product)
+        alone = value(first)
+        with alone.fake_mode:  # as computing it gives, which takes milliseconds with symbolic sizes
+            product.meta["example_value"] = alone.new_empty((*alone.shape[:-1], sum(w.shape[0] for w in weights)))
         compute_value(parts)
         outputs = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
     for node, out in zip(nodes, outputs, strict=True):
