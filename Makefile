@@ -32,7 +32,7 @@ demo: setup  ## generate text with the model that ships with quire; no download,
 	$(BIN)/quire generate --demo $(ARGS)
 
 test: lint type  ## lint, type check and run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(ARGS)
 
 # Most GPU tests wait for compilers and for the CPU: JOBS=8 runs as many at once (needs pytest-xdist).
 test-gpu:  ## run the GPU tests with the python3 in use (or PY=...) and its own torch; no .venv; JOBS=8 at a time

@@ -26,3 +26,12 @@ def small_heap() -> Iterator[None]:
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """For files that ask for collections: one that walks all of torch and transformers takes a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

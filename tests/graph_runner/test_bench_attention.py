@@ -23,6 +23,7 @@ from graph_runner.cli import main
 from graph_runner.engine import Engine
 from tests.tiny import load_model
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
 CPU = torch.device("cpu")
 PAUSE = 0.004  # seconds; the plain backend takes a tenth of it at the sizes here
 SMALL = ["--device", "cpu", "--batch", "1,2", "--context", "20,33", "--scale", "8"]
