@@ -1,5 +1,5 @@
 """Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter, and PyTorch on one thread.
-No test reads the user's measurements."""
+No test reads the user's measurements. Random numbers are the same in every run, whichever tests ran before in the process."""
 
 import gc
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # What was measured on this machine for attention="auto" must not decide what a test sees.
 os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-measurements-{os.getpid()}")
@@ -18,14 +19,24 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other, on a busy machine for long
 
+# More examples, others each time: --hypothesis-profile=default
+settings.register_profile("same-each-time", derandomize=True, deadline=None)
+settings.load_profile("same-each-time")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
     """What torch keeps of a file's models goes with the file: a collection among the remains of many models takes long."""
+    torch.manual_seed(0)  # for the fixtures of the file
     yield
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")

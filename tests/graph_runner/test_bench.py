@@ -315,7 +315,7 @@ def test_host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     for row in rows:
         assert row["error"] is None and set(COLUMNS) <= set(row) and len(row["repeats_ms"]) == 2
         assert set(row["phases_ms"]) == set(PHASES) and min(row["phases_ms"].values()) > 0
-        assert row["slowest_ms"] >= row["ms_per_step"] >= max(row["phases_ms"].values())
+        assert row["slowest_ms"] >= max(row["ms_per_step"], *row["phases_ms"].values())
     assert "only quire's own host part" in refused["error"]
     said = capsys.readouterr().out
     assert "max_model_len" in said and "upload" in said
