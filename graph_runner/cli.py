@@ -125,6 +125,7 @@ def _stream_plain(engine: Any, run: _Run, params: Any, stream: bool) -> None:
 
 def generate(args: argparse.Namespace) -> int:
     """``quire generate``. Exit code 1 if a prompt failed."""
+    import torch
     from rich.console import Console
 
     from graph_runner.bench.main import check_engine_options
@@ -147,6 +148,8 @@ def generate(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
     if next(model.parameters()).is_cuda:
         print("setting up: trace, compile, capture CUDA graphs ...", file=sys.stderr)
+    elif args.model is None:
+        torch.set_num_threads(1)  # the model is so small that more would only wait for each other, on a busy machine for long
     console = Console()
     run = _Run(prompts or [DEMO[0]])
     with Engine(model, tokenizer, **options) as engine:
