@@ -47,9 +47,13 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     if sizes[0] <= _SAME or vocab_size < 2:
         logger.info("packing check: left out, sequences of %d tokens tell nothing", sizes[0])
         return
+    coarse = kv_dtype in QUANTISED  # a last bit of a key can move it by a whole step
+    rounding = _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
     generator = torch.Generator().manual_seed(0)
     first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))
     changed = torch.cat([first[:_SAME], (first[_SAME:] + 1 + shift[_SAME:] % (vocab_size - 1)) % vocab_size])
+
+    _check_own_positions(paged, first.to(device), rounding)
 
     def logits(*sequences: torch.Tensor) -> list[torch.Tensor]:
         lengths = [len(s) for s in sequences]
@@ -72,8 +76,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         logger.warning("the trial batch tells nothing: the model's logits do not depend on the tokens before (or are NaN), so "
                        "it is not known whether sequences in one batch leave each other alone")
         return
-    coarse = kv_dtype in QUANTISED  # a last bit of a key can move it by a whole step
-    limit = _ROUNDING_OF_HALVES if coarse else _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
+    limit = _ROUNDING_OF_HALVES if coarse else rounding
     found: dict[str, Any] = {
         "its neighbour in the batch": _gap(two, two_beside_changed),
         "its place in the batch": _gap(two, two_in_front),
@@ -88,6 +91,23 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
                 "cannot serve such a model in packed batches.")
     logger.info("packing check: passed")
+
+
+def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> None:
+    """A sequence's positions are 0, 1, 2, ...: is that what the model counts by itself? (RoBERTa's begin at padding_idx + 1.)
+    The same kernels run with and without them, so that a difference is no rounding."""
+    try:
+        own = paged.by_itself(ids, None).float()
+    except Exception as error:  # it may need them, or something else that the engine does without
+        logger.info("packing check: the model does not run by itself without positions: %s: %s", type(error).__name__, error)
+        return
+    given = paged.by_itself(ids, torch.arange(len(ids), device=ids.device)).float()
+    difference, largest = _gap(own, given).max().item(), own[own.isfinite()].abs().max().item() if own.isfinite().any() else 0.0
+    if difference > limit * largest and difference > 3 * _gap(own, paged.by_itself(ids, None).float()).max().item():
+        raise UnsupportedAttention(
+            "the model counts positions in a way of its own: with position_ids 0, 1, 2, ... its logits differ by "
+            f"{difference / max(largest, 1e-30):.2g} of the largest from those without position_ids. quire gives a model the "
+            "positions of each token in its sequence, from 0.")
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import inspect
 import re
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,18 +113,22 @@ class PagedModel:
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self._call = model  # by a name of its own, which graph_tools.module_path drops from the paths of modules
         self.options, self._backend, self._closed = options, _OneGraph(options, self.config, ahead), False
-        training = [m for m in model.modules() if m.training]
-        for module in training:
-            module.training = False  # dropout would be traced into the graph
         try:
-            with stage("trace"):
+            with stage("trace"), evaluating(model):
                 self._compiled = self._trace()
         except BaseException:
             self.close()
             raise
-        finally:
-            for module in training:
-                module.training = True
+
+    def by_itself(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        """Logits (T, V) of the model's own forward of one sequence (T,), with nothing of quire's. Without positions the model
+        counts its own; raises what its forward raises."""
+        options: dict[str, Any] = {"use_cache": False} if self._use_cache else {}
+        if position_ids is not None:
+            options["position_ids"] = position_ids[None]
+        with evaluating(self.model), torch.no_grad():
+            out = self.model(input_ids=input_ids[None], **options)
+        return (out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits)[0]
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
                  *sampling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,6 +255,19 @@ class PagedModel:
         if self._backend.graph is not None:
             self._backend.graph.compilations.clear()
         self.weights.restore()
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, no module of the model is in training mode: no dropout."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:

@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_ops.attention import AttentionSite, attention
 from attn_ops.backend import UnsupportedAttention
-from passes.graph_tools import constant, module_path, placeholders, source_name, symbolic, value
+from passes.graph_tools import ancestors, constant, module_path, placeholders, source_name, symbolic, value
 from passes.raising import find_sdpa
 
 #: Layer types of a transformers config that keep no state beside keys and values.
@@ -73,7 +73,8 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
 
 
 def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
-    """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence.
+    """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence. And
+    one that takes positions, but whose own begin elsewhere.
 
     Args:
         graph: the traced graph after raising, when what only served a mask is gone.
@@ -81,7 +82,8 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
         has_config: it is a transformers model.
 
     Raises:
-        UnsupportedAttention: the graph makes something as long as the row out of nothing.
+        UnsupportedAttention: the graph makes something as long as the row out of nothing, or looks positions up in a table with
+            an entry for padding.
     """
 
     def long_as_row(n: Any) -> bool:
@@ -89,6 +91,14 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
         return isinstance(val, torch.Tensor) and any(str(s) == str(tokens) for s in val.shape)
 
     ids = [n for n in placeholders(graph) if n.users and long_as_row(n) and not value(n).is_floating_point()]
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "embedding" and isinstance(
+                _argument(node, 2, "padding_idx"), int):
+            leaves = {n for n in ancestors(node.args[0]) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)}
+            if leaves and all("pos" in source_name(n) for n in leaves):  # RoBERTa and its kin
+                raise UnsupportedAttention(
+                    f"the positions at {module_path(node) or node.name} are looked up in a table with an entry for padding, so "
+                    "that the model's own count begins behind it and not at 0, where quire's positions begin.")
     reads = len(ids) > 1 or any("pos" in source_name(n) for n in ids)
     if (reads and has_config) or not symbolic(tokens):  # a transformers model that reads positions may also number tokens
         return
@@ -100,6 +110,10 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
             raise UnsupportedAttention(
                 f"the model makes positions of its own ({name} at {module_path(node) or node.name}); in a "
                 "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
+
+
+def _argument(node: fx.Node, index: int, name: str) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
 _ALONG = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "sort", "argsort", "softmax",

@@ -133,3 +133,33 @@ def test_logits_that_depend_on_nothing(trial, caplog) -> None:
     with caplog.at_level(logging.INFO, "graph_runner.packing_check"):
         trial(lambda x, positions: x * 0)
     assert "the trial batch tells nothing" in caplog.text
+
+
+class Counting(Model):
+    """Its own positions begin at ``first``; ``needed``: it has none."""
+
+    def __init__(self, first: int, needed: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(innocent, dtype)
+        self.first, self.needed = first, needed
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        if position_ids is None:
+            if self.needed:
+                raise TypeError("position_ids please")
+            position_ids = torch.arange(self.first, self.first + input_ids.shape[1])[None]
+        return super().forward(input_ids, position_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first", "needed", "refused"), [(0, False, False), (2, False, True), (2, True, False)])
+def test_positions_of_its_own(first: int, needed: bool, refused: bool, dtype: torch.dtype) -> None:
+    """What quire gives a model must be what the model means when nothing is given."""
+    model = Counting(first, needed, dtype).train()
+    paged = PagedModel(model, QuireOptions(compiler="eager"))
+    given = dict(page_size=4, kv_dtype=None, layout="NHD", device=torch.device("cpu"), vocab_size=VOCAB, max_model_len=64)
+    if refused:
+        with pytest.raises(UnsupportedAttention, match="counts positions in a way of its own"):
+            check_packing(paged, paged.sites, get_backend("torch_native"), **given)
+    else:
+        check_packing(paged, paged.sites, get_backend("torch_native"), **given)
+    assert model.training and model.attention.training

@@ -212,6 +212,9 @@ REFUSED: dict[str, Refused] = {
         vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, is_decoder=True,
         is_encoder_decoder=False, forced_eos_token_id=None), "positions of its own"),
+    # Positions that begin at padding_idx + 1 where none are given.
+    "roberta": Refused("RobertaConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
+    "camembert": Refused("CamembertConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
     "longcat_flash": Refused("LongcatFlashConfig", dict(
         MLA, head_dim=8, num_layers=1, ffn_hidden_size=96, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
         expert_ffn_hidden_size=32), "could not be traced into one graph"),
