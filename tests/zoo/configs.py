@@ -125,6 +125,8 @@ SERVED: dict[str, Served] = {
     "cohere2": served("Cohere2Config", num_hidden_layers=4, sliding_window=8, logit_scale=1.0, features=WINDOW),
     "exaone4": served("Exaone4Config", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4,
                       features=WINDOW),
+    "beam": served("BeamConfig", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
+    "kolibri1": served("Kolibri1Config", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "cwm": served("CwmConfig", head_dim=16, sliding_window=8, features=WINDOW, slow=True),
     "modernbert_decoder": served("ModernBertDecoderConfig", local_attention=16, features=WINDOW),
     "gpt_oss": served("GptOssConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
@@ -162,6 +164,8 @@ SERVED: dict[str, Served] = {
     "solar_open": served("SolarOpenConfig", GLM_MOE, slow=True),
     "hy_v3": served("HYV3Config", **MOE, head_dim=16, num_experts=4, slow=True),
     "laguna": served("LagunaConfig", **MOE, head_dim=16, num_experts=4, slow=True),
+    "minimax_m3": served("MiniMaxM3VLTextConfig", **MOE, head_dim=16, num_local_experts=4, slow=True),
+    "aria_text": served("AriaTextConfig", moe_num_experts=4, moe_topk=2, slow=True),
     "jetmoe": served("JetMoeConfig", num_key_value_heads=2, kv_channels=16, num_local_experts=2, num_experts_per_tok=2,
                      slow=True),
     # Multi-head latent attention: keys and values of different dims.
@@ -169,6 +173,7 @@ SERVED: dict[str, Served] = {
     "deepseek_v3": served("DeepseekV3Config", DEEPSEEK, features={"head_dim": 24, "head_dim_v": 16}),
     "minicpm3": served("MiniCPM3Config", MLA, features={"head_dim": 24, "head_dim_v": 16}),
     "glm4_moe_lite": served("Glm4MoeLiteConfig", DEEPSEEK_ONE_GROUP, features={"head_dim_v": 16}, slow=True),
+    "axk1": served("AXK1Config", DEEPSEEK_ONE_GROUP, head_dim=8, features={"head_dim": 24, "head_dim_v": 16}, slow=True),
     "youtu": served("YoutuConfig", MLA, features={"head_dim_v": 16}, slow=True),
 }
 
@@ -189,6 +194,10 @@ REFUSED: dict[str, Refused] = {
     "recurrent_gemma": Refused("RecurrentGemmaConfig", SIZES, STATE),
     "zamba2": Refused("Zamba2Config", dict(SIZES, layers_block_type=["mamba", "hybrid"], n_mamba_heads=8,
                                            mamba_d_state=16), STATE),
+    "qwen3_5": Refused("Qwen3_5TextConfig", dict(SIZES, num_hidden_layers=4, head_dim=16), STATE),
+    "minimax_m3_sparse": Refused("MiniMaxM3VLTextConfig", dict(
+        SIZES, **MOE, head_dim=16, num_local_experts=4, layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=2,
+        index_head_dim=16, index_block_size=4), "minimax_m3_sparse"),
     "deepseek_v4": Refused("DeepseekV4Config", SIZES, STATE),
     # Attention that is written out by hand.
     "bloom": Refused("BloomConfig", dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4), UNSEEN),
