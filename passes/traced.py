@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import UnsupportedAttention
 from passes.graph_tools import copy_graph, is_module_tensor, placeholders, shape_conditions, symbolic, value
+from passes.own_positions import use_given_positions
 from passes.quantized import check_rows
 from passes.raising import raise_sdpa
 from passes.sites import check_mixing, check_positions, site_nodes, site_of, verify
@@ -87,6 +88,8 @@ class TracedGraph:
         tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
         if self.any_shape:
             self._check_one_row(gm, found)
+        if self.config is not None:
+            use_given_positions(gm, tokens)
         check_positions(gm.graph, tokens, self.config is not None)
         check_mixing(gm.graph, tokens)
         check_rows(gm.graph, real)
