@@ -22,14 +22,16 @@ from graph_runner.detokenizer import Detokenizer
 from graph_runner.gc_freeze import ServingFreeze
 from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
 from graph_runner.paged_forward import own_forward
-from graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, as_prompts, token_ids_of
+from graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, pairs_of, token_ids_of
 from graph_runner.sampling_params import SamplingParams
 from graph_runner.scheduler import NeedsDrain, Scheduler
+from graph_runner.turns import Turns, alone
 from graph_runner.watch import ModelWatch
 
 
 class Engine:
     """Serves one causal LM in this process. Use as a context manager, or call ``close``: the model is then as it was.
+    Threads may share an engine: their requests run together.
 
     Args:
         model: a transformers causal LM, a module with such a forward, or a path to a saved model.
@@ -95,7 +97,7 @@ class Engine:
         self._random = random.Random(seed)
         self._in_flight: deque[Launched] = deque()
         self._arrived: deque[tuple[Any, int]] = deque()  # their results, as yet to be looked at
-        self._gc = ServingFreeze()
+        self._gc, self.turns = ServingFreeze(), Turns()
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, Detokenizer] = {}
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # events of requests that a stream waits for
@@ -105,6 +107,7 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
+    @alone
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
         """Queue a prompt; the ids of its requests (``params.n`` of them).
 
@@ -114,8 +117,7 @@ class Engine:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
         self.watch.due |= not self._requests
-        params = params or SamplingParams()
-        ids = token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
+        params, ids = params or SamplingParams(), token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
         limit = self.max_model_len if params.max_tokens is None else min(self.max_model_len, len(ids) + params.max_tokens)
@@ -136,10 +138,15 @@ class Engine:
         return made
 
     def abort(self, request_id: int) -> None:
-        """End a request now; its output so far stays, with finish_reason "abort". Unknown and finished ids are ignored."""
-        request = self._requests.get(request_id)
-        if request is not None and not request.finished:
-            self._deliver(self._finish(request, FinishReason.ABORT))
+        """End a request now (in a turn: after it); its output so far stays, with finish_reason "abort". Others are ignored."""
+        self.turns.soon(lambda: self._abort([request_id]))
+
+    def _abort(self, request_ids: list[int], unheard: bool = False) -> None:
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                self._deliver(self._finish(request, FinishReason.ABORT))
+            if unheard:
+                self._inboxes.pop(request_id, None)
         if not self._requests:
             self._gc.release()
 
@@ -149,6 +156,7 @@ class Engine:
 
     # -- a turn -----------------------------------------------------------------------------------------------------
 
+    @alone
     def step(self) -> list[StreamEvent]:
         """One turn: launch the next batch, take in results. The events are of requests that got tokens or ended since the
         last ``step``, those that ``stream`` and ``generate`` wait for excepted."""
@@ -159,18 +167,20 @@ class Engine:
     def _deliver(self, event: StreamEvent) -> None:
         self._inboxes.get(event.index, self._unclaimed).append(event)
 
+    @alone
     def _turn(self) -> None:
         self.watch.check(self.watch.glance())
         if self._failed:  # that step may have replaced newest tokens on the device; from here the host has them all
             self._collect(0)
             self._failed = False
+        if self._requests:
+            self._gc.turn()
         try:
             batch = self.scheduler.schedule()
         except NeedsDrain:
             self._collect(0)
             batch = self.scheduler.schedule()
         if batch is not None:
-            self._gc.turn()
             try:
                 self._in_flight.append(self.runner.launch(batch))
             except BaseException as error:
@@ -206,15 +216,11 @@ class Engine:
             return self._finish(request, FinishReason.ERROR, error=(
                 f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"))
         output, params = request.output, request.params
-        request.token_ids.append(token)
-        output.token_ids.append(token)
-        count = len(output.token_ids)
-        ends = token in request.stop_token_ids and count >= params.min_tokens
-        full = len(request.token_ids) >= request.max_total_tokens
+        ends, full = request.append(token)
         piece = ""
         text = self._texts.get(request.request_id)
         if text is not None and not (ends and params.skip_special_tokens):
-            piece = text.add([token], may_stop=count >= params.min_tokens)
+            piece = text.add([token], may_stop=len(output.token_ids) >= params.min_tokens)
             if text.error is not None:
                 return self._finish(request, FinishReason.ERROR, [token], error=text.error)
             output.text, output.stop_reason = text.text, text.stopped_by
@@ -245,15 +251,12 @@ class Engine:
                ) -> Iterator[StreamEvent]:
         """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's place (with n > 1 the n
         results of a prompt follow each other). A prompt that cannot be served yields one event whose output has ``error``."""
-        batch = as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(batch)} prompts but {len(each)} SamplingParams; give one for all or one for each")
+        pairs = pairs_of(prompts, params)
         place: dict[int, int] = {}
         inbox: deque[StreamEvent] = deque()
         at = 0
         try:
-            for prompt, p in zip(batch, each, strict=True):
+            for prompt, p in pairs:
                 try:
                     for request_id in self.add_request(prompt, p):
                         self._requests[request_id].output.index = place[request_id] = at
@@ -270,22 +273,19 @@ class Engine:
                 left -= event.finished
                 yield StreamEvent(place[event.index], event.token_ids, event.text, event.finished, event.output)
         finally:
-            for request_id in place:  # those unfinished: the caller stopped listening
-                self.abort(request_id)
-                del self._inboxes[request_id]
+            self.turns.soon(lambda: self._abort(list(place), unheard=True))  # those unfinished: the caller stopped listening
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
                  ) -> list[RequestOutput]:
         """Run the prompts together; the results in their order. A prompt that fails has ``error`` set, the others run on."""
-        done = [e.output for e in self.stream(prompts, params) if e.finished]
-        return sorted(done, key=lambda output: output.index)
+        return sorted((e.output for e in self.stream(prompts, params) if e.finished), key=lambda output: output.index)
 
+    @alone
     def close(self) -> None:
         """Abort what runs, free cache and graphs, and give the model back as it was. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            for request_id in list(self._requests):
-                self.abort(request_id)
+            self._abort(list(self._requests))
             self._collect(0)
             self.runner.close()
 

@@ -20,7 +20,7 @@ from attn_ops.attention import AttentionSite
 from attn_ops.backend import CudagraphSupport
 from attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
 from attn_ops.small_linear_tuning import tune
-from attn_ops.step import Step, StepLimits
+from attn_ops.step import Step, StepLimits, current_step
 from graph_runner.batch import BatchShape, StepBuffers
 from graph_runner.buckets import decode_buckets, token_buckets
 from graph_runner.cuda_graph import CudaGraphRunner
@@ -84,6 +84,8 @@ class ModelRunner:
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: RunnerConfig) -> None:
         self.config, self.device = config, next(model.parameters()).device
+        if current_step() is not None:
+            raise RuntimeError("an engine cannot be made inside quire.step: its own steps would be that one; make it before")
         before = dict(stages.seconds)
         ahead = self._compile_ahead()
         try:

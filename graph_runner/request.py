@@ -90,6 +90,13 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
 
+    def append(self, token: int) -> tuple[bool, bool]:
+        """Take in a new token. Does it end the request, and is the request now as long as it may be?"""
+        self.token_ids.append(token)
+        self.output.token_ids.append(token)
+        ends = token in self.stop_token_ids and len(self.output.token_ids) >= self.params.min_tokens
+        return ends, len(self.token_ids) >= self.max_total_tokens
+
     @property
     def num_tokens(self) -> int:
         """Tokens there are, the pending ones included."""
@@ -136,6 +143,16 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(many)
 
 
+def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+             ) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its params: one for all, or one for each. Raises ValueError if their numbers differ."""
+    batch = as_prompts(prompts)
+    each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+    if len(each) != len(batch):
+        raise ValueError(f"{len(batch)} prompts but {len(each)} SamplingParams; give one for all or one for each")
+    return list(zip(batch, each, strict=True))
+
+
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[int]:
     """The token ids of a prompt. Raises ValueError or TypeError, with the reason, for one that cannot be served."""
     if isinstance(prompt, str):
@@ -161,4 +178,4 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
 
 
 __all__ = ["FinishReason", "Prompt", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent",
-           "as_prompts", "token_ids_of"]
+           "as_prompts", "pairs_of", "token_ids_of"]

@@ -141,11 +141,11 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and free what it holds."""
-        request.finished = True
         if request.slot >= 0:
             self._release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        request.finished = True
 
 
 class NeedsDrain(Exception):
