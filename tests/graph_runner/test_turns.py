@@ -193,5 +193,5 @@ def test_no_engine_inside_a_step(model: Any) -> None:
 
     cache = quire.PagedKVCache.for_model(model, num_pages=4, page_size=16)
     meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=16)
-    with quire.step(cache, meta), pytest.raises(RuntimeError, match="cannot be made inside quire.step"):
+    with pytest.raises(RuntimeError, match="cannot be made inside quire.step"), quire.step(cache, meta):
         Engine(model, num_pages=4)
