@@ -164,8 +164,8 @@ def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str
                 pass
 
             def look(nodes: list[fx.Node], values: dict[fx.Node, Any], small: bool = small, roles: Any = assumed.roles) -> None:
+                moved = {n: tree_map(_on_gpu, v) for n, v in values.items()}
                 with _as_if_on_an_h200():
-                    moved = {n: tree_map(_on_gpu, v) for n, v in values.items()}
                     ahead.start(nodes, moved, roles, lambda shape: (shape.tokens <= MAX_TOKENS) == small)
 
             compile_by_regions(lowered, lambda gm, inputs: gm.forward, always=True, look=look)
