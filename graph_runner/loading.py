@@ -44,7 +44,7 @@ def _text_config(model: torch.nn.Module) -> Any:
     return get(decoder=True) if get is not None else config
 
 
-def check_arguments(gpu_memory_utilization: float, tokenizer: Any = None, *, async_stepping: bool | None = None,
+def check_arguments(gpu_memory_utilization: float, tokenizer: Any = None, async_stepping: bool | None = None, *,
                     seed: int | None = None, num_pages: int | None = None, max_model_len: int | None = None,
                     **at_least_one: int | None) -> None:
     """Check arguments of the engine before anything is loaded; None is one that was not given. How long sequences may be is
