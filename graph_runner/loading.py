@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,33 @@ def _text_config(model: torch.nn.Module) -> Any:
     return get(decoder=True) if get is not None else config
 
 
-def check_arguments(gpu_memory_utilization: float, **at_least_one: int | None) -> None:
-    """Raises ValueError for an argument of the engine that is out of range; None is one that was not given."""
+def check_arguments(gpu_memory_utilization: float, tokenizer: Any = None, async_stepping: bool | None = None, *,
+                    seed: int | None = None, num_pages: int | None = None, max_model_len: int | None = None,
+                    **at_least_one: int | None) -> None:
+    """Check arguments of the engine before anything is loaded; None is one that was not given. How long sequences may be is
+    for ``model_length`` to say.
+
+    Raises:
+        ValueError: one that is out of range, or of the wrong type.
+    """
+    for name, value in (at_least_one | dict(num_pages=num_pages, max_model_len=max_model_len, seed=seed)).items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"{name} must be an integer, got {value!r}")
     for name, value in at_least_one.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {gpu_memory_utilization}")
+    if num_pages is not None and num_pages < 2:
+        raise ValueError(f"num_pages: a KV cache needs at least 2 pages (page 0 is the null page), got {num_pages}; None is "
+                         "for as many as fit")
+    share = gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {share!r}")
+    if async_stepping is not None and not isinstance(async_stepping, bool):
+        raise ValueError(f"async_stepping must be True, False, or None for what suits the device; got {async_stepping!r}")
+    if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
+        raise ValueError(
+            f"tokenizer must be an object with a decode method, such as transformers' AutoTokenizer.from_pretrained(...) "
+            f"returns, got {str(tokenizer)[:60]!r}; for token ids alone leave it out")
 
 
 def model_length(model: torch.nn.Module, asked: int | None) -> int:

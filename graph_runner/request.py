@@ -135,19 +135,44 @@ class ScheduledBatch:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many? A string is one; a list of ints is one. Arrays and tensors count as lists."""
+    """One prompt or many? A string is one; a list of ints is one, numpy's and tensors of no dimension included. Arrays and
+    tensors count as lists."""
     tolist = getattr(prompts, "tolist", None)
     many: Any = prompts if tolist is None else tolist()
-    if isinstance(many, str) or not isinstance(many, Sequence) or (len(many) and isinstance(many[0], int)):
+    if isinstance(many, str) or not isinstance(many, Sequence) or (len(many) and _is_int(many[0])):
         return [many]
     return list(many)
 
 
+def _is_int(item: Any) -> bool:
+    try:
+        operator.index(item)
+    except Exception:  # a tensor on the meta device, say, raises what it likes
+        return False
+    return getattr(item, "ndim", 0) == 0  # a tensor of one dimension and one token is a prompt
+
+
+def params_of(params: SamplingParams | None) -> SamplingParams:
+    """The params, or the defaults for None. Raises TypeError for anything else."""
+    if params is not None and not isinstance(params, SamplingParams):
+        example = ", ".join(f"{k}={v!r}" for k, v in params.items()) if isinstance(params, dict) else "max_tokens=16"
+        raise TypeError(f"params must be SamplingParams, got {str(params)[:60]!r}; write SamplingParams({example})")
+    return SamplingParams() if params is None else params
+
+
 def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-             ) -> list[tuple[Prompt, SamplingParams | None]]:
-    """Each prompt with its params: one for all, or one for each. Raises ValueError if their numbers differ."""
+             ) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its params: one for all, or one for each.
+
+    Raises:
+        ValueError: their numbers differ.
+        TypeError: params that are no SamplingParams.
+    """
     batch = as_prompts(prompts)
-    each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+    if isinstance(params, Sequence) and not isinstance(params, str):
+        each = [params_of(p) for p in params]
+    else:
+        each = [params_of(params)] * len(batch)
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts but {len(each)} SamplingParams; give one for all or one for each")
     return list(zip(batch, each, strict=True))
@@ -158,6 +183,16 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError("the prompt is text, but the engine has no tokenizer; pass one, or give token ids")
+        if not callable(tokenizer):
+            raise TypeError(f"the prompt is text, and the tokenizer, {type(tokenizer).__name__}, cannot be called with it as "
+                            "those of transformers can; pass one of these, or give token ids")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the prompt is no valid text: its character {error.start} is {prompt[error.start]!r}, one half of a surrogate "
+                "pair. Bytes that are not UTF-8 become such characters (errors='surrogateescape'); give UTF-8, or decode "
+                "the bytes with errors='replace'") from None
         ids = list(tokenizer(prompt)["input_ids"])
     else:
         try:
@@ -178,4 +213,4 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
 
 
 __all__ = ["FinishReason", "Prompt", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent",
-           "as_prompts", "pairs_of", "token_ids_of"]
+           "as_prompts", "pairs_of", "params_of", "token_ids_of"]

@@ -8,7 +8,7 @@ than the default is accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -17,6 +17,7 @@ _SUPPORTED = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
     "min_tokens", "detokenize", "skip_special_tokens", "include_stop_str_in_output",
 )
+_MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32 number: that is how temperatures get to the sampler
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SamplingParams:
         n: sequences to generate for the prompt, >= 1; 1 with temperature 0, as all would be the same.
         temperature: logits are divided by it before the softmax, >= 0. 0 takes the likeliest token (greedy), and then
             top_k, top_p and min_p have no effect. Unlike vLLM, which raises temperatures under 0.01 to 0.01 and refuses
-            those over 2, every finite one is taken.
+            those over 2, every one that float32 can hold is taken.
         top_p: keep the smallest set of likeliest tokens whose probabilities add up to this, in (0, 1].
         top_k: keep this many likeliest tokens; 0 or -1 keeps all. Stored as 0 for all.
         min_p: keep tokens at least this times as likely as the likeliest, in [0, 1].
@@ -92,8 +93,10 @@ class SamplingParams:
     def _refuse_unsupported(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            empty = field.default is None and value in ([], (), {})  # asks for nothing
-            if field.name in _SUPPORTED or value == field.default or empty:
+            if field.name in _SUPPORTED:
+                continue
+            empty = field.default is None and isinstance(value, (list, tuple, dict)) and not value  # asks for nothing
+            if empty or (not isinstance(value, Sized) and value == field.default):  # arrays are compared item by item
                 continue
             raise ValueError(
                 f"{field.name}={value!r}: quire does not have {field.name} and will not ignore it; leave it at its "
@@ -113,6 +116,9 @@ class SamplingParams:
         set_field = object.__setattr__  # the dataclass is frozen, and this is its construction
         set_field(self, "stop", stop)
         set_field(self, "stop_token_ids", tuple(dict.fromkeys(map(int, ids))))
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed"):
+            value = getattr(self, name)
+            set_field(self, name, value if value is None else int(value))  # numpy's integers overflow
         set_field(self, "top_k", max(self.top_k, 0) if self.top_k >= -1 else self.top_k)
         set_field(self, "seed", None if self.seed == -1 else self.seed)
 
@@ -120,8 +126,10 @@ class SamplingParams:
         assert self.stop is not None and self.stop_token_ids is not None  # tuples since `_normalise`
         rules: list[tuple[bool, str]] = [
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
-            (math.isfinite(self.temperature) and self.temperature >= 0,
+            (0 <= self.temperature < math.inf,
              f"temperature must be a finite number of at least 0 (0 means greedy), got {self.temperature}"),
+            (self.temperature <= _MAX_TEMPERATURE,
+             f"temperature must be at most {_MAX_TEMPERATURE}, the largest float32 number, got {self.temperature}"),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1] (1 keeps all tokens), got {self.top_p}"),
             (self.top_k >= -1, f"top_k must be at least 1, or 0 or -1 to keep all tokens, got {self.top_k}"),
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1] (0 keeps all tokens), got {self.min_p}"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from graph_runner.detokenizer import Detokenizer
 from tests.tiny import load_tokenizer
@@ -68,15 +70,155 @@ def test_special_tokens(tokenizer) -> None:
 @settings(max_examples=60, deadline=None)
 @given(prompt=st.lists(st.integers(0, 1847), max_size=9), ids=st.lists(st.integers(0, 1847), max_size=30))
 def test_any_tokens(prompt, ids) -> None:
-    """Whatever a model writes: the pieces are what decoding prompt and continuation together adds to the prompt."""
+    """Whatever a model writes: the pieces are what decoding prompt and continuation together adds to the prompt. Of a
+    character that the prompt begins the end is not ours: the prompt has it already, unfinished."""
     tokenizer = TOKENIZER
     before, whole = (tokenizer.decode(x, skip_special_tokens=True) for x in (prompt, prompt + ids))
-    if before.endswith("\ufffd"):  # the prompt ends inside a character, whose end is then not ours
-        return
     assert "".join(pieces(tokenizer, prompt, ids)) == whole[len(before) :]
 
 
 TOKENIZER = load_tokenizer()
+
+
+# -- tokenizers with a token for each byte
+
+
+def byte_fallback(layout: str):
+    """Tokenizers laid out as those of Llama 2 and Mistral, or of Gemma: characters that they do not know become bytes."""
+    vocab = {"<unk>": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
+    vocab |= {token: len(vocab) + i for i, token in enumerate(["\u2581", "\u2581a", *"abc.!?"])}
+    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    spaces = decoders.Replace("\u2581", " ")
+    if layout == "llama":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        made.decoder = decoders.Sequence(
+            [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        made.normalizer = normalizers.Replace(" ", "\u2581")
+        made.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+BYTE_FALLBACK = {layout: byte_fallback(layout) for layout in ("llama", "gemma")}
+bytes_too = pytest.mark.parametrize("layout", BYTE_FALLBACK)
+CHARACTERS = st.sampled_from(["😀", "🎉", "好", "é", "a", "b", " ", "."])
+
+
+def bytes_of(data: bytes) -> list[int]:
+    return [b + 1 for b in data]
+
+
+@bytes_too
+def test_bytes_become_characters(layout) -> None:
+    """However long the run, each character comes with its last byte, at once."""
+    tokenizer, text = BYTE_FALLBACK[layout], "😀🎉好é" * 8
+    prompt = tokenizer("a 🎉🎉")["input_ids"]
+    found = pieces(tokenizer, prompt, bytes_of(text.encode()))
+    assert found == [p for c in text for p in (*[""] * (len(c.encode()) - 1), c)] + [""]
+    assert tokenizer.decode(prompt + bytes_of(text.encode())) == "a 🎉🎉" + text  # and the decoder knows them all
+
+
+@bytes_too
+@pytest.mark.parametrize(("prompt", "cut", "more"), [
+    *[("a 😀😀", cut, "") for cut in (1, 2, 3)], ("a 😀😀", 4, "😀"), ("a 😀😀", 5, "😀"), ("a 😀😀", 8, "😀😀"),
+    ("é好好", 1, ""), ("é好好", 4, "好"), ("é好好", 7, "好好"),
+    ("😀😀😀😀", 1, ""), ("😀😀😀😀", 6, "😀"), ("😀😀😀😀", 15, "😀😀😀"),
+])
+def test_prompt_that_ends_in_bytes(prompt, cut, more, layout) -> None:
+    """The rest of a character that the prompt begins belongs to the prompt; the next ones are all there."""
+    tokenizer = BYTE_FALLBACK[layout]
+    ids = tokenizer(prompt)["input_ids"]
+    after = bytes_of("🎉é".encode()) + tokenizer("a !")["input_ids"]
+    space = " " if layout == "llama" else ""
+    for step in (1, 2, 7):
+        assert "".join(pieces(tokenizer, ids[:-cut], ids[-cut:] + after, step)) == f"{more}🎉é{space}a !"
+    assert "".join(pieces(tokenizer, ids[:-cut], ids[-cut:])) == more  # ended there
+
+
+@bytes_too
+def test_prompt_whose_character_is_never_finished(layout) -> None:
+    tokenizer = BYTE_FALLBACK[layout]
+    prompt, cut = tokenizer("a 😀😀")["input_ids"][:-2], tokenizer("a !")["input_ids"]
+    assert "".join(pieces(tokenizer, prompt, [])) == ""
+    assert "".join(pieces(tokenizer, prompt, bytes_of(b"\x9f"))) == "\ufffd"
+    assert "".join(pieces(tokenizer, prompt, cut)) == (" " if layout == "llama" else "") + "a !"
+
+
+@bytes_too
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("stop", "text", "found"), [
+    (("🎉",), "😀😀é", "🎉"), (("😀",), "", "😀"), (("é🎉", "好"), "😀😀", "é🎉"), (("x", "😀é"), "😀", "😀é"),
+    (("好🎉", "好"), "😀😀é🎉", "好"),
+])
+def test_stop_strings_of_bytes(stop, text, found, include, layout) -> None:
+    tokenizer = BYTE_FALLBACK[layout]
+    d = Detokenizer(tokenizer, tokenizer("a 😀好")["input_ids"], True, stop, include)
+    for i in bytes_of("😀😀é🎉好a".encode()):
+        d.add([i])
+        if d.stopped_by is not None:
+            break
+    assert (d.stopped_by, d.text) == (found, text + found * include)
+
+
+@bytes_too
+@settings(max_examples=60, deadline=None)
+@given(prompt=st.lists(CHARACTERS, max_size=9), text=st.lists(CHARACTERS, max_size=20), cut=st.integers(0, 3),
+       step=st.integers(1, 5))
+def test_any_characters_of_bytes(layout, prompt, text, cut, step) -> None:
+    tokenizer = BYTE_FALLBACK[layout]
+    ids = tokenizer("".join(prompt + text))["input_ids"]
+    at = max(len(tokenizer("".join(prompt))["input_ids"]) - cut, 0)
+    mine = next(i for i in range(at, len(ids) + 1) if not tokenizer.decode(ids[:i]).endswith("\ufffd"))
+    assert "".join(pieces(tokenizer, ids[:at], ids[at:], step)) == tokenizer.decode(ids)[len(tokenizer.decode(ids[:mine])) :]
+
+
+def text_of_bytes(tokenizer, ids: list[int]) -> str:
+    """What the decoder makes of the tokens, but that bytes which are no character leave the ones before them alone."""
+    text, run = "", b""
+    for token in [*tokenizer.convert_ids_to_tokens(ids), ""]:
+        if token.startswith("<0x"):
+            run += bytes([int(token[3:5], 16)])
+            continue
+        good = max(i for i in range(len(run) + 1) if run[:i].decode(errors="ignore").encode() == run[:i])
+        text += run[:good].decode() + "\ufffd" * (len(run) - good) + token
+        run = b""
+    return text.replace("\u2581", " ")
+
+
+@bytes_too
+@settings(max_examples=100, deadline=None)
+@given(prompt=st.lists(CHARACTERS, max_size=9),
+       ids=st.lists(st.one_of(CHARACTERS.map(lambda c: c.encode()), st.integers(0, 255).map(lambda b: bytes([b]))), max_size=7))
+@example(prompt=["😀"], ids=[b"\x80", b"a"])
+@example(prompt=["a"], ids=["😀".encode(), b"\xf0\x9f", b" ", "好".encode()])
+def test_any_tokens_of_bytes(layout, prompt, ids) -> None:
+    """Shown is shown: bytes that are no character make their neighbours U+FFFD as far as those have not come yet."""
+    tokenizer = BYTE_FALLBACK[layout]
+    vocab = tokenizer.get_vocab()
+    start = tokenizer("".join(prompt))["input_ids"]
+    new = [i for unit in ids for i in ([vocab[unit.decode()]] if unit in (b"a", b"b", b".") else bytes_of(unit))]
+    before, whole = (text_of_bytes(tokenizer, x) for x in (start, start + new))
+    if layout == "llama":
+        before, whole = before.removeprefix(" "), whole.removeprefix(" ")
+    assert "".join(pieces(tokenizer, start, new)) == whole[len(before) :]
+    if "\ufffd" not in whole:
+        assert whole == tokenizer.decode(start + new)
+
+
+@bytes_too
+def test_bytes_that_go_on_for_long(layout) -> None:
+    """They are not waited for for ever, nor is ever more of them decoded; and what follows is as it should be."""
+    tokenizer, lengths = BYTE_FALLBACK[layout], []
+
+    class Counting:
+        def decode(self, ids, skip_special_tokens: bool) -> str:
+            lengths.append(len(ids))
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    ids = tokenizer("a 😀")["input_ids"] + [0x80 + 1] * 200 + tokenizer("a b 好!")["input_ids"]
+    found = pieces(Counting(), tokenizer("a 😀")["input_ids"], ids)
+    assert "".join(found).endswith("😀" + "\ufffd" * 200 + (" " if layout == "llama" else "") + "a b 好!")
+    assert max(lengths) <= 80
 
 
 class Words:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from graph_runner.batch import BatchShape
 from graph_runner.loading import (
     DEFAULT_LENGTH,
     TINY_MODEL,
+    check_arguments,
     default_compiler,
     eos_token_ids,
     kv_dtype,
@@ -67,6 +69,33 @@ def test_shipped_files_need_no_network_and_no_code() -> None:
     assert {p.name for p in TINY_MODEL.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert not list(TINY_MODEL.glob("*.py"))
     assert sum(p.stat().st_size for p in TINY_MODEL.iterdir()) < 10 * 2**20
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(num_pages=0), "num_pages: a KV cache needs at least 2 pages .page 0 is the null page., got 0"),
+    (dict(num_pages=-5), "num_pages: a KV cache needs at least 2 pages .*, got -5; None is for as many as fit"),
+    (dict(num_pages=10.5), "num_pages must be an integer, got 10.5"),
+    (dict(page_size=1.5), "page_size must be an integer, got 1.5"),
+    (dict(page_size=0), "page_size must be at least 1, got 0"),
+    (dict(max_num_seqs="4"), "max_num_seqs must be an integer, got '4'"),
+    (dict(max_num_seqs=True), "max_num_seqs must be an integer, got True"),
+    (dict(max_model_len=100.5), "max_model_len must be an integer, got 100.5"),
+    (dict(seed="x"), "seed must be an integer, got 'x'"),
+    (dict(async_stepping=5), "async_stepping must be True, False, or None for what suits the device; got 5"),
+    (dict(tokenizer="foo"), "tokenizer must be an object with a decode method, such as .*, got 'foo'"),
+    (dict(tokenizer=dict), "tokenizer must be an object with a decode method, .*, got \"<class 'dict'>\"; for token ids alone"),
+    (dict(gpu_memory_utilization="0.9"), r"gpu_memory_utilization is a share of the memory, in \(0, 1\]; got '0.9'"),
+    (dict(gpu_memory_utilization=float("nan")), "gpu_memory_utilization is a share of the memory, .*; got nan"),
+])
+def test_bad_arguments(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_arguments(**dict(gpu_memory_utilization=0.9) | arguments)
+
+
+def test_good_arguments() -> None:
+    check_arguments(0.9)
+    check_arguments(1, load_tokenizer(), async_stepping=True, seed=-3, num_pages=np.int64(2), page_size=np.int32(1),
+                    max_num_seqs=1, max_model_len=100, prefill_chunk_size=None)
 
 
 @pytest.mark.parametrize(("attributes", "asked", "length"), [

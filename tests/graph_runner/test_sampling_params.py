@@ -63,6 +63,8 @@ def test_unsupported_field_at_its_default_is_accepted() -> None:
         ({"temperature": -0.1}, ValueError, "temperature must be a finite number of at least 0 (0 means greedy), got"),
         ({"temperature": float("nan")}, ValueError, "temperature must be a finite number"),
         ({"temperature": float("inf")}, ValueError, "temperature must be a finite number"),
+        ({"temperature": 1e300}, ValueError, "temperature must be at most 3.4028234663852886e+38, the largest float32"),
+        ({"temperature": 10**400}, ValueError, "temperature must be at most 3.4028234663852886e+38, the largest float32"),
         ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
         ({"temperature": None}, TypeError, "temperature must be a number, got None"),
         ({"top_p": 0}, ValueError, "top_p must be in (0, 1] (1 keeps all tokens), got 0"),
@@ -105,6 +107,33 @@ def test_one_form_for_each_value() -> None:
     assert hash(params) == hash(SamplingParams(stop=["a"], stop_token_ids=[3, 2]))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
+
+
+def test_numpy_values() -> None:
+    """They count as the numbers they are, and are stored as Python's, which do not overflow."""
+    given = SamplingParams(
+        n=np.int64(2), top_k=np.int32(5), seed=np.int64(4), max_tokens=np.uint8(9), min_tokens=np.int8(1),
+        stop_token_ids=np.array([1, 2]), temperature=np.float32(0.5), top_p=np.float64(0.5))
+    assert given == SamplingParams(n=2, top_k=5, seed=4, max_tokens=9, min_tokens=1, stop_token_ids=(1, 2), temperature=0.5,
+                                   top_p=0.5)
+    integers = (given.n, given.top_k, given.seed, given.max_tokens, given.min_tokens, *given.stop_token_ids)
+    assert {type(v) for v in integers} == {int}
+    assert SamplingParams(seed=np.int64(-1), top_k=np.int64(-1)) == SamplingParams()
+    SamplingParams(repetition_penalty=np.float64(1), spaces_between_special_tokens=np.True_)  # at their defaults
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("logprobs", np.int64(0)), ("bad_words", np.array(["x", "y"])), ("bad_words", np.array([])),
+    ("presence_penalty", np.zeros(2)),
+])
+def test_unsupported_numpy_value_is_refused_by_name(name, value) -> None:
+    with pytest.raises(ValueError, match=f"quire does not have {name} and will not ignore it"):
+        SamplingParams(**{name: value})
+
+
+def test_largest_temperature() -> None:
+    largest = SamplingParams(temperature=float(np.finfo(np.float32).max)).temperature
+    assert np.isfinite(np.float32(largest))
 
 
 def test_greedy() -> None:
