@@ -22,7 +22,7 @@ from graph_runner.detokenizer import Detokenizer
 from graph_runner.gc_freeze import ServingFreeze
 from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
 from graph_runner.paged_forward import own_forward
-from graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, pairs_of, token_ids_of
+from graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, pairs_of, params_of, token_ids_of
 from graph_runner.sampling_params import SamplingParams
 from graph_runner.scheduler import NeedsDrain, Scheduler
 from graph_runner.turns import Turns, alone
@@ -67,9 +67,9 @@ class Engine:
         cudagraph_capture_sizes: Sequence[int] | None = None, cudagraph_token_sizes: Sequence[int] | None = None,
         compiler: str = "auto", fusions: str | Sequence[str] = "auto", async_stepping: bool | None = None, seed: int = 0,
     ) -> None:
-        loading.check_arguments(
-            gpu_memory_utilization, page_size=page_size, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, prefill_chunk_size=prefill_chunk_size)
+        loading.check_arguments(gpu_memory_utilization, tokenizer, async_stepping, seed=seed, num_pages=num_pages,
+                                page_size=page_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+                                max_num_batched_tokens=max_num_batched_tokens, prefill_chunk_size=prefill_chunk_size)
         self.model, self.tokenizer = loading.load(model, tokenizer)
         device, self._vocab_size = next(self.model.parameters()).device, loading.vocab_size(self.model)
         on_gpu = device.type == "cuda"
@@ -94,7 +94,7 @@ class Engine:
                                    prefill_chunk_size=prefill_chunk_size)
         self._eos = loading.eos_token_ids(self.model, self.tokenizer)
         self._depth = int(on_gpu if async_stepping is None else async_stepping)
-        self._random = random.Random(seed)
+        self._random = random.Random(seed if seed is None else int(seed))
         self._in_flight: deque[Launched] = deque()
         self._arrived: deque[tuple[Any, int]] = deque()  # their results, as yet to be looked at
         self._gc, self.turns = ServingFreeze(), Turns()
@@ -117,7 +117,7 @@ class Engine:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
         self.watch.due |= not self._requests
-        params, ids = params or SamplingParams(), token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
+        params, ids = params_of(params), token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
         limit = self.max_model_len if params.max_tokens is None else min(self.max_model_len, len(ids) + params.max_tokens)
