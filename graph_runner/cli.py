@@ -6,10 +6,13 @@ Without --model the small model that ships with quire is used: no download, no G
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
+import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,13 +131,11 @@ def generate(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from graph_runner.bench.main import check_engine_options
     from graph_runner.engine import Engine
     from graph_runner.loading import TINY_MODEL, load
     from graph_runner.sampling_params import SamplingParams
 
-    options = {**dict(args.engine), "attention": args.attention, "page_size": args.page_size}
-    check_engine_options(options)
+    options = _engine_options(args)
     prompts = [sys.stdin.read().rstrip("\n") if p == "-" else p for p in args.prompt]
     prompts += DEMO if args.demo else []
     if not prompts and args.model is not None:
@@ -143,7 +144,7 @@ def generate(args: argparse.Namespace) -> int:
                             top_p=args.top_p, seed=args.seed)
     if args.model is None or not sys.stderr.isatty():
         _no_loading_bar()
-    model, tokenizer = load(args.model or TINY_MODEL, None)
+    model, tokenizer = _loaded(args.model or TINY_MODEL, lambda: load(args.model or TINY_MODEL, None))
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
     if next(model.parameters()).is_cuda:
@@ -170,6 +171,68 @@ def generate(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of quire.Engine that ``quire generate`` was given, by --engine and by options of their own.
+
+    Raises:
+        ValueError: an option that there is not, a value of the wrong type, or one option given twice, differently.
+    """
+    import typing
+
+    from graph_runner.bench.main import check_engine_options
+    from graph_runner.engine import Engine
+
+    options = dict(args.engine)
+    check_engine_options(options)
+    kinds = typing.get_type_hints(Engine.__init__)
+    for name, value in options.items():
+        if not _fits(value, kinds[name]):
+            choices = typing.get_args(kinds[name]) if typing.get_origin(kinds[name]) is typing.Literal else ()
+            takes = " or ".join(map(repr, choices)) or Engine.__init__.__annotations__[name]
+            raise ValueError(f"--engine {name}={value}: {name} takes {takes}, and this is {type(value).__name__} {value!r}; "
+                             "help(quire.Engine) says what its options mean")
+    for name in ("attention", "page_size"):
+        value = getattr(args, name)
+        if value is not None and options.setdefault(name, value) != value:
+            raise ValueError(f"--{name.replace('_', '-')} {value} and --engine {name}={options[name]} ask for two different "
+                             "things; give one of them")
+    return options
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Is the value, as --engine reads it, of this annotated type?"""
+    import typing
+
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return value in inner
+    if origin is Sequence:
+        return isinstance(value, (list, tuple)) and all(_fits(item, inner[0]) for item in value)
+    if inner:  # a union
+        return any(_fits(value, one) for one in inner)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _loaded(path: Any, load: Callable[[], Any]) -> Any:
+    """What ``load`` makes of the files at ``path``.
+
+    Raises:
+        ValueError: what is wrong with them: no weights or torn ones, no JSON, a setting of the wrong type.
+    """
+    from huggingface_hub import errors
+    from safetensors import SafetensorError
+
+    wrong = (OSError, TypeError, json.JSONDecodeError, SafetensorError, getattr(errors, "StrictDataclassError", OSError))
+    try:
+        return load()
+    except FileNotFoundError:
+        raise
+    except wrong as error:
+        raise ValueError(f"the model at {path} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
 def _no_loading_bar() -> None:
     from transformers.utils import logging
 
@@ -181,11 +244,14 @@ def explain(args: argparse.Namespace) -> int:
     from graph_runner.loading import TINY_MODEL, load
     from passes.snapshot import explain as explain_model
 
+    if args.config is None and args.device is not None:
+        raise ValueError("--device goes with --config: without it the model is loaded, and explained for the device it is "
+                         "loaded to (a GPU if there is one). Give the model's config.json as --config, or leave --device out")
     if args.config is not None:
         explanation = _explain_config(args)
     else:
         _no_loading_bar()
-        model, _ = load(args.model or TINY_MODEL, None)
+        model, _ = _loaded(args.model or TINY_MODEL, lambda: load(args.model or TINY_MODEL, None))
         explanation = explain_model(model, attention=args.attention, page_size=args.page_size)
     print(explanation)
     return 0 if explanation.supported else 1
@@ -199,15 +265,16 @@ def _explain_config(args: argparse.Namespace) -> Any:
     from attn_ops.backend import UnsupportedAttention, select_backend
     from graph_runner.bench.shapes import SHAPES, ModelSpec, config_of
     from passes.capture import find_sites
-    from passes.snapshot import Explanation
+    from passes.snapshot import Explanation, check_page_size
 
+    check_page_size(args.page_size)
     if args.config in SHAPES:
         config = config_of(ModelSpec(args.config, torch.bfloat16, torch.device("cpu")))
         dtype = torch.bfloat16
     else:
         if not Path(args.config).is_file():
             raise FileNotFoundError(f"no config file at {args.config}, and it is no shape ({', '.join(SHAPES)})")
-        config = transformers.AutoConfig.from_pretrained(args.config)
+        config = _loaded(args.config, lambda: transformers.AutoConfig.from_pretrained(args.config))
         dtype = getattr(config, "dtype", None) or torch.get_default_dtype()
     where = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sites: list[Any] = []
@@ -260,14 +327,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--demo", action="store_true",
                      help="show the attention sites, and continue a few built-in prompts for the shipped model")
     sub.add_argument("--model", **model)
-    sub.add_argument("--attention", **attention)
+    sub.add_argument("--attention", **{**attention, "default": None})  # None: not given, so that --engine counts
     sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt (default: 128)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     sub.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (default: all)")
     sub.add_argument("--top-p", type=float, default=1.0, metavar="P",
                      help="draw from the likeliest tokens that make up this probability (default: all)")
     sub.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    sub.add_argument("--page-size", **page_size)
+    sub.add_argument("--page-size", **{**page_size, "default": None})
     sub.add_argument("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
                      help="any other option of quire.Engine, e.g. num_pages=512; may be repeated")
     sub.add_argument("--no-stream", dest="stream", action="store_false", help="print the texts when they are done")
@@ -294,6 +361,23 @@ def _quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def _reader_gone() -> bool:
+    """Does nobody read our output any more (``quire generate ... | head``)? Then the rest of it goes nowhere, in silence.
+
+    False: the pipe that broke is another one, which is an error like any other.
+    """
+    out = sys.stdout.fileno()
+    if hasattr(select, "poll"):  # not on Windows
+        asked = select.poll()
+        asked.register(out, 0)
+        if not asked.poll(0):
+            return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, out)
+    os.close(nowhere)
+    return True
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. 2: it cannot be carried out as given, with one message on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -301,7 +385,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = argv
     _quieten()
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()  # here, where a reader that has gone is noticed, and not while Python ends
+        return code
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        return 141  # as a shell shows a program that SIGPIPE ended
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # UnsupportedAttention is a ValueError
         if args.traceback:
             raise

@@ -10,8 +10,11 @@ On a forward: inside ``quire.step`` it is traced, lowered to paged attention and
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import types
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,10 +23,11 @@ import torch
 
 from attn_ops.step import current_step
 from graph_runner.engine import Engine
-from graph_runner.paged_forward import PagedForward, restore_attribute
+from graph_runner.paged_forward import OnInstance, PagedForward, restore_attribute, set_own_copies
 from graph_runner.sampling_params import SamplingParams
 from passes.capture import unwrapped
 from passes.dynamo_backend import QuireBackend
+from passes.graph_tools import with_own_code
 from passes.options import QuireOptions
 
 logger = logging.getLogger(__name__)
@@ -42,28 +46,45 @@ def paged(model: Any = None, **options: Any) -> Any:
     Returns:
         The same model object. ``model.generate`` now runs on an engine that is made at its first call and kept;
         ``model.generate.close()`` gives everything back.
+
+    Raises:
+        TypeError: neither a model with a ``generate`` of its own nor a function, or an option that there is not.
     """
     if model is None:
         return functools.partial(paged, **options)
     if isinstance(model, torch.nn.Module):
-        if not hasattr(model, "generate"):
+        if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):  # torch.compile's, which only passes generate on
+            raise TypeError("quire.paged takes the model itself, not what torch.compile made of it. Page it first: "
+                            "model = quire.paged(model), whose generate() compiles by itself; torch.compile(model) after that "
+                            "compiles its plain forward")
+        if not hasattr(type(model), "generate"):
             raise TypeError(f"{type(model).__name__} has no generate(); decorate its forward with quire.paged, or use "
                             "quire.Engine(model)")
+        _check_options(options)
         if isinstance(model.generate, PagedGenerate):
             model.generate.close()
         object.__setattr__(model, "generate", PagedGenerate(model, options))
         object.__setattr__(model, "forward", PagedForward(model, options.get("attention", "auto")))
+        set_own_copies(model, True)
         return model
     if callable(model):
         return _decorate(model, options)
     raise TypeError(f"quire.paged takes a model or a forward function, got {type(model).__name__}")
 
 
-class PagedGenerate:
+def _check_options(options: dict[str, Any]) -> None:
+    """Raises TypeError for what is no option of ``quire.Engine``: now, and not at the first ``generate``."""
+    known = [name for name in inspect.signature(Engine).parameters if name != "model"]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(f"quire.Engine has no option {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+class PagedGenerate(OnInstance):
     """``model.generate`` after ``quire.paged``. Callable like transformers' own."""
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
-        self._model, self._options = model, options
+        self.model, self._options = model, options
         self._original = model.__dict__.get("generate")
         self._engine: Engine | None = None
         self._warned: set[str] = set()
@@ -73,17 +94,17 @@ class PagedGenerate:
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self._original is not None:
             return self._original(*args, **kwargs)
-        return self._class_generate(self._model, *args, **kwargs)
+        return self._class_generate(self.model, *args, **kwargs)
 
     @property
     def engine(self) -> Engine:
         """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer)."""
         if self._engine is not None and (change := self._engine.watch.change()) is not None:
-            logger.info("a new engine for %s: %s", type(self._model).__name__, change)
+            logger.info("a new engine for %s: %s", type(self.model).__name__, change)
             self._engine.close()
             self._engine = None
         if self._engine is None:
-            self._engine = Engine(self._model, **self._options)
+            self._engine = Engine(self.model, **self._options)
         return self._engine
 
     def close(self) -> None:
@@ -91,33 +112,56 @@ class PagedGenerate:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        forward = self._model.__dict__.get("forward")
+        forward = self.model.__dict__.get("forward")
         if isinstance(forward, PagedForward):
-            restore_attribute(self._model, "forward", forward.original)
-        if self._model.__dict__.get("generate") is self:
-            restore_attribute(self._model, "generate", self._original)
+            restore_attribute(self.model, "forward", forward.original)
+        if self.model.__dict__.get("generate") is self:
+            restore_attribute(self.model, "generate", self._original)
+        set_own_copies(self.model, False)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: all but the engine, which a copy makes for itself, and the wrapped function's looks."""
-        return {name: self.__dict__[name] for name in ("_model", "_options", "_original", "_warned")}
+        return {name: self.__dict__[name] for name in ("model", "_options", "_original", "_warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _engine=None, _class_generate=type(state["_model"]).generate)
+        self.__dict__.update(state, _engine=None, _warned=set(state["_warned"]),
+                             _class_generate=type(state["model"]).generate)
 
-    def __call__(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        why, job = self._understand(inputs, kwargs)
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call by name; None if transformers' generate has no such call, and is to say so itself."""
+        signature = inspect.signature(self._class_generate)
+        try:
+            given = dict(signature.bind(self.model, *args, **kwargs).arguments)
+        except TypeError:
+            return None
+        given.pop(next(iter(given)))  # self
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+            elif parameter.kind is parameter.VAR_POSITIONAL:  # a wrapper's generate, which passes on what it gets
+                rest = given.pop(parameter.name, ())
+                if len(rest) > 1 or (rest and "inputs" in given):
+                    return None
+                given |= {"inputs": rest[0]} if rest else {}
+        return given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._bound(args, kwargs)
+        why, job = ("its arguments do not fit the signature of generate", None) if given is None else self._understand(given)
         if job is None:
             if why not in self._warned:
                 self._warned.add(why)
                 warnings.warn(f"quire: generate() runs on transformers' own code, not paged, because {why}", stacklevel=2)
-            return self._plain(inputs, **kwargs)
+            return self._plain(*args, **kwargs)
         return self._run(*job)
 
-    def _understand(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Any]:
+    def _understand(self, kwargs: dict[str, Any]) -> tuple[str, Any]:
         """The call as the arguments of ``_run``; or None and the reason it cannot be served."""
-        model: Any = self._model
+        model: Any = self.model
         given = {k: v for k, v in kwargs.items() if v is not None}
-        ids = inputs if inputs is not None else given.get("input_ids", given.get("inputs"))
+        if "inputs" in given and "input_ids" in given:
+            return "it was given both inputs and input_ids", None
+        ids = given.get("inputs", given.get("input_ids"))
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
             return "it was not given input_ids of shape (batch, length)", None
         if not ids.shape[0]:
@@ -197,18 +241,22 @@ class PagedGenerate:
 
 
 def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The decorator: one compiled version of the forward, used inside paged steps."""
+    """The decorator: a compiled version of the forward for each module it is called on, used inside paged steps."""
     opts = QuireOptions.of({"compiler": "inductor" if torch.cuda.is_available() else "eager", **options})
-    compiled: dict[str, Any] = {}
+    # One would be traced again for each module, and Dynamo traces one at most eight times. A plain function has one.
+    compiled: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or current_step() is None:
             return forward(self, *args, **kwargs)
-        if "call" not in compiled:
-            compiled["call"] = torch.compile(forward, backend=QuireBackend(opts), fullgraph=True)
+        owner = self if isinstance(self, torch.nn.Module) else wrapper
+        call = compiled.get(owner)
+        if call is None:
+            own = with_own_code(forward) if isinstance(forward, types.FunctionType) else forward
+            call = compiled[owner] = torch.compile(own, backend=QuireBackend(opts), fullgraph=True)
         try:
-            return compiled["call"](self, *args, **kwargs)
+            return call(self, *args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise unwrapped(error, self) from error
 

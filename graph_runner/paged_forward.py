@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import copyreg
 import functools
 import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +20,71 @@ from passes.hf_interface import interface_active, uses_interface
 from passes.sites import check_config
 
 
-class PagedForward:
+class OnInstance:
+    """Stands in the ``__dict__`` of one instance, ``model``, in place of a method, and knows whose it is."""
+
+    model: torch.nn.Module
+
+    def of(self, model: torch.nn.Module) -> OnInstance:
+        """The same for another model."""
+        made = copy.copy(self)
+        made.model = model
+        return made
+
+
+class OwnCopies:
+    """Mixed into the class of a paged model, so that a copy which shares its ``__dict__`` (``copy.copy``, a replica of
+    ``nn.DataParallel``) runs itself: what stands in the ``__dict__`` would run the model that was copied."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        _bind(self)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
+        _bind(replica)
+        return replica
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By the class that can be imported, which is not this one."""
+        made = super().__reduce_ex__(max(int(protocol), 2))
+        plain = type(self).__dict__.get("_plain_class")
+        if plain is None or not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return made
+        return (_new, (plain, *made[1][1:]), *made[2:])
+
+
+def _new(plain: type, *arguments: Any) -> Any:
+    made = _with_own_copies(plain)
+    return made.__new__(made, *arguments)
+
+
+def _bind(model: Any) -> None:
+    for name, standing in list(vars(model).items()):
+        if isinstance(standing, OnInstance) and standing.model is not model:
+            object.__setattr__(model, name, standing.of(model))
+
+
+def _with_own_copies(plain: type) -> type:
+    """The class with ``OwnCopies``, one for each class, by the same name: configs and messages have the name of a class."""
+    subclasses: list[type] = plain.__subclasses__()
+    for known in subclasses:
+        if known.__dict__.get("_plain_class") is plain:
+            return known
+    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__, "_plain_class": plain}
+    return types.new_class(plain.__name__, (OwnCopies, plain), exec_body=lambda namespace: namespace.update(body))
+
+
+def set_own_copies(model: torch.nn.Module, own: bool) -> None:
+    """Give the model ``OwnCopies``, or the class it had before. A class that somebody else put on top stays."""
+    cls = type(model)
+    if own and not issubclass(cls, OwnCopies):
+        object.__setattr__(model, "__class__", _with_own_copies(cls))
+    elif not own and "_plain_class" in cls.__dict__:
+        object.__setattr__(model, "__class__", cls.__dict__["_plain_class"])
+
+
+class PagedForward(OnInstance):
     """Stands in ``model.__dict__["forward"]``; what stood there before (a forward patched on the instance) runs inside it."""
 
     def __init__(self, model: torch.nn.Module, attention: str) -> None:
@@ -72,4 +139,4 @@ def own_forward(model: torch.nn.Module) -> Iterator[None]:
         object.__setattr__(model, "forward", standing)
 
 
-__all__ = ["PagedForward", "own_forward", "restore_attribute"]
+__all__ = ["OnInstance", "PagedForward", "own_forward", "restore_attribute", "set_own_copies"]

@@ -68,8 +68,10 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 def with_own_code(function: Any) -> Any:
     """The function with a code object of its own. Dynamo keeps its cache by code object, and traces one at most eight times, so
     what is compiled for one model after another must not share it."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
-                              function.__closure__)
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
+                             function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def is_pure(node: fx.Node) -> bool:

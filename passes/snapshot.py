@@ -50,7 +50,11 @@ def explain(model: torch.nn.Module, *, attention: str = "auto", page_size: int =
         model: as for ``quire.Engine``.
         attention: backend to choose, or "auto".
         page_size: tokens a page, which some backends restrict.
+
+    Raises:
+        ValueError: no backend of that name, or a page size below 1.
     """
+    check_page_size(page_size)
     name = type(model).__name__
     sites: list[AttentionSite] = []
     try:
@@ -63,6 +67,12 @@ def explain(model: torch.nn.Module, *, attention: str = "auto", page_size: int =
     except UnsupportedAttention as error:
         return Explanation(name, sites, None, str(error))
     return Explanation(name, sites, selection, None)
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ValueError for a page of less than one token."""
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
 
 
 def attention_sites(model: torch.nn.Module) -> str:

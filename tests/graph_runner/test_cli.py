@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,20 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     (["generate", "hi", "--attention", "flashinfer"], "attention='flashinfer' cannot serve this model on cpu"),
     (["generate", "hi", "--temperature", "-1"], "temperature must be"),
     (["generate", "hi", "--engine", "pages=3"], "quire.Engine has no option pages; it has attention, "),
+    (["generate", "hi", "--engine", "num_pages=abc"], "--engine num_pages=abc: num_pages takes int | None, and this"),
+    (["generate", "hi", "--engine", "num_pages=2.5"], "--engine num_pages=2.5: num_pages takes int | None, and this is"),
+    (["generate", "hi", "--engine", "cudagraph_capture_sizes=[1,'x']"], "--engine cudagraph_capture_sizes=[1, 'x']: "),
+    (["generate", "hi", "--engine", "kv_layout=DNH"], "--engine kv_layout=DNH: kv_layout takes 'NHD' or 'HND', and this is"),
+    (["generate", "hi", "--engine", "seed=True"], "--engine seed=True: seed takes int, and this is bool True"),
+    (["generate", "hi", "--engine", "attention=flashinfer"], "attention='flashinfer' cannot serve this model on cpu"),
+    (["generate", "hi", "--engine", "attention=triton", "--attention", "auto"],
+     "--attention auto and --engine attention=triton ask for two different things; give one of them"),
+    (["generate", "hi", "--engine", "page_size=8", "--page-size", "16"],
+     "--page-size 16 and --engine page_size=8 ask for two different things; give one of them"),
     (["generate", "--model", str(TINY_MODEL)], "nothing to continue"),
+    (["explain", "--device", "cuda"], "--device goes with --config: "),
+    (["explain", "--page-size", "0"], "page_size must be at least 1, got 0"),
+    (["explain", "--page-size", "-3", "--config", str(TINY_MODEL / "config.json")], "page_size must be at least 1, got -3"),
     (["explain", "--config", "nowhere.json"], "no config file at nowhere.json"),
     (["bench", "--model", "nothing"], "'nothing' is neither a shape (llama-8b, "),
     (["bench", "--model", "tiny", "--systems", "quire,other"], "unknown systems ['other']; there are: quire, "),
@@ -128,3 +142,65 @@ def test_errors_are_one_message_and_exit_code_2(arguments: list[str], message: s
 def test_traceback_shows_where_an_error_came_from() -> None:
     with pytest.raises(FileNotFoundError, match="no model at nowhere"):
         main(["generate", "hi", "--model", "nowhere", "--traceback"])
+
+
+@pytest.mark.parametrize("options", [["--engine", "page_size=8"], ["--page-size", "8"],
+                                     ["--engine", "page_size=8", "--page-size", "8"]], ids=" ".join)
+def test_engine_options_are_as_good_as_those_of_their_own(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--engine", "gpu_memory_utilization=1", "--engine", "cudagraph_capture_sizes=None", "--engine", "fusions=['rope']"]
+    assert main(["generate", "--max-tokens", "2", "The owl is", *options, *more]) == 0
+    assert "page size 8;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("file", "text", "message"), [
+    ("model.safetensors", None, "Error no file named model.safetensors"),
+    ("model.safetensors", "torn", "Error while deserializing header"),
+    ("config.json", "{nope", "It looks like the config file at "),
+    ("config.json", '{"model_type": "llama", "hidden_size": "many"}', "Validation error for field 'hidden_size'"),
+    ("tokenizer.json", "{nope", "Expecting property name"),
+])
+def test_a_model_that_cannot_be_loaded(file: str, text: str | None, message: str, tmp_path: Path,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY_MODEL, model)
+    (model / file).unlink()
+    if text is not None:
+        (model / file).write_text(text)
+    assert main(["generate", "hi", "--model", str(model)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"quire generate: error: the model at {model} cannot be loaded: {message}")
+    assert said.count("\n") == 1
+    if file == "config.json":
+        assert main(["explain", "--config", str(model / file)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"quire explain: error: the model at {model / file} cannot be loaded: {message}")
+
+
+def test_an_error_of_our_own_shows_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("graph_runner.engine.Engine.stream", broken)
+    with pytest.raises(TypeError, match="a bug"):
+        main(["generate", "hi"])
+
+
+BACKENDS = "import sys\nfrom graph_runner.cli import main\nsys.exit(main(['backends', '--device', 'cpu']))"
+
+
+def test_output_that_nobody_reads_ends_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as gone:
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", BACKENDS], stdout=gone, stderr=subprocess.PIPE, text=True,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def broken(device: object) -> str:
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr("attn_ops.table.backends", broken)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main(["backends"])

@@ -193,7 +193,32 @@ def test_a_masked_last_token_goes_to_transformers(plain, model, batch) -> None:
         same(plain, model, batch.input_ids, attention_mask=mask, max_new_tokens=4)
 
 
+def test_arguments_by_position(no_warnings, plain, model, batch) -> None:
+    ids = batch.input_ids[2:]
+    same(plain, model, ids, GenerationConfig(max_new_tokens=4))
+    same(plain, model, ids, None, None, max_new_tokens=4)
+    assert same(plain, model, ids, GenerationConfig(max_new_tokens=9), max_new_tokens=2).shape[1] == ids.shape[1] + 2
+
+
 # -- what goes to transformers
+
+
+@pytest.mark.parametrize(("more", "options", "message", "error"), [
+    ((), dict(input_ids=torch.tensor([[9, 9, 9]])), "both inputs and input_ids", ValueError),
+    ((GenerationConfig(),), dict(generation_config=GenerationConfig()), "do not fit the signature of generate", TypeError),
+])
+def test_arguments_given_twice_are_transformers_own_error(more, options, message, error, plain, model, batch) -> None:
+    with pytest.raises(error) as want:
+        plain.generate(batch.input_ids, *more, **options)
+    with pytest.warns(UserWarning, match=message), pytest.raises(error) as got:
+        model.generate(batch.input_ids, *more, **options)
+    assert str(got.value) == str(want.value)
+
+
+def test_arguments_by_position_that_go_to_transformers(plain, model, batch) -> None:
+    processors = LogitsProcessorList([lambda ids, scores: -scores])
+    with pytest.warns(UserWarning, match=r"quire does not have the arguments \['logits_processor'\]"):
+        same(plain, model, batch.input_ids[2:], GenerationConfig(max_new_tokens=3), processors)
 
 
 class Stop(torch.nn.Module):
@@ -355,9 +380,9 @@ def test_options_are_the_engines() -> None:
     model = quire.paged(load_model(), attention="nope")
     with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-    model = quire.paged(model, not_an_option=1)
-    with pytest.raises(TypeError, match="not_an_option"):
-        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+    with pytest.raises(TypeError, match="quire.Engine has no option atention; it has tokenizer, attention, page_size, "):
+        quire.paged(model, atention="triton")
+    assert isinstance(model.generate, PagedGenerate)  # refused before anything was changed
 
 
 def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> None:
@@ -373,6 +398,53 @@ def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> N
     copied.generate.close()
     assert torch.equal(copied.generate(**batch, max_new_tokens=NEW), changed)
     assert torch.equal(model.generate(**batch, max_new_tokens=NEW), want)
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """As ``nn.DataParallel`` makes one for each device."""
+    made = model._replicate_for_data_parallel()
+    made._modules = dict(model._modules)
+    return made
+
+
+@pytest.mark.parametrize("way", [copy.copy, replica], ids=["copy", "replica"])
+def test_a_copy_that_shares_the_dict_runs_its_own_modules(way) -> None:
+    model, plain = quire.paged(small(), **SMALL), small()
+    want = generated(model)
+    copies = [way(m) for m in (model, plain)]
+    for made in copies:
+        made._modules = dict(made._modules)
+        torch.manual_seed(3)
+        made.lm_head = nn.Linear(32, 64, bias=False)
+    copied, expected = copies
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(copied(ids).logits, expected(ids).logits)
+    if way is copy.copy:  # a replica has no parameters, and so no engine
+        assert generated(copied) == generated(expected) != want
+        model.generate.close()
+        assert isinstance(copied.generate, PagedGenerate) and generated(copied) == generated(expected)
+        copied.generate.close()
+        assert type(copied) is type(expected)
+    assert generated(model) == want
+
+
+def test_the_class_is_as_good_as_before(tmp_path) -> None:
+    """It is called the same, is the same for all its models, and can be saved whole."""
+    plain = small()
+    model, other = quire.paged(small(), **SMALL), quire.paged(small(), **SMALL)
+    assert type(model) is type(other) and str(type(model)) == str(type(plain)) and repr(model) == repr(plain)
+    want = generated(plain)
+    for protocol in (0, 2, 5):
+        assert generated(pickle.loads(pickle.dumps(model, protocol))) == want
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert isinstance(loaded, LlamaForCausalLM) and type(loaded) is type(model) and generated(loaded) == want
+    model.save_pretrained(tmp_path)
+    assert generated(LlamaForCausalLM.from_pretrained(tmp_path).eval()) == want
+    for m in (model, other, loaded):
+        m.generate.close()
+        assert type(m) is LlamaForCausalLM
 
 
 def small() -> nn.Module:
@@ -451,6 +523,8 @@ def test_not_kept_alive() -> None:
 def test_what_it_takes() -> None:
     with pytest.raises(TypeError, match="Linear has no generate.*decorate its forward with quire.paged, or use"):
         quire.paged(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="takes the model itself, not what torch.compile made of it. Page it first"):
+        quire.paged(torch.compile(small()))
     with pytest.raises(TypeError, match="quire.paged takes a model or a forward function, got int"):
         quire.paged(3)
     with pytest.raises(TypeError, match="unknown options for backend 'quire': .'page_sze'."):
@@ -527,7 +601,7 @@ def test_decorated_forward(options) -> None:
 
 @pytest.mark.parametrize("fusions", ["none", "all"])
 def test_two_models_of_one_decorated_class(fusions) -> None:
-    """They share what was compiled, and must not share weights."""
+    """They must not share weights."""
     first = language_model(compiler="eager", fusions=fusions)
     second = type(first)().eval()
     ids = torch.arange(12)
@@ -535,6 +609,34 @@ def test_two_models_of_one_decorated_class(fusions) -> None:
         with torch.no_grad():
             want = model(ids[None], torch.arange(12)[None])[0]
         assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
+
+
+def test_many_models_of_one_decorated_class() -> None:
+    """Each has what was compiled for it, and takes it along: Dynamo traces one function at most eight times."""
+    cls = type(language_model(compiler="eager"))
+    models = [cls(width=8 * n, heads=2).eval() for n in range(1, 11)]
+    ids = torch.arange(4)
+    for model in models:
+        with torch.no_grad():
+            want = model(ids[None], ids[None])[0]
+        assert (logits_in_steps(model, ids, [3, 1]) - want).abs().max() < 1e-5
+    gone = [weakref.ref(x) for model in models for x in (model, *model.parameters())]
+    del model, models
+    gc.collect()
+    assert not [ref for ref in gone if ref() is not None]
+
+
+def test_keyword_only_arguments_of_a_decorated_forward() -> None:
+    class Scaled(type(language_model(compiler="eager"))):
+        @quire.paged(compiler="eager")
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
+            x = self.embed(input_ids) + self.positions(position_ids)
+            return self.head(self.blocks[0](x)) * scale
+
+    model, ids = Scaled().eval(), torch.arange(4)
+    with torch.no_grad():
+        want = model(ids[None], ids[None])[0]
+    assert (logits_in_steps(model, ids, [4]) - want).abs().max() < 1e-5
 
 
 def test_replaced_parameters_of_a_fused_model() -> None:
