@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import types
 import warnings
 import weakref
@@ -88,6 +89,7 @@ class PagedGenerate(OnInstance):
         self._original = model.__dict__.get("generate")
         self._engine: Engine | None = None
         self._warned: set[str] = set()
+        self._making = threading.RLock()  # threads that share the model share its engine
         self._class_generate: Callable[..., Any] = getattr(type(model), "generate")  # noqa: B009
         functools.update_wrapper(self, self._class_generate)
 
@@ -99,13 +101,14 @@ class PagedGenerate(OnInstance):
     @property
     def engine(self) -> Engine:
         """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer)."""
-        if self._engine is not None and (change := self._engine.watch.change()) is not None:
-            logger.info("a new engine for %s: %s", type(self.model).__name__, change)
-            self._engine.close()
-            self._engine = None
-        if self._engine is None:
-            self._engine = Engine(self.model, **self._options)
-        return self._engine
+        with self._making:
+            if self._engine is not None and (change := self._engine.watch.change()) is not None:
+                logger.info("a new engine for %s: %s", type(self.model).__name__, change)
+                self._engine.close()
+                self._engine = None
+            if self._engine is None:
+                self._engine = Engine(self.model, **self._options)
+            return self._engine
 
     def close(self) -> None:
         """Free the engine and put the model's own ``generate`` and forward back."""
@@ -124,7 +127,7 @@ class PagedGenerate(OnInstance):
         return {name: self.__dict__[name] for name in ("model", "_options", "_original", "_warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _engine=None, _warned=set(state["_warned"]),
+        self.__dict__.update(state, _engine=None, _warned=set(state["_warned"]), _making=threading.RLock(),
                              _class_generate=type(state["model"]).generate)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -110,8 +110,12 @@ class PagedForward(OnInstance):
         if step is None or not uses_interface(self.model):
             return self._plain(*args, **kwargs)
         check_config(self.model.config)
-        if self.__signature__.bind_partial(*args, **kwargs).arguments.get("attention_mask") is not None:
+        given = self.__signature__.bind_partial(*args, **kwargs).arguments
+        if given.get("attention_mask") is not None:
             raise UnsupportedAttention("an attention_mask in a paged step: the batch is ragged, so pass no mask and no padding")
+        if given.get("position_ids") is None and "position_ids" in self.__signature__.parameters:
+            raise UnsupportedAttention("no position_ids in a paged step: the model would count the row from 0, and every "
+                                       "sequence has positions of its own; pass position_ids=metadata.positions[None]")
         if step.attention == "auto":
             step.attention = self.attention
         with interface_active(self.model), experts_active(self.model):

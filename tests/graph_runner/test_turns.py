@@ -195,3 +195,21 @@ def test_no_engine_inside_a_step(model: Any) -> None:
     meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=16)
     with pytest.raises(RuntimeError, match="cannot be made inside quire.step"), quire.step(cache, meta):
         Engine(model, num_pages=4)
+
+
+def test_threads_share_a_paged_model(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Its engine too is made once, by the thread that comes first."""
+    import torch
+
+    import quire
+
+    paged = quire.paged(load_model(), num_pages=64)
+
+    def job(k: int) -> bool:
+        ids = torch.tensor([prompts[k % 4]])
+        out = paged.generate(ids, max_new_tokens=SHORT.max_tokens, do_sample=False, eos_token_id=-1)
+        return out[0, ids.shape[1]:].tolist() == expected[k % 4]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(job, range(12)))
+    paged.generate.close()

@@ -283,7 +283,14 @@ def test_two_rows_are_not_a_ragged_row(model, cache) -> None:
     """(2, 5) tokens are not (1, 5): sequences lie end to end in one row."""
     with pytest.raises(ValueError, match="the model ran on 10 tokens inside a paged step whose metadata has 5"):
         with quire.step(cache, metadata(5)), torch.no_grad():
-            model(input_ids=torch.ones(2, 5, dtype=torch.long), use_cache=False)
+            model(input_ids=torch.ones(2, 5, dtype=torch.long), position_ids=torch.arange(5).expand(2, 5), use_cache=False)
+
+
+def test_positions_are_needed(model, cache) -> None:
+    """Counted from the row's start they would be wrong for all sequences but the first."""
+    with pytest.raises(quire.UnsupportedAttention, match="no position_ids in a paged step"):
+        with quire.step(cache, metadata(5)), torch.no_grad():
+            model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
 
 
 def test_a_mask_is_refused(model, cache) -> None:
