@@ -39,6 +39,7 @@ class CommonAttentionMetadata:
         max_query_len, max_seq_len: upper bounds on the host.
         page_size: tokens a page.
         causal: False only for encoders; no paged backend serves it.
+        max_page: the largest page that holds a token, where the host knows it; None where pages are on the device alone.
     """
 
     query_start_loc: torch.Tensor
@@ -53,6 +54,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     page_size: int
     causal: bool = True
+    max_page: int | None = None
 
     @property
     def block_table(self) -> torch.Tensor:
@@ -96,18 +98,20 @@ class CommonAttentionMetadata:
         Args:
             query_lens: tokens scheduled for each sequence in this step, >= 0.
             seq_lens: tokens each sequence has after the step, >= its query_lens.
-            block_table: page numbers of each sequence, in order, at least ceil(seq_len / page_size) each; rows may differ
-                in length.
+            block_table: page numbers of each sequence, from 1 on and in order, at least ceil(seq_len / page_size) each; rows
+                may differ in length. Sequences may share pages that none of them writes to in this step.
             page_size: tokens a page.
             device: where the tensors go.
 
         Raises:
-            ValueError: lengths that do not fit each other, or a sequence whose pages do not hold its tokens.
+            ValueError: lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1, or
+                a place in a page that two tokens would be written to.
         """
         if not len(query_lens) == len(seq_lens) == len(block_table):
             raise ValueError(f"query_lens, seq_lens and block_table describe {len(query_lens)}, {len(seq_lens)} and "
                              f"{len(block_table)} sequences; they must be as many")
         rows = [list(map(int, row)) for row in block_table]
+        max_page = NULL_PAGE
         for r, (query, seq, row) in enumerate(zip(query_lens, seq_lens, rows, strict=True)):
             if not 0 <= query <= seq:
                 raise ValueError(f"sequence {r} schedules {query} tokens but has {seq} after the step; need "
@@ -116,9 +120,11 @@ class CommonAttentionMetadata:
             if len(row) < needed:
                 raise ValueError(f"sequence {r} has {seq} tokens and needs {needed} pages of {page_size}, but its row of "
                                  f"block_table has {len(row)}: {row}")
-            if NULL_PAGE in row[:needed]:
-                raise ValueError(f"sequence {r} uses page 0 in block_table row {row}; page 0 is the null page that padding "
-                                 "points to, give sequences pages from 1 on")
+            lowest = min(row[:needed], default=1)
+            if lowest <= NULL_PAGE:
+                raise ValueError(f"sequence {r} uses page {lowest} in block_table row {row}; page 0 is the null page that "
+                                 "padding points to, give sequences pages from 1 on")
+            max_page = max([max_page, *row[:needed]])
         table = np.zeros((len(rows), max(1, *map(len, rows)) if rows else 1), dtype=np.int32)
         for r, row in enumerate(rows):
             table[r, : len(row)] = row
@@ -129,6 +135,7 @@ class CommonAttentionMetadata:
         positions = _positions(lens, seqs)
         row_of = np.repeat(np.arange(len(rows)), lens)
         slots = table[row_of, positions // page_size].astype(np.int64) * page_size + positions % page_size
+        _check_slots(slots, row_of, page_size)
 
         def to(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
@@ -137,7 +144,7 @@ class CommonAttentionMetadata:
             query_start_loc=to(start), query_start_loc_cpu=torch.from_numpy(start), seq_lens=to(seqs),
             seq_lens_cpu=torch.from_numpy(seqs), block_table_tensor=to(table), slot_mapping=to(slots), num_reqs=len(rows),
             num_actual_tokens=int(start[-1]), max_query_len=int(lens.max(initial=0)), max_seq_len=int(seqs.max(initial=0)),
-            page_size=page_size,
+            page_size=page_size, max_page=max_page,
         )
 
     def padded(self, num_tokens: int, num_reqs: int) -> CommonAttentionMetadata:
@@ -162,6 +169,18 @@ class CommonAttentionMetadata:
             block_table_tensor=pad(self.block_table_tensor, more_reqs, NULL_PAGE),
             slot_mapping=pad(self.slot_mapping, more_tokens, PAD_SLOT_ID),
         )
+
+
+def _check_slots(slots: np.ndarray, row_of: np.ndarray, page_size: int) -> None:
+    """Raises ValueError if two tokens would be written to one place; names their sequences."""
+    order = np.argsort(slots, kind="stable")
+    again = np.flatnonzero(np.diff(slots[order]) == 0)
+    if again.size:
+        first, second = (int(row_of[order[again[0] + i]]) for i in (0, 1))
+        page, offset = divmod(int(slots[order[again[0]]]), page_size)
+        who = f"sequence {first} would write" if first == second else f"sequences {first} and {second} would both write"
+        raise ValueError(f"{who} to page {page} at {offset}; a page that tokens of a step go to must be in one row of "
+                         "block_table only, and once")
 
 
 def _positions(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 import attn_ops.kv_cache
 from attn_ops.attention import AttentionSite
@@ -54,6 +55,37 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# transformers sets a context variable in each forward and sets it back; rotary embeddings of some kinds update themselves and
+# the rope parameters of their config for the length at hand (those whose frequencies come of it are refused by their config).
+_OWN_CHANGES = re.compile(r"^G\['__import_transformers_|rotary|\.config\b")
+
+
+def _check_side_effects() -> None:
+    """Called in a trace: refuse a model whose code changes Python objects. Dynamo would change them as often as its own code
+    runs, from what they held when traced; a captured graph would not at all. Torch 2.11 cannot tell.
+
+    Raises:
+        UnsupportedAttention: names the objects.
+    """
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    if not hasattr(output, "get_replayed_side_effect_source_refs"):
+        return
+    sources = [str(source) for source in output.get_replayed_side_effect_source_refs()]
+    changed = [_readable(s) for s in sources if not _OWN_CHANGES.search(s)]
+    if changed:
+        raise UnsupportedAttention(
+            f"the model's forward, or a hook of it, changes what outlives the call: {', '.join(changed[:5])}. It runs only "
+            "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record")
+
+
+def _readable(source: str) -> str:
+    """Dynamo's name of an object, in words: ``L['self']._call._modules['layers']`` is ``model.layers``."""
+    where, hook, _ = source.partition("._forward_")
+    where = re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^L\['self'\]\._call\b", "model", where))
+    where = re.sub(r"^G\['(\w+)'\]", r"\1", re.sub(r"^G\['__import_\w+'\]\.", "", where))
+    return f"what a hook of {where} holds" if hook else where
+
+
 class _OneGraph:
     """The Dynamo backend of a ``PagedModel``: keeps the one graph of the model, for batches of any shape."""
 
@@ -65,6 +97,7 @@ class _OneGraph:
         if self.graph is not None:  # a second trace, in another situation than the first, would be another graph
             raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
                                "and make a new one")
+        _check_side_effects()
         self.graph = PagedGraph(TracedGraph(gm, inputs, self.config, any_shape=True), self.options, self.weights,
                                 self.ahead)
         if self.options.page_size is not None:  # lowered and compiled before the cache exists
@@ -113,6 +146,8 @@ class PagedModel:
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self._call = model  # by a name of its own, which graph_tools.module_path drops from the paths of modules
         self.options, self._backend, self._closed = options, _OneGraph(options, self.config, ahead), False
+        # For owners that never call ``close``. Not at exit: nobody saves a model after it.
+        weakref.finalize(self, _restore, self._backend.weights).atexit = False
         try:
             with stage("trace"), evaluating(model):
                 self._compiled = self._trace()
@@ -257,6 +292,12 @@ class PagedModel:
         self.weights.restore()
 
 
+def _restore(weights: FusedWeights) -> None:
+    """For the garbage collector, which comes anywhere, inside of a trace too: no mode may see the copies."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        weights.restore()
+
+
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """While inside, no module of the model is in training mode: no dropout."""
@@ -284,7 +325,16 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
         return UnsupportedAttention(plain[2] if plain else ours[1].strip("'\""))
     error = getattr(error, "inner_exception", None) or error  # not Dynamo's line, which prints the whole backend
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return UnsupportedAttention(f"{type(model).__name__} could not be traced into one graph: {type(error).__name__}: {first}")
+    return UnsupportedAttention(f"{type(model).__name__} could not be traced into one graph: {type(error).__name__}: {first}"
+                                f"{_reason(str(error))}")
+
+
+def _reason(text: str) -> str:
+    """What Dynamo says behind its first line that helps: what it met, and where in the user's code."""
+    met = re.search(r"Developer debug context: *(\S.*)", text)
+    places = re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)
+    found = [part for part in (met and met[1].strip()[:200], places and places[-1][-90:]) if part]
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def find_sites(model: torch.nn.Module) -> list[AttentionSite]:

@@ -39,6 +39,9 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
                          f"{cache.page_size}")
     if metadata.slot_mapping.device.type != cache.device.type:
         raise ValueError(f"the metadata is on {metadata.slot_mapping.device}, the cache on {cache.device}")
+    if metadata.max_page is not None and metadata.max_page >= cache.num_pages:
+        raise ValueError(f"the block table uses page {metadata.max_page}, but the cache has {cache.num_pages} pages, 0 to "
+                         f"{cache.num_pages - 1}; use pages of the cache, or make it with num_pages={metadata.max_page + 1}")
     current = Step(cache, metadata, attention if attention == "auto" else get_backend(attention))
     # Traces made inside a step are dynamic from the start: a static one could not tell a window from plain causal.
     # Not so the numbers that modules hold, such as a scale: as inputs of the graph they would not be constants.

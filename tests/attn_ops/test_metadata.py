@@ -39,6 +39,18 @@ def test_mixed_batch() -> None:
     assert (meta.max_query_len, meta.max_seq_len, meta.page_size, meta.causal) == (3, 10, 4, True)
 
 
+def test_pages_that_sequences_read_may_be_shared() -> None:
+    meta = build([1, 2], [6, 7], [[3, 8], [3, 9, -1]], page_size=4)
+    assert meta.slot_mapping.tolist() == [8 * 4 + 1, 9 * 4 + 1, 9 * 4 + 2]
+
+
+def test_max_page() -> None:
+    """Of the pages that hold tokens."""
+    meta = build([1, 1], [6, 3], [[3, 8], [5, 99]], page_size=4)
+    assert meta.max_page == meta.padded(4, 3).max_page == 8
+    assert build([], [], [], page_size=4).max_page == 0
+
+
 def test_dtypes() -> None:
     meta = build([2], [2], [[1]], page_size=4)
     assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table.dtype} == {torch.int32}
@@ -122,6 +134,10 @@ def test_slots_are_what_the_definition_says(data) -> None:
     ([1, -1], [1, 4], [[1], [2]], "sequence 1 schedules -1 tokens"),
     ([1], [9], [[1, 2]], r"sequence 0 has 9 tokens and needs 3 pages of 4, but its row of block_table has 2: \[1, 2\]"),
     ([1], [5], [[0, 2]], r"sequence 0 uses page 0 in block_table row \[0, 2\]; page 0 is the null page"),
+    ([1], [5], [[2, -1]], r"sequence 0 uses page -1 in block_table row \[2, -1\]"),
+    ([2, 6], [2, 6], [[1], [1, 2]], "sequences 0 and 1 would both write to page 1 at 0"),
+    ([1, 4, 2], [1, 6, 6], [[5], [7, 3], [9, 3]], "sequences 1 and 2 would both write to page 3 at 0"),
+    ([5], [8], [[4, 4]], "sequence 0 would write to page 4 at 3"),
 ])
 def test_build_errors(queries, seqs, table, message) -> None:
     with pytest.raises(ValueError, match=message):

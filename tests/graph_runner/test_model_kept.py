@@ -72,6 +72,48 @@ def test_a_setting_changed_after_the_trace() -> None:
             engine.generate([[30, 31]])
 
 
+def other_function(model) -> None:
+    model.model.layers[0].mlp.act_fn = torch.sin
+
+
+def untie(model) -> None:
+    torch.manual_seed(0)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(model.lm_head.weight.shape))
+
+
+def untie_by_loading(model) -> None:
+    untied = {name: t + 0.1 * (name == "lm_head.weight") for name, t in model.state_dict().items()}
+    model.load_state_dict(untied, assign=True)
+
+
+@pytest.mark.parametrize("change", [other_function, untie, untie_by_loading], ids=lambda f: f.__name__)
+def test_changed_after_the_trace(change) -> None:
+    model, same = load_model(), load_model()
+    for m in (model, same):
+        for layer in m.model.layers:
+            del layer.mlp.act_fn
+            layer.mlp.act_fn = torch.nn.functional.silu
+    quire.paged(model)
+    generate(model)
+    change(model)
+    change(same)
+    assert generate(model) == generate(same)
+
+
+def test_using_transformers_changes_nothing(tmp_path) -> None:
+    """Its own forward, ``generate`` and saving, between two runs of an engine; and other models of quire's."""
+    model, same = load_model(), load_model()
+    with quire.Engine(model, num_pages=16) as engine:
+        model(IDS)
+        generate(model)
+        model.generate(IDS, max_new_tokens=4, num_beams=2, do_sample=False)
+        model.save_pretrained(tmp_path)
+        model.config.pad_token_id = 0
+        assert quire.explain(model)
+        [output] = engine.generate(IDS.tolist(), SamplingParams(max_tokens=8, temperature=0))
+        assert IDS[0].tolist() + output.token_ids == generate(same)
+
+
 def test_a_setting_changed_while_a_request_runs() -> None:
     """Noticed within as many steps as it takes to look at every module; undone, the request goes on as if nothing had been."""
     model, greedy = load_model(), SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)

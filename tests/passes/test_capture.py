@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from attn_ops.backend import UnsupportedAttention
 from passes.capture import PagedModel, QuireOptions, find_sites
@@ -104,9 +108,16 @@ class OwnPositions(Tiny):
         return super().forward(input_ids, torch.arange(input_ids.shape[1])[None])
 
 
+class CausalIf(Tiny):
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)[:, None]
+        return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 1)[:, 0])
+
+
 @pytest.mark.parametrize("model, message", [
     (NoPositions(), "NoPositions.forward takes no position_ids; a ragged batch cannot be given to it"),
     (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
+    (CausalIf(), r"CausalIf could not be traced .*argument 'is_causal' must be bool, not SymBool; File .*test_capture.py"),
     (OwnPositions(Attention(4, 2, is_causal=True)), "the model makes positions of its own .*must take position_ids"),
     (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"),
     (Tiny(), "no attention was found"),
@@ -114,6 +125,56 @@ class OwnPositions(Tiny):
 def test_refused(model, message) -> None:
     with pytest.raises(UnsupportedAttention, match=message):
         PagedModel(model, EAGER)
+
+
+RECORDED: list[object] = []
+
+
+def to_closure(model):
+    seen = []
+    model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
+
+
+def to_global(model):
+    model.layers[0].register_forward_hook(lambda module, args, out: RECORDED.append(out.shape))
+
+
+def to_module(model):
+    model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0]))
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "side_effect_replay_policy"), reason="this torch cannot tell")
+@pytest.mark.parametrize("record, what", [
+    (to_closure, "what a hook of model.layers.0 holds"), (to_global, "RECORDED"), (to_module, "model.layers.0"),
+], ids=lambda x: getattr(x, "__name__", ""))
+def test_hooks_that_record_are_refused(record, what) -> None:
+    model = tiny(is_causal=True)
+    record(model)
+    with pytest.raises(UnsupportedAttention, match=f"changes what outlives the call: {what}[.] It runs"):
+        PagedModel(model, EAGER)
+    assert RECORDED == []
+
+
+def test_hooks_that_change_outputs_are_not_refused() -> None:
+    model, factors = tiny(is_causal=True), {"last": [2.0]}
+    model.layers[0].register_forward_hook(lambda module, args, out: out * factors["last"][-1])
+    assert len(PagedModel(model, EAGER).sites) == 2
+
+
+def test_a_model_dropped_unclosed_has_weights_of_their_own() -> None:
+    model = build(SERVED["llama"])
+
+    def storages():
+        return {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    before, count = {n: p.clone() for n, p in model.named_parameters()}, len(storages())
+    paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all", page_size=4))
+    assert len(storages()) < count
+    with FakeTensorMode():  # as in another model's trace
+        del paged
+        gc.collect()
+    assert len(storages()) == count
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
 def test_an_error_of_ours_while_tracing_comes_out_as_it_is() -> None:

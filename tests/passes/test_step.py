@@ -263,6 +263,16 @@ def test_wrong_page_size(cache) -> None:
             raise AssertionError("entered")
 
 
+def test_a_page_past_the_cache(cache) -> None:
+    last = cache.num_pages - 1
+    build = quire.CommonAttentionMetadata.build
+    with pytest.raises(ValueError, match=f"uses page {last + 1}, but the cache has {last + 1} pages, 0 to {last}"):
+        with quire.step(cache, build([1, 1], [1, 1], [[last], [last + 1]], page_size=PAGE)):
+            raise AssertionError("entered")
+    with pytest.raises(RuntimeError, match="not attended"), quire.step(cache, build([1], [1], [[last]], page_size=PAGE)):
+        pass
+
+
 def test_wrong_device(cache) -> None:
     meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=PAGE, device="meta")
     with pytest.raises(ValueError, match="the metadata is on meta, the cache on cpu"), quire.step(cache, meta):
