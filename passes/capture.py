@@ -104,6 +104,12 @@ class _OneGraph:
             self.graph.compiled()
         return _weakly(self._run)
 
+    def restore(self) -> None:
+        """Give the model's parameters memory of their own again, group by group: what was compiled holds the fused ones."""
+        if self.graph is not None:
+            self.graph.compilations.clear()
+        self.weights.restore()
+
     def _run(self, *args: Any) -> Any:
         step = current_step()
         if step is None or self.graph is None:
@@ -147,7 +153,7 @@ class PagedModel:
         self._call = model  # by a name of its own, which graph_tools.module_path drops from the paths of modules
         self.options, self._backend, self._closed = options, _OneGraph(options, self.config, ahead), False
         # For owners that never call ``close``. Not at exit: nobody saves a model after it.
-        weakref.finalize(self, _restore, self._backend.weights).atexit = False
+        weakref.finalize(self, _restore, self._backend).atexit = False
         try:
             with stage("trace"), evaluating(model):
                 self._compiled = self._trace()
@@ -287,15 +293,13 @@ class PagedModel:
     def close(self) -> None:
         """Undo what tracing and fusion did to the model."""
         self._closed = True
-        if self._backend.graph is not None:
-            self._backend.graph.compilations.clear()
-        self.weights.restore()
+        self._backend.restore()
 
 
-def _restore(weights: FusedWeights) -> None:
+def _restore(backend: _OneGraph) -> None:
     """For the garbage collector, which comes anywhere, inside of a trace too: no mode may see the copies."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        weights.restore()
+        backend.restore()
 
 
 @contextlib.contextmanager
