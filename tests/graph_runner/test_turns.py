@@ -45,10 +45,18 @@ def engine(model: Any) -> Iterator[Engine]:
         yield made
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own reaction to a Ctrl-C; pytest-xdist's workers ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # -- Turns by themselves ----------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_comes_at_the_end() -> None:
+def test_an_interrupt_comes_at_the_end(interruptible: None) -> None:
     turns, done = Turns(), []
     with pytest.raises(KeyboardInterrupt), turns.alone():
         done.append("begin")
@@ -143,7 +151,8 @@ def at_line(number: int, action: Callable[[], None]) -> Any:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_interrupts_anywhere(part: int, engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_interrupts_anywhere(part: int, engine: Engine, prompts: list[list[int]], expected: list[list[int]],
+                             interruptible: None) -> None:
     """Whichever line of the package a Ctrl-C comes at, going on gives the same tokens, and nothing is lost."""
     for number in range(5 + 57 * part, 1400, 29 * 4):
         ids = [engine.add_request(p, SHORT)[0] for p in prompts]
