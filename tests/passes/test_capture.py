@@ -144,6 +144,8 @@ def to_module(model):
 
 
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, "side_effect_replay_policy"), reason="this torch cannot tell")
+@pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
+                    reason="this torch cannot tell")
 @pytest.mark.parametrize("record, what", [
     (to_closure, "what a hook of model.layers.0 holds"), (to_global, "RECORDED"), (to_module, "model.layers.0"),
 ], ids=lambda x: getattr(x, "__name__", ""))
