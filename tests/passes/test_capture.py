@@ -143,7 +143,6 @@ def to_module(model):
     model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0]))
 
 
-@pytest.mark.skipif(not hasattr(torch._dynamo.config, "side_effect_replay_policy"), reason="this torch cannot tell")
 @pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
                     reason="this torch cannot tell")
 @pytest.mark.parametrize("record, what", [
