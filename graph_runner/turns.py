@@ -30,18 +30,15 @@ class Turns:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, no other thread is, and no interrupt comes. May be nested."""
-        with self._lock:
-            if self._busy:
-                yield
-                return
-            with _interrupts_at_the_end():
-                self._busy = True
-                try:
+        try:
+            with self._lock:
+                if self._busy:
                     yield
-                    self._catch_up()
-                finally:
-                    self._busy = False
-        self._try()
+                    return
+                with self._uninterrupted():
+                    yield
+        finally:
+            self._try()
 
     def soon(self, action: Callable[[], None]) -> None:
         """Do it now, or if a turn is under way, in whatever thread, when that is over. Waits for nobody: finalisers may call
@@ -54,17 +51,19 @@ class Turns:
             try:
                 if self._busy:
                     return
-                self._busy = True
-                try:
-                    self._catch_up()
-                finally:
-                    self._busy = False
+                with self._uninterrupted():
+                    self._later.popleft()()
             finally:
                 self._lock.release()
 
-    def _catch_up(self) -> None:
-        while self._later:
-            self._later.popleft()()
+    @contextlib.contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        with _interrupts_at_the_end():
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
 
 def alone(method: Callable[..., Any]) -> Any:

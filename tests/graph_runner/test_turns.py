@@ -81,13 +81,23 @@ def test_what_is_to_be_done_soon_is_done_after_the_turn() -> None:
     assert done == [1, 2, 3]
 
 
-def test_an_error_in_a_turn_leaves_what_is_to_be_done() -> None:
+def test_what_is_to_be_done_soon_is_done_after_an_error_too() -> None:
     turns, done = Turns(), []
     with pytest.raises(ValueError), turns.alone():
         turns.soon(lambda: done.append(1))
         raise ValueError
-    with turns.alone():
-        pass
+    assert done == [1]
+
+
+def test_an_interrupt_comes_after_what_is_done_soon(interruptible: None) -> None:
+    turns, done = Turns(), []
+
+    def action() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.soon(action)
     assert done == [1]
 
 

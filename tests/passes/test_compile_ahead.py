@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 pytest.importorskip("triton")
 
 from attn_ops.backend import get_backend
 from attn_ops.kv_cache import PagedKVCache
-from attn_ops.launch import Launch, TensorArgument, launch, noting
+from attn_ops.launch import Launch, TensorArgument, implementations, launch, noting
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step
 from passes.capture import PagedModel
@@ -100,6 +101,29 @@ def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.Mon
         paged(Step(cache, meta, backend), ids, meta.positions, torch.arange(shape.rows))
         assert launched == noted[shape] and len(launched) >= 1
     paged.close()
+
+
+def test_an_op_that_fails_with_fakes_keeps_what_it_noted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+                                                         ) -> None:
+    """In steps of one shape; those of others count, and so do other ops."""
+    op = torch.ops.aten.relu.default
+
+    def implementation(x: torch.Tensor) -> torch.Tensor:
+        launch(Kernel(), (1,), x, len(x), 3, 7)
+        if len(x) > 8:
+            raise RuntimeError("no such thing as a fake")
+        launch(Kernel(), (1,), x, len(x), 3, 9)
+        return x
+
+    monkeypatch.setitem(implementations, op, implementation)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(op, (x,))
+    with caplog.at_level("INFO"):
+        for tokens, sizes in ((4, [7, 9]), (16, [7])):
+            found = launches_of(node, {x: torch.empty(tokens)}, {}, [StepShape(tokens, 1, 1)])
+            assert sorted(one.arguments[3] for one in found) == sizes
+    assert caplog.text.count("are left to their first launch: RuntimeError: no such thing as a fake") == 1
 
 
 SCRIPT = """
