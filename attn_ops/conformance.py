@@ -31,6 +31,7 @@ from attn_ops.attention import AttentionSite
 from attn_ops.backend import AttentionBackend, CudagraphSupport, broken_backends, get_backend
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.kv_quant import QUANTISED, dequantise, quantise
+from attn_ops.launch import side_stream
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.rope import PLAIN, RopeForm, rotate
 from attn_ops.step import Step, ensure_planned, running
@@ -543,7 +544,7 @@ class Kit:
             return self.backend.op(*buffers.arguments(self.prepared(buffers)), **buffers.options)
 
         step = launch(buffers.metadata, True)
-        stream = torch.cuda.Stream(self.device)
+        stream = side_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
         with running(step), torch.no_grad():

@@ -86,6 +86,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         noted.add(Launch.of(kernel, args, options))
 
 
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which graphs are captured, one for all: cuBLAS keeps a workspace of 32 MiB for every stream that it ran on,
+    and each new stream would be another.
+
+    Args:
+        device: a CUDA device with its index.
+    """
+    return torch.cuda.Stream(device)
+
+
 _settled: set[int] = set()
 
 
@@ -117,4 +128,4 @@ def noting() -> Iterator[set[Launch]]:
         _noted.reset(token)
 
 
-__all__ = ["Launch", "TensorArgument", "implementations", "launch", "noting", "settle"]
+__all__ = ["Launch", "TensorArgument", "implementations", "launch", "noting", "settle", "side_stream"]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_ops.choices import cache_folder, device_name
+from attn_ops.launch import side_stream
 
 logger = logging.getLogger(__name__)
 FORMAT = 1  # of the user's file; another one is not read
@@ -187,12 +188,12 @@ def arguments(shape: LinearShape, num_tokens: int, device: torch.device, copies:
 
 def graph_time(run: Callable[[], Any], calls: int) -> float:
     """Microseconds a call, where ``run`` makes ``calls`` of them: the median of 5 replays of a CUDA graph."""
-    stream = torch.cuda.Stream()
+    stream = side_stream(torch.device("cuda", torch.cuda.current_device()))
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     times = []
     for _ in range(7):

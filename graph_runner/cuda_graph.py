@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.launch import side_stream
 from graph_runner.batch import BatchShape
 from graph_runner.buckets import pick_bucket
 from graph_runner.gc_freeze import freeze_gc
@@ -135,7 +136,7 @@ class CudaGraphRunner:
             self._entries[bucket] = functools.partial(self._run, bucket)
             self.stats.captured += 1
             return
-        stream = torch.cuda.Stream(self.device)
+        stream = side_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARMUPS if self._entries else FIRST_WARMUPS):

@@ -24,6 +24,7 @@ from attn_ops.step import Step, StepLimits, current_step
 from graph_runner.batch import BatchShape, StepBuffers
 from graph_runner.buckets import decode_buckets, token_buckets
 from graph_runner.cuda_graph import CudaGraphRunner
+from graph_runner.gc_freeze import freeze_gc
 from graph_runner.packing_check import TRIAL, check_packing
 from graph_runner.request import ScheduledBatch
 from graph_runner.sampler import Sampler
@@ -88,15 +89,16 @@ class ModelRunner:
             raise RuntimeError("an engine cannot be made inside quire.step: its own steps would be that one; make it before")
         before = dict(stages.seconds)
         ahead = self._compile_ahead()
+        options = QuireOptions(
+            attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
+            kv_cache_dtype=config.kv_cache_dtype, layout=config.layout, max_model_len=config.max_model_len)
         try:
-            self.paged = PagedModel(model, QuireOptions(
-                attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
-                kv_cache_dtype=config.kv_cache_dtype, layout=config.layout,
-                max_model_len=config.max_model_len), draws=config.compiler != "eager", ahead=ahead)
-            with stages.stage("set-up"):
-                if ahead is not None:
-                    ahead.wait()
-                self._set_up()
+            with freeze_gc():  # tracing makes objects by the million, and what lives is walked again and again
+                self.paged = PagedModel(model, options, draws=config.compiler != "eager", ahead=ahead)
+                with stages.stage("set-up"):
+                    if ahead is not None:
+                        ahead.wait()
+                    self._set_up()
         except BaseException:
             if ahead is not None:
                 ahead.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import inspect
 import logging
 import os
 import pickle
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from attn_ops.compile_worker import kernel_of, triton_version
+import attn_ops
+from attn_ops.compile_worker import triton_version
 from attn_ops.launch import Launch, implementations, noting
+from attn_ops.small_linear_tuning import TABLE, user_file
 from passes.stages import stage
 
 logger = logging.getLogger(__name__)
@@ -65,15 +69,21 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
         roles: what symbols stand for: names of StepShape's fields. Any others count the pages of a cache.
     """
     found: set[Launch] = set()
+    mode = FakeTensorMode()
+    fakes: dict[Any, torch.Tensor] = {}  # most are the same in all steps: weights, caches
+    arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
     for shape in shapes:
-        mode = FakeTensorMode()
 
-        def concrete(x: Any, shape: StepShape = shape, mode: FakeTensorMode = mode) -> Any:
+        def concrete(x: Any, shape: StepShape = shape) -> Any:
             if isinstance(x, torch.Tensor):
-                return _tensor(x, [_number(n, roles, shape) for n in (*x.shape, *x.stride(), x.storage_offset())], mode)
+                numbers = tuple(_number(n, roles, shape) for n in (*x.shape, *x.stride(), x.storage_offset()))
+                key = (x.dtype, x.device, numbers)
+                if key not in fakes:
+                    fakes[key] = _tensor(x, numbers, mode)
+                return fakes[key]
             return _number(x, roles, shape)
 
-        args, kwargs = tree_map(concrete, fx.node.map_arg((node.args, node.kwargs), lambda n: values[n]))
+        args, kwargs = tree_map(concrete, arguments)
         with mode, _CallImplementations(), torch.no_grad(), noting() as noted:
             try:
                 node.target(*args, **kwargs)  # type: ignore[operator]
@@ -94,11 +104,22 @@ def _number(x: Any, roles: dict[str, str], shape: StepShape) -> Any:
 _CACHE_PAGES = 4096
 
 
-def _tensor(like: torch.Tensor, sizes: list[int], mode: FakeTensorMode) -> torch.Tensor:
+def _tensor(like: torch.Tensor, sizes: Sequence[int], mode: FakeTensorMode) -> torch.Tensor:
     shape, stride, offset = sizes[: like.dim()], sizes[like.dim() : -1], sizes[-1]
     reach = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if all(shape) else offset + 1
     with mode:
         return torch.empty(reach, dtype=like.dtype, device=like.device).as_strided(shape, stride, offset)
+
+
+def as_inductor_will(device: torch.device) -> None:
+    """Set the environment variables that Inductor sets when it first compiles a kernel of its own: the folder of Triton's cache
+    and the assembler, whose version is part of each kernel's name there. Set half-way through a start, kernels from before
+    would not be found after it, nor those of other processes. What the user has set stays."""
+    from torch._inductor.runtime import cache_dir_utils, compile_tasks
+
+    os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
+    with contextlib.suppress(AttributeError):  # private: a later Inductor may have none, and set nothing
+        compile_tasks._set_triton_ptxas_path()
 
 
 @dataclass(frozen=True)
@@ -118,10 +139,11 @@ class CompileAhead:
         shapes: of the steps to come.
         target: Triton's description of the GPU: backend, arch, warp size.
         workers: most processes for one graph. See ``for_device``.
+        gpu: what kind it is: some launches depend on more than the target.
     """
 
-    def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int) -> None:
-        self.shapes, self.target, self.workers = list(shapes), target, workers
+    def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "") -> None:
+        self.shapes, self.target, self.workers, self.gpu = list(shapes), target, workers, gpu
         self._batches: list[_Batch] = []
 
     @classmethod
@@ -129,13 +151,17 @@ class CompileAhead:
         """None where it gains nothing: without a GPU, with fewer than four cores, with QUIRE_COMPILE_WORKERS=0."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = int(os.environ.get("QUIRE_COMPILE_WORKERS") or (min(MOST_WORKERS, cores // 2) if cores >= 4 else 0))
-        if device.type != "cuda" or workers < 1 or importlib.util.find_spec("triton") is None:
+        if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+            return None
+        as_inductor_will(device)
+        if workers < 1:
             return None
         from triton.runtime import driver
 
         with torch.cuda.device(device):
             target = driver.active.get_current_target()
-        return cls(shapes, (target.backend, target.arch, target.warp_size), workers)
+        return cls(shapes, (target.backend, target.arch, target.warp_size), workers,
+                   str(torch.cuda.get_device_properties(device)))
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
@@ -147,23 +173,33 @@ class CompileAhead:
         try:
             with stage("kernels"):
                 shapes = [s for s in self.shapes if fits(s)]
-                found: set[Launch] = set()
-                for node in nodes:
-                    if node.target in implementations:
-                        found |= launches_of(node, values, roles, shapes)
-                note = self._note(found)
-                if found and not note.has_file("done"):
+                chosen = [node for node in nodes if node.target in implementations]
+                note = self._note(chosen, values, roles, shapes)
+                if chosen and not note.has_file("done"):
+                    found = set().union(*(launches_of(node, values, roles, shapes) for node in chosen))
                     self._batches.append(self._run(sorted(found, key=repr), note))
         except Exception as error:  # a start fails for something that is needed only
             logger.info("kernels: compiled when they are launched, not ahead: %s: %s", type(error).__name__, error)
 
-    def _note(self, launches: set[Launch]) -> Any:
-        """The place in Triton's cache for a note about these launches: it goes when the kernels go."""
+    def _note(self, nodes: list[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str], shapes: list[StepShape]) -> Any:
+        """The place in Triton's cache for a note that these nodes' kernels are compiled: it goes when the kernels go.
+
+        It is named after what their launches follow from, so that a start which finds it need not work them out. If something
+        is missing here, kernels are compiled when they are launched.
+        """
         from triton.runtime.cache import get_cache_manager
 
-        sources = sorted({kernel_of(launch).cache_key for launch in launches})
-        described = (triton_version(), self.target, sources, sorted(map(repr, launches)))
-        return get_cache_manager(hashlib.sha256(repr(described).encode()).hexdigest())
+        def described(x: Any) -> Any:
+            return (x.dtype, x.device.type, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x
+
+        calls = [(node.target, tree_map(described, fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])))
+                 for node in nodes]
+        folders = {Path(attn_ops.__file__).parent, *(Path(inspect.getfile(implementations[n.target])).parent for n in nodes)}
+        sources = [path.read_bytes() for folder in sorted(folders) for path in sorted(folder.rglob("*.py"))]
+        measured = [path.read_bytes() for path in (TABLE, user_file()) if path.exists()]
+        settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("QUIRE_"))
+        told = (triton_version(), self.target, self.gpu, shapes, sorted(roles.items()), calls, settings)
+        return get_cache_manager(hashlib.sha256(b"".join([repr(told).encode(), *sources, *measured])).hexdigest())
 
     def _run(self, launches: list[Launch], note: Any) -> _Batch:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
@@ -212,4 +248,4 @@ def _said(errors: list[Any]) -> str:
     return "; ".join(filter(None, found))[-500:]
 
 
-__all__ = ["CompileAhead", "StepShape", "launches_of"]
+__all__ = ["CompileAhead", "StepShape", "as_inductor_will", "launches_of"]

@@ -21,7 +21,7 @@ from attn_ops.launch import Launch, TensorArgument, implementations, launch, not
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.step import Step
 from passes.capture import PagedModel
-from passes.compile_ahead import CompileAhead, StepShape, launches_of
+from passes.compile_ahead import CompileAhead, StepShape, as_inductor_will, launches_of
 from passes.options import QuireOptions
 from tests.tiny import load_model
 
@@ -189,8 +189,28 @@ def test_a_failure_is_left_to_the_launch(caplog: pytest.LogCaptureFixture, tmp_p
 
 
 def test_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CompileAhead.for_device([], torch.device("cpu")) is None
     monkeypatch.setenv("QUIRE_COMPILE_WORKERS", "0")
+    monkeypatch.setattr("passes.compile_ahead.as_inductor_will", lambda device: None)
+    assert CompileAhead.for_device([], torch.device("cpu")) is None
     assert CompileAhead.for_device([], torch.device("cuda")) is None
 
 
+def test_kernels_keep_their_names_when_inductor_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inductor's own settings, made before the first kernel: what it sets later changes nothing."""
+    from torch._inductor.runtime import cache_dir_utils, compile_tasks
+
+    inductors = compile_tasks._set_triton_ptxas_path.__wrapped__
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", inductors)  # not just once a process
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    for name in ("TRITON_PTXAS_PATH", "TRITON_CACHE_DIR"):
+        del os.environ[name]  # monkeypatch puts back what was there before
+    as_inductor_will(torch.device("cuda", 1))
+    kept = dict(os.environ)
+    assert kept["TRITON_CACHE_DIR"] == os.path.join(cache_dir_utils.cache_dir(), "triton", "1")
+    inductors()
+    assert dict(os.environ) == kept
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "mine")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    as_inductor_will(torch.device("cuda", 0))
+    assert (os.environ["TRITON_PTXAS_PATH"], os.environ["TRITON_CACHE_DIR"]) == ("mine", str(tmp_path))
