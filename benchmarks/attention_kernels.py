@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--prefill", help=f"prefill shapes, with blanks between (default {' '.join(PREFILLS)})")
     parser.add_argument("--set", default="", help="parameters of the triton backend: name=value,...")
     parser.add_argument("--sweep", action="store_true", help="search the triton backend's parameters for each shape")
+    parser.add_argument("--params", default="", help="search only these parameters: names, with commas between")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
@@ -120,8 +121,15 @@ def main() -> None:
         for backend in args.backend.split(","):
             best, params = timed(backend, fixed), dict(fixed)
             if args.sweep and backend == "triton":
+                known: dict[Any, float] = {}
                 for param, values in SWEEPS[kind]:
-                    times = {v: timed(backend, params | {param: v}) for v in values}
+                    if args.params and param not in args.params.split(","):
+                        continue
+                    times = {}
+                    for v in values:
+                        tried = params | {param: v}
+                        key = tuple(sorted(tried.items()))
+                        times[v] = known[key] = known[key] if key in known else timed(backend, tried)
                     winner = min(times, key=times.__getitem__)
                     if times[winner] < 0.99 * best:
                         best, params = times[winner], params | {param: winner}

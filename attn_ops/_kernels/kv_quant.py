@@ -4,9 +4,22 @@ NOTE [Rounding to codes]: ``encode`` rounds in float32 and leaves only numbers t
 to convert to fp8 is exact. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - mantissa) apart; adding and subtracting
 1.5 * 2**23 times that rounds x to a multiple of it, ties to even. 2**e are the exponent bits of x; ROUNDER is
 1.5 * 2**(23 - mantissa), and LOWEST is 2**min_exponent, below which codes get no closer.
+
+NOTE [Values by words]: the product of weights and values wants pairs of keys side by side, and codes lie the other way in
+memory. Byte by byte that takes a load from shared memory for each code. So four neighbouring codes are loaded as one word,
+and words are taken apart into four tensors (``unpack``), whose products are put side by side when all keys are seen
+(``joined``).
+
+NOTE [Converting codes]: with integer instructions, since a GPU converts 16 numbers a cycle where it multiplies 128. Two codes
+at a time, in the halves of a register. int8 to bfloat16: the bits 0x4300 with the code's lower 7 are 128 plus these; with its
+sign bit they are 128 or 256; the difference is the code. int8 to float16: 0x6400 with the code, its sign flipped, is
+1024 + 128 plus the code. fp8: the code's bits go to where exponent and mantissa end, and a multiplication by a power of two
+puts the exponent right, subnormal codes included. (No code is NaN or infinite, see ``encode``.)
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import triton
@@ -14,6 +27,65 @@ import triton.language as tl
 
 from attn_ops.kv_quant import FORMATS
 
+#: For ``unpack``: two registers of codes -> four of numbers. First the codes of one place in both are put side by side.
+_WORDS = """{
+    .reg .b32 t, u, a, b;
+    prmt.b32 t, $4, $5, 0x5140;
+    prmt.b32 u, $4, $5, 0x7362;
+%s}"""
+_INT8_BF16 = """
+    and.b32 a, %(x)s, 0x7f7f7f7f;
+    and.b32 b, %(x)s, 0x80808080;
+    prmt.b32 %(first)s, a, 0x43, 0x4140;
+    prmt.b32 %(second)s, a, 0x43, 0x4342;
+    prmt.b32 a, b, 0x43, 0x4140;
+    prmt.b32 b, b, 0x43, 0x4342;
+    sub.rn.bf16x2 %(first)s, %(first)s, a;
+    sub.rn.bf16x2 %(second)s, %(second)s, b;
+"""
+_INT8_FP16 = """
+    xor.b32 a, %(x)s, 0x80808080;
+    prmt.b32 %(first)s, a, 0x64, 0x4140;
+    prmt.b32 %(second)s, a, 0x64, 0x4342;
+    mov.b32 b, 0x64806480;
+    sub.rn.f16x2 %(first)s, %(first)s, b;
+    sub.rn.f16x2 %(second)s, %(second)s, b;
+"""
+_FP8 = """
+    prmt.b32 %%(first)s, %%(x)s, 0, 0x1404;
+    prmt.b32 %%(second)s, %%(x)s, 0, 0x3424;
+    shr.u32 a, %%(first)s, %(shift)d;
+    shr.u32 b, %%(second)s, %(shift)d;
+    and.b32 %%(first)s, %%(first)s, 0x80008000;
+    and.b32 %%(second)s, %%(second)s, 0x80008000;
+    lop3.b32 %%(first)s, a, %(mask)s, %%(first)s, 0xea;
+    lop3.b32 %%(second)s, b, %(mask)s, %%(second)s, 0xea;
+    mov.b32 a, %(power)s;
+    mul.rn.%(type)s %%(first)s, %%(first)s, a;
+    mul.rn.%(type)s %%(second)s, %%(second)s, a;
+"""
+
+
+def _of_words(two: str) -> tl.constexpr:
+    places = (dict(x="t", first="$0", second="$1"), dict(x="u", first="$2", second="$3"))
+    return tl.constexpr(_WORDS % "".join(two % place for place in places))
+
+
+def _of_codes(two: str) -> tl.constexpr:
+    """For ``widen``: a register of codes -> two of numbers."""
+    return tl.constexpr("{\n    .reg .b32 a, b;" + two % dict(x="$2", first="$0", second="$1") + "}")
+
+
+_E4M3_BF16 = _FP8 % dict(shift=4, mask="0x07f007f0", power="0x7b807b80", type="bf16x2")  # 2**120
+_E5M2_BF16 = _FP8 % dict(shift=3, mask="0x0fe00fe0", power="0x77807780", type="bf16x2")  # 2**112
+E4M3_BF16, E5M2_BF16 = _of_codes(_E4M3_BF16), _of_codes(_E5M2_BF16)
+INT8_BF16_WORDS, INT8_FP16_WORDS = _of_words(_INT8_BF16), _of_words(_INT8_FP16)
+E4M3_BF16_WORDS, E5M2_BF16_WORDS = _of_words(_E4M3_BF16), _of_words(_E5M2_BF16)
+E4M3_FP16_WORDS = _of_words(_FP8 % dict(shift=1, mask="0x3f803f80", power="0x5c005c00", type="f16x2"))  # 2**8
+E5M2_FP16_WORDS = _of_words(_FP8 % dict(shift=0, mask="0x7f007f00", power="0x3c003c00", type="f16x2"))  # 1
+
+#: The interpreter runs no assembly.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
@@ -34,6 +106,46 @@ def encode(x, AXIS: tl.constexpr, QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUN
     power = tl.maximum(tl.abs(scaled), LOWEST).to(tl.int32, bitcast=True) & 0x7F800000
     shift = power.to(tl.float32, bitcast=True) * ROUNDER
     return (scaled + shift) - shift, scale
+
+
+@triton.jit
+def widen(codes, like):
+    """Codes in the dtype of ``like``, which holds each of them exactly. See NOTE [Converting codes]."""
+    if INTERPRETED or like.dtype != tl.bfloat16 or codes.dtype == tl.int8:  # Triton converts int8 in the same way itself
+        return codes.to(like.dtype)
+    else:
+        ASM: tl.constexpr = E4M3_BF16 if codes.dtype == tl.float8e4nv else E5M2_BF16
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [codes], tl.bfloat16, True, 4)
+
+
+@triton.jit
+def unpack(words, like, kind: tl.constexpr):
+    """Words (N, C) of four codes each -> four tensors (N, C) in the dtype of ``like``, float16 or bfloat16: the first codes of
+    all words, the second ones, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
+    if INTERPRETED:
+        return (_byte(words, 0, kind).to(like.dtype), _byte(words, 1, kind).to(like.dtype),
+                _byte(words, 2, kind).to(like.dtype), _byte(words, 3, kind).to(like.dtype))
+    elif like.dtype == tl.bfloat16:
+        BF16: tl.constexpr = INT8_BF16_WORDS if kind == tl.int8 else (
+            E4M3_BF16_WORDS if kind == tl.float8e4nv else E5M2_BF16_WORDS)
+        return tl.inline_asm_elementwise(BF16, "=r,=r,=r,=r,r,r", [words],
+                                         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        FP16: tl.constexpr = INT8_FP16_WORDS if kind == tl.int8 else (
+            E4M3_FP16_WORDS if kind == tl.float8e4nv else E5M2_FP16_WORDS)
+        return tl.inline_asm_elementwise(FP16, "=r,=r,=r,=r,r,r", [words],
+                                         (tl.float16, tl.float16, tl.float16, tl.float16), True, 2)
+
+
+@triton.jit
+def _byte(words, PLACE: tl.constexpr, kind: tl.constexpr):
+    return ((words >> (8 * PLACE)) & 255).to(tl.uint8).to(kind, bitcast=True)
+
+
+@triton.jit
+def joined(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS): columns of a, b, c and d in turn."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -66,4 +178,5 @@ def scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if scale is None else scale.stride()
 
 
-__all__ = ["encode", "rounding", "scale_strides", "store_heads"]
+__all__ = ["encode", "joined", "rounding", "scale_strides", "store_heads", "unpack",
+           "widen"]

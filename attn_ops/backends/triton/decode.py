@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.kv_quant import encode, rounding, scale_strides
+from attn_ops._kernels.kv_quant import encode, joined, rounding, scale_strides, unpack, widen
 from attn_ops._kernels.pdl import launch_options, let_next_start, use_pdl, wait_for_previous
 from attn_ops._kernels.rope import rotated
 from attn_ops.backends.triton._common import (
@@ -113,7 +113,7 @@ def decode_kernel(
     D_P2: tl.constexpr, DV_P2: tl.constexpr, BY_ROW: tl.constexpr, SPLIT: tl.constexpr, ATOMIC: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MERGE_ROWS: tl.constexpr,
     MERGE_STEP: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, HALF_TABLES: tl.constexpr,
-    NORM_AFTER: tl.constexpr, NORM_OFFSET: tl.constexpr, PDL: tl.constexpr,
+    NORM_AFTER: tl.constexpr, NORM_OFFSET: tl.constexpr, PDL: tl.constexpr, WORDS: tl.constexpr,
 ):
     """HEADS query heads (ROWS with padding) of one token, over one range of its keys. None stands for an absent k, v, cos
     and what goes with it, k_scale, v_scale, sinks, softcap, partial or counters; K_*, V_* and S_* are the strides of
@@ -186,7 +186,14 @@ def decode_kernel(
                         ROTARY, D_P2, INTERLEAVED, HALF_TABLES, NORM_AFTER, NORM_OFFSET).to(q.dtype.element_ty)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DV_P2], tl.float32)
+    if WORDS:
+        v_words = v_cache.to(tl.pointer_type(tl.int32), bitcast=True)
+        acc_0 = tl.zeros([ROWS, DV_P2 // 4], tl.float32)
+        acc_1 = acc_0
+        acc_2 = acc_0
+        acc_3 = acc_0
+    else:
+        acc = tl.zeros([ROWS, DV_P2], tl.float32)
     table_row = block_table + row.to(tl.int64) * stride_table
     for block in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         offsets = block + tl.arange(0, BLOCK_N)
@@ -195,7 +202,7 @@ def decode_kernel(
                          live, D, D_P2, True)
         if DOT:
             if k_scale is not None:
-                keys = keys.to(query.dtype)
+                keys = widen(keys, query)
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         else:
             scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
@@ -206,20 +213,32 @@ def decode_kernel(
         shrink = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        values = load_rows(key_rows(v_cache, table_row, kv_head, offsets, live, PAGE, V_PAGE, V_TOKEN, V_HEAD, True),
-                           live, DV, DV_P2, True)
         if v_scale is not None:
             scales = load_scales(v_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, True) * UNIT
             weights *= scales[None, :]
-        if DOT:
-            if v_scale is not None:
-                values = values.to(query.dtype)
-            acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        if WORDS:
+            words = load_rows(key_rows(v_words, table_row, kv_head, offsets, live, PAGE, V_PAGE // 4, V_TOKEN // 4, V_HEAD // 4,
+                                       True), live, DV // 4, DV_P2 // 4, True)
+            value_0, value_1, value_2, value_3 = unpack(words, query, v_cache.dtype.element_ty)
+            weights = weights.to(query.dtype)
+            acc_0 = tl.dot(weights, value_0, acc_0 * shrink[:, None])
+            acc_1 = tl.dot(weights, value_1, acc_1 * shrink[:, None])
+            acc_2 = tl.dot(weights, value_2, acc_2 * shrink[:, None])
+            acc_3 = tl.dot(weights, value_3, acc_3 * shrink[:, None])
         else:
-            acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
+            acc = acc * shrink[:, None]
+            values = load_rows(key_rows(v_cache, table_row, kv_head, offsets, live, PAGE, V_PAGE, V_TOKEN, V_HEAD, True),
+                               live, DV, DV_P2, True)
+            if DOT:
+                if v_scale is not None:
+                    values = widen(values, query)
+                acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+            else:
+                acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
         highest = new_highest
 
+    if WORDS:
+        acc = joined(acc_0, acc_1, acc_2, acc_3, ROWS, DV_P2)
     let_next_start(PDL)
     if split == 0:
         if k is not None:
@@ -413,6 +432,7 @@ class _Plan(NamedTuple):
     counters: bool
     tuned: DecodeConfig
     constants: tuple
+    words: bool
     reduce_grid: tuple[int]
     reduce_constants: tuple
 
@@ -441,6 +461,9 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_stride
                    dim_p2, dim_v_p2, by_row, splits > 1, tuned.atomic, tuned.dot, "ieee" if itemsize == 4 else "tf32",
                    tuned.block_n, tuned.stages,
                    merge_rows, max(1, min(16, 8192 // (merge_rows * dim_v_p2)))),
+        # See NOTE [Values by words].
+        words=kv_dtype in FORMATS and tuned.dot and itemsize == 2 and dim_v_p2 >= 64 and not any(
+            n % 4 for n in (dim_v, *v_strides[:3])),
         reduce_grid=(slots * per_block,),
         reduce_constants=(heads, kv_heads, dim_v, window or 0, chunk or 0, blocks, per_block, dim_v_p2, by_row,
                           tuned.block_n, max(1, min(32, 4096 // dim_v_p2))),
@@ -477,7 +500,7 @@ def decode(
         q, k, v, cos, sin, q_norm, k_norm, eps, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
         query_start_loc, seq_lens, sinks, out, partial, counters, num_reqs, plan.splits, tuned.chunk_min, scale, softcap,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_cos, stride_sin, block_table.stride(0),
-        *plan.constants, rotary, *form, pdl, num_warps=tuned.warps, **launch_options(pdl),
+        *plan.constants, rotary, *form, pdl, plan.words, num_warps=tuned.warps, **launch_options(pdl),
     )
     if plan.splits > 1 and not tuned.atomic:
         launch(

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.kv_quant import scale_strides
+from attn_ops._kernels.kv_quant import scale_strides, widen
 from attn_ops.backends.triton._common import (
     LOG2E,
     NUM_COUNTERS,
@@ -61,7 +61,7 @@ def attend(
         keys = load_rows(key_rows(k_cache, table_row, kv_head, offsets, live, PAGE, K_PAGE, K_TOKEN, K_HEAD, MASKED),
                          live, D, D_P2, MASKED)
         if k_scale is not None:
-            keys = keys.to(query.dtype)
+            keys = widen(keys, query)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         if k_scale is not None:
             scores *= load_scales(k_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, MASKED)[None, :]
@@ -83,7 +83,7 @@ def attend(
         values = load_rows(key_rows(v_cache, table_row, kv_head, offsets, live, PAGE, V_PAGE, V_TOKEN, V_HEAD, MASKED),
                            live, DV, DV_P2, MASKED)
         if v_scale is not None:
-            values = values.to(query.dtype)
+            values = widen(values, query)
             scales = load_scales(v_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, MASKED) * UNIT
             weights *= scales[None, :]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)

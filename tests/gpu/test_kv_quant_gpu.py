@@ -1,0 +1,46 @@
+"""On a GPU: codes are converted by assembly of our own there; every code must come out as PyTorch converts it, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from attn_ops._kernels.kv_quant import joined, unpack, widen  # noqa: E402
+from attn_ops.kv_quant import QUANTISED  # noqa: E402
+
+ROWS, COLUMNS = 64, 128
+
+
+@triton.jit
+def convert_kernel(codes, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
+    rows = tl.arange(0, ROWS)[:, None]
+    at = rows * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    like = tl.load(out)
+    if WORDS:
+        words = tl.load(codes.to(tl.pointer_type(tl.int32), bitcast=True) + rows * (COLUMNS // 4)
+                        + tl.arange(0, COLUMNS // 4)[None, :])
+        a, b, c, d = unpack(words, like, codes.dtype.element_ty)
+        tl.store(out + at, joined(a, b, c, d, ROWS, COLUMNS))
+    else:
+        tl.store(out + at, widen(tl.load(codes + at), like))
+
+
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", sorted(QUANTISED, key=str), ids=str)
+def test_every_code(kind: torch.dtype, dtype: torch.dtype, words: bool) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(kind)
+    every = every[every.float().isfinite()]
+    picked = torch.randint(len(every), (ROWS * COLUMNS,), generator=torch.Generator().manual_seed(0))
+    picked[: len(every)] = torch.arange(len(every))
+    codes = every[picked].cuda()
+    out = torch.zeros(ROWS * COLUMNS, dtype=dtype, device="cuda")
+    convert_kernel[(1,)](codes, out, ROWS, COLUMNS, words)
+    assert torch.equal(out.view(torch.int16), codes.to(dtype).view(torch.int16))
