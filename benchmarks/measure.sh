@@ -10,7 +10,7 @@
 # start     cold and warm
 # attention the attention kernels alone, and attention="auto"'s table
 # kv        decode with int8 and fp8 KV caches; weights: with torchao's int8 and fp8 weights
-# sweep     launch parameters of triton's decode kernel, and of small_linear
+# sweep     launch parameters of triton's decode kernel; kvsweep: for int8 and fp8 caches
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # tests     the GPU tests (or those in $TESTS), JOBS (8) at a time, then those that need the GPU to themselves
 set -u
@@ -37,10 +37,15 @@ for part in "$@"; do
         start)     bench h200_start start --attention triton ;;
         kv)        for t in int8 fp8; do bench "h200_decode_kv_$t" decode --attention triton --kv-cache-dtype $t --batch 1,32,128; done ;;
         weights)   for t in int8wo fp8wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32; done ;;
-        rivals)    bench h200_rivals decode --systems hf-eager,hf-static,hf-cb --vs vllm --batch 1,32 ;;
+        rivals)    bench h200_rivals decode --systems quire,hf-eager,hf-static,hf-cb --attention triton --vs vllm --batch 1,32 ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \
                        --json "$OUT/h200_triton_decode_sweep2.json" > "$OUT/sweep.log" 2>&1; grep best "$OUT/sweep.log" ;;
+        kvsweep)   for t in int8 fp8; do
+                       timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,32,128 --ctx 1024 \
+                           --max-len 1280 --kv-dtype $t --params block_n,stages,warps --json "$OUT/h200_triton_decode_sweep_$t.json" \
+                           > "$OUT/sweep_$t.log" 2>&1; grep best "$OUT/sweep_$t.log"
+                   done ;;
         tests)
             read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/test_rope.py tests/attn_ops/test_small_linear.py}"
             for alone in "not alone" alone; do
