@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_ops.choices import cache_folder, device_name
-from attn_ops.launch import side_stream
+from attn_ops.launch import Launch, noting, side_stream
 
 logger = logging.getLogger(__name__)
 FORMAT = 1  # of the user's file; another one is not read
 TABLE = Path(__file__).parent / "small_linear_configs.json"
 SIZES = (1, 8, 32)  # tokens that are measured: one for each padded size
 _COLD = 240e6  # bytes of weights to go through in turn: several times the L2 cache of a large GPU
+MOST_COPIES = 64  # of one weight: so many launches tell its time, and a model of smaller weights stays in the cache anyway
 
 
 class Config(NamedTuple):
@@ -119,6 +121,11 @@ def _read_user() -> dict[str, Any]:
         return {}
 
 
+def enabled() -> bool:
+    """Engines measure shapes that nobody measured, unless QUIRE_TUNE=0."""
+    return os.environ.get("QUIRE_TUNE", "1") != "0"
+
+
 def missing(shapes: Iterable[LinearShape], device: torch.device) -> list[tuple[LinearShape, int]]:
     """(shape, tokens) that no file has measurements of, for this device."""
     known = _known(device)
@@ -156,12 +163,25 @@ def tune(shapes: Iterable[LinearShape], device: torch.device, *, timer: Callable
     return len(todo)
 
 
+def launches(shapes: Iterable[LinearShape], device: torch.device) -> set[Launch]:
+    """The kernels that ``tune`` will launch, found out on fake tensors."""
+    from attn_ops import small_linear
+
+    kernel: Any = small_linear.small_linear_cuda
+    with FakeTensorMode(), noting() as noted:
+        for shape, num_tokens in missing(shapes, device):
+            (call,) = arguments(shape, num_tokens, device, 1)
+            for config in CANDIDATES[num_tokens == 1]:
+                kernel(*call, config=config)
+    return noted
+
+
 def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Callable[..., float]) -> Config | None:
     """The fastest parameters; None if the definition is faster than all."""
     from attn_ops import small_linear
 
     kernel: Any = small_linear.small_linear_cuda
-    calls = arguments(shape, num_tokens, device, max(2, int(_COLD / (shape.n * shape.k * 2)) + 1))
+    calls = arguments(shape, num_tokens, device, max(2, min(MOST_COPIES, int(_COLD / (shape.n * shape.k * 2)) + 1)))
     reference = small_linear.small_linear_eager(*calls[0]).double()
     times: dict[Config | None, float] = {None: timer(lambda: [small_linear.small_linear_eager(*a) for a in calls], len(calls))}
     for config in CANDIDATES[num_tokens == 1]:
@@ -206,5 +226,5 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
     return sorted(times[2:])[2]
 
 
-__all__ = ["CANDIDATES", "Config", "LinearShape", "SIZES", "TABLE", "arguments", "config_for", "fastest", "graph_time", "key",
-           "missing", "padded", "tune", "user_file"]
+__all__ = ["CANDIDATES", "Config", "LinearShape", "MOST_COPIES", "SIZES", "TABLE", "arguments", "config_for", "enabled",
+           "fastest", "graph_time", "key", "launches", "missing", "padded", "tune", "user_file"]

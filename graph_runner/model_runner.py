@@ -8,7 +8,6 @@ them where the next step will read them, sample anew for rows with filters, and 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import CudagraphSupport
 from attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
+from attn_ops.small_linear_tuning import enabled as tuning_enabled
 from attn_ops.small_linear_tuning import tune
 from attn_ops.step import Step, StepLimits, current_step
 from graph_runner.batch import BatchShape, StepBuffers
@@ -112,7 +112,7 @@ class ModelRunner:
         self.selection = self.paged.selection
         self.backend = self.selection.backend
         logger.info("attention: %s", self.selection)
-        if self.device.type == "cuda" and os.environ.get("QUIRE_TUNE", "1") != "0":
+        if self.device.type == "cuda" and tuning_enabled():
             with stages.stage("autotune"):
                 tune(self.paged.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
         # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph

@@ -31,9 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import attn_ops
+from attn_ops import small_linear_tuning as tuning
 from attn_ops.compile_worker import triton_version
 from attn_ops.launch import Launch, implementations, noting
-from attn_ops.small_linear_tuning import TABLE, user_file
+from attn_ops.small_linear_tuning import LinearShape
 from passes.stages import stage
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def as_inductor_will(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Launches that some processes compile. ``note``: where in Triton's cache it is written down when they are done."""
+    """Launches that some processes compile. ``note``: where in Triton's cache to write that they are done, or None."""
 
     launches: list[Launch]
     processes: list[subprocess.Popen[bytes]]
@@ -181,6 +182,13 @@ class CompileAhead:
         except Exception as error:  # a start fails for something that is needed only
             logger.info("kernels: compiled when they are launched, not ahead: %s: %s", type(error).__name__, error)
 
+    def start_tuning(self, shapes: Iterable[LinearShape], device: torch.device) -> None:
+        """Start on the kernels that measuring these linear layers launches, if they are not measured yet."""
+        with stage("kernels"):
+            found = tuning.launches(shapes, device) if tuning.enabled() else set()
+            if found:
+                self._batches.append(self._run(sorted(found, key=repr), None))
+
     def _note(self, nodes: list[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str], shapes: list[StepShape]) -> Any:
         """The place in Triton's cache for a note that these nodes' kernels are compiled: it goes when the kernels go.
 
@@ -196,7 +204,7 @@ class CompileAhead:
                  for node in nodes]
         folders = {Path(attn_ops.__file__).parent, *(Path(inspect.getfile(implementations[n.target])).parent for n in nodes)}
         sources = [path.read_bytes() for folder in sorted(folders) for path in sorted(folder.rglob("*.py"))]
-        measured = [path.read_bytes() for path in (TABLE, user_file()) if path.exists()]
+        measured = [path.read_bytes() for path in (tuning.TABLE, tuning.user_file()) if path.exists()]
         settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("QUIRE_"))
         told = (triton_version(), self.target, self.gpu, shapes, sorted(roles.items()), calls, settings)
         return get_cache_manager(hashlib.sha256(b"".join([repr(told).encode(), *sources, *measured])).hexdigest())
@@ -224,7 +232,8 @@ class CompileAhead:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(max(0.1, until - time.monotonic()))
                 if all(process.returncode == 0 for process in batch.processes):
-                    batch.note.put(b"", "done")
+                    if batch.note is not None:
+                        batch.note.put(b"", "done")
                     logger.info("kernels: %d compiled ahead by %d processes", len(batch.launches), len(batch.processes))
                 else:
                     logger.info("kernels: not all were compiled ahead: %s", _said(batch.errors) or "no time left")

@@ -131,8 +131,11 @@ class PagedGraph:
         lowered, fused = self.lowered(target, fusions)
         if not has_small_passes(fusions):
             return Compiled(lowered, selection, fused, self._run_of(lowered))
+        lowered_small, _ = self.lowered(target, fusions, small=True)
+        if self.ahead is not None:
+            self.ahead.start_tuning(self.weights.small_linears, self.traced.device)
         run = self._run_of(lowered, lambda shape: shape.tokens > MAX_TOKENS)
-        small = self._run_of(self.lowered(target, fusions, small=True)[0], lambda shape: shape.tokens <= MAX_TOKENS)
+        small = self._run_of(lowered_small, lambda shape: shape.tokens <= MAX_TOKENS)
         return Compiled(lowered, selection, fused, run, small)
 
     def _run_of(self, lowered: Lowered, fits: Callable[[StepShape], bool] = lambda shape: True) -> Callable[..., Any]:

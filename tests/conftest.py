@@ -14,6 +14,9 @@ from hypothesis import settings
 # What was measured on this machine for attention="auto" must not decide what a test sees.
 os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-measurements-{os.getpid()}")
 
+# Nor does a test wait until an engine has measured matrix shapes, unless it asks for it.
+os.environ.setdefault("QUIRE_TUNE", "0")
+
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, that is before the first import of a module that has some.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_ops import small_linear_tuning as tuning
+from attn_ops.launch import noting
 from attn_ops.small_linear import small_linear_cuda, small_linear_eager
 from attn_ops.small_linear_tuning import CANDIDATES, TABLE, Config, LinearShape, config_for, key, missing, tune, user_file
 
@@ -49,6 +50,24 @@ def test_measured_once_and_kept() -> None:
     assert tune([SHAPE], CPU, timer=timer) == 0 and timer.calls == 12
     tuning._known.cache_clear()  # as in another process
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
+
+
+def test_what_is_compiled_ahead_is_what_measuring_launches() -> None:
+    shapes = [SHAPE, SHAPE._replace(n=64, residual=True), SHAPE._replace(swiglu=True)]
+    ahead = tuning.launches(shapes, CPU)
+    with noting() as launched:  # results are not there, so nothing is timed: every candidate is called once
+        tune(shapes, CPU, timer=Timer(1.0))
+    assert ahead == launched and len(ahead) >= len(CANDIDATES[True]) + len(CANDIDATES[False])
+    assert not tuning.launches(shapes, CPU), "all is measured now"
+
+
+@pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, tuning.MOST_COPIES)])
+def test_how_many_weights_are_gone_through(cold: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough not to fit into the cache, but no more than so many: a small model's weights are in the cache anyway."""
+    monkeypatch.setattr(tuning, "_COLD", cold)
+    calls = set()
+    tuning.fastest(SHAPE, 1, CPU, lambda run, n: float(calls.add(n) or len(run())))
+    assert calls == {copies}
 
 
 def test_the_definition_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import quire
+from attn_ops import small_linear_tuning as tuning
 from attn_ops.backend import get_backend
 from graph_runner.batch import BatchShape
 from graph_runner.engine import Engine
@@ -386,6 +387,23 @@ def test_out_of_memory_while_sizing_leaves_the_model_alone(model) -> None:
     used()  # collects what the exception held
     assert_unchanged(model, before)
     assert torch.cuda.mem_get_info()[0] > free // 2
+
+
+@ALONE
+def test_measuring_matrix_shapes(half, tokenizer, prompts, monkeypatch, tmp_path) -> None:
+    """As at the first start with a model: shapes are measured once, kept, and whatever won gives the right tokens."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("QUIRE_TUNE", "1")
+    tuning._known.cache_clear()
+    measured = []
+    for _ in range(2):
+        with Engine(half, tokenizer, attention=need("triton"), **SMALL) as engine:
+            found = tokens(engine.generate(prompts, replace(GREEDY, ignore_eos=True)))
+        measured.append((tmp_path / "small_linear.json").read_text())
+        for prompt, out in zip(prompts, found, strict=True):
+            check_likely(half, prompt, out)
+    assert measured[0] == measured[1]
+    tuning._known.cache_clear()
 
 
 # -- the other ways in

@@ -15,13 +15,15 @@ from torch import fx
 
 pytest.importorskip("triton")
 
+from attn_ops import small_linear_tuning as tuning
 from attn_ops.backend import get_backend
 from attn_ops.kv_cache import PagedKVCache
 from attn_ops.launch import Launch, TensorArgument, implementations, launch, noting
 from attn_ops.metadata import CommonAttentionMetadata
+from attn_ops.small_linear_tuning import LinearShape
 from attn_ops.step import Step
 from passes.capture import PagedModel
-from passes.compile_ahead import CompileAhead, StepShape, as_inductor_will, launches_of
+from passes.compile_ahead import CompileAhead, StepShape, _Batch, as_inductor_will, launches_of
 from passes.options import QuireOptions
 from tests.tiny import load_model
 
@@ -186,6 +188,29 @@ def test_a_failure_is_left_to_the_launch(caplog: pytest.LogCaptureFixture, tmp_p
         ahead._batches.append(ahead._run([bad], Note()))
         ahead.wait()
     assert "not all were compiled ahead" in caplog.text and "no_such_kernel" in caplog.text and not ahead._batches
+
+
+def test_shapes_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every candidate's kernel is compiled while the layers are, unless the best is known, or nothing is to be measured."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    tuning._known.cache_clear()
+    shape, cpu = LinearShape(48, 64, True, False, False, torch.float16), torch.device("cpu")
+    started: list[list[Launch]] = []
+    ahead = CompileAhead([], ("cuda", 90, 32), 1)
+    monkeypatch.setattr(ahead, "_run", lambda found, note: started.append(found) or _Batch(found, [], [], note))
+    monkeypatch.setenv("QUIRE_TUNE", "0")
+    ahead.start_tuning({shape}, cpu)
+    assert not started
+    monkeypatch.setenv("QUIRE_TUNE", "1")
+    ahead.start_tuning({shape}, cpu)
+    names = [one.name for one in started[0]]
+    assert names.count("vector_kernel") == len(tuning.CANDIDATES[True])
+    assert names.count("tile_kernel") == 2 * len(tuning.CANDIDATES[False])  # for tiles of 16 and of 32 tokens
+    ahead.wait()
+    tuning.tune([shape], cpu, timer=lambda run, calls: 1.0)
+    ahead.start_tuning({shape}, cpu)
+    assert len(started) == 1
+    tuning._known.cache_clear()
 
 
 def test_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:

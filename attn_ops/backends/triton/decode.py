@@ -410,8 +410,8 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     if dot and itemsize == 2 and widest <= 128:
         block_n = 128 if 256 <= chunk and slots < 4 * sms else 64
         warps = 2 if chunk == 64 else 4
-        if quantised:  # converting the codes takes registers: the other two spill some (compiled for sm_90; not timed yet)
-            block_n, warps = 64, 4
+        if quantised:  # a key is half as many bytes, and costs the same to find and to weigh
+            block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)
     params = dict(block_n=block_n, warps=warps, stages=stages, chunk_min=chunk, max_splits=64, atomic=True, dot=dot)
     return DecodeConfig(**(params | _overrides))
 
