@@ -1,0 +1,53 @@
+"""Make attn_ops/attention_choices.json, the times that ship with quire, from results of ``quire bench attention``.
+
+    python benchmarks/attention_choices.py benchmarks/results/h200_attention.json
+
+Every file given is read; what they hold replaces what was there. Only plain causal attention has a place there so far.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from attn_ops.backend import get_backend
+from attn_ops.choices import ATTENTION_CHOICES, Measurement, ShapeClass, save
+
+#: How a package is called in an environment's versions, where that is not its name.
+CALLED = {"flashinfer-python": "flashinfer"}
+
+
+def measurements(path: Path) -> list[Measurement]:
+    """One for each backend in a results file. Raises ValueError for sites that need more than plain attention."""
+    content = json.loads(path.read_text())
+    environment, rows = content["environment"], content["rows"]
+    found = []
+    for backend in dict.fromkeys(row["attention"] for row in rows):
+        mine = [row for row in rows if row["attention"] == backend and row["error"] is None]
+        needs = {row["needs"] for row in mine}
+        site = re.fullmatch(r"(\d+)/(\d+) x (\d+) (\w+)", needs.pop())
+        if site is None or needs:
+            raise ValueError(f"{path}: not one plain site")
+        heads, kv_heads, dim = map(int, site.groups()[:3])
+        shape = ShapeClass(site[4], site[4], dim, dim, heads // kv_heads, mine[0]["page_size"], "NHD", ())
+        packages = {name: environment["versions"][CALLED.get(name, name)] for name in get_backend(backend).packages}
+        times = {kind: {row["point"]: row["us"] for row in mine if row["kind"] == kind} for kind in ("decode", "extend")}
+        found.append(Measurement(environment["device"], environment["versions"]["torch"], backend, packages, shape, kv_heads,
+                                 None, None, times["decode"], times["extend"], environment["date"][:10]))
+    return found
+
+
+def main() -> None:
+    found = [one for name in sys.argv[1:] for one in measurements(Path(name))]
+    if not found:
+        raise SystemExit(__doc__)
+    ATTENTION_CHOICES.unlink(missing_ok=True)
+    save(found, ATTENTION_CHOICES)
+
+
+if __name__ == "__main__":
+    main()
