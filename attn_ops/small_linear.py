@@ -24,18 +24,22 @@ import torch.nn.functional as F
 
 from attn_ops.attention import LIBRARY
 from attn_ops.launch import implementations, launch
-from attn_ops.small_linear_tuning import Config, config_for, padded
+from attn_ops.small_linear_tuning import Config, by_rule, config_for, padded
 
+#: dtypes of codes that the kernels multiply; above so many tokens codes are converted first, and cuBLAS multiplies.
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+MAX_TOKENS_QUANTISED = 256
+MOST_TOKENS_A_TILE = 128
 MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
 
 LIBRARY.define(
-    "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu) -> "
-    "Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
+    "Tensor? scale=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def small_linear_eager(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool,
+    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
 
@@ -43,11 +47,16 @@ def small_linear_eager(
         bias: (N,). norm_weight: (K,), of an RMSNorm applied to x first, as Llama's is written: normalised in fp32, rounded to
             x's dtype, times the weight. eps: of the norm. residual: of the result's shape, added last.
         swiglu: the first N / 2 rows of ``weight`` are the gate, the others the up projection.
+        scale: (N,) float32, of a quantised weight, whose codes ``weight`` holds (int8 or float8_e4m3fn).
     """
     if norm_weight is not None:
         wide = x.float()
         x = norm_weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-    out = F.linear(x, weight, bias)
+    if scale is None:
+        out = F.linear(x, weight, bias)
+    else:
+        out = (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
+        out = out if bias is None else out + bias
     if swiglu:
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
@@ -55,44 +64,51 @@ def small_linear_eager(
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-          residual: torch.Tensor | None, swiglu: bool) -> torch.Tensor:
+          residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if swiglu else 1))
 
 
 def small_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, config: Config | None = None, pdl: bool | None = None,
+    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, config: Config | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
-    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens, for fp32, and where it was measured to be faster.
+    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTISED with scales), for fp32, and
+    where it was measured to be faster.
 
     Args:
         config: launch parameters; None: the measured ones (``attn_ops/small_linear_tuning.py``). pdl: see _kernels/pdl.py.
     """
     k = x.shape[-1]
     m = x.numel() // k
-    if m > MAX_TOKENS or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype \
-            or weight.stride(1) != 1:
-        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu)
+    kinds = (x.dtype,) if scale is None else QUANTISED
+    most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTISED  # large tiles of unaligned rows spill
+    if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
+            or weight.dtype not in kinds or weight.stride(1) != 1:
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     kernels, use_pdl, launch_options = _kernels()
     pdl = use_pdl(x.device, m) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)
     x2 = x.reshape(m, k)
     res = residual.reshape(m, n) if residual is not None else None
     out = x.new_empty(m, n)
-    config = config or config_for(m, weight.shape[0], k, swiglu, x.device)
     if config is None:
-        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu)
+        config = config_for(m, weight.shape[0], k, swiglu, x.device) if scale is None else by_rule(
+            m, weight.shape[0], k, swiglu, quantised=True)
+    if config is None:
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,
                              "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0, "PDL": pdl,
                              **launch_options(pdl)}
-    pointers = (x2, weight, bias, norm_weight, res, out)
-    grid = (-(-n // config.block_n),)
+    pointers = (x2, weight, scale, bias, norm_weight, res, out)
+    rows = -(-n // config.block_n)
     if m == 1:
-        launch(kernels.vector_kernel, grid, *pointers, n, k, weight.stride(0), eps, BLOCK_N=config.block_n,
+        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, BLOCK_N=config.block_n,
                BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages, **flags)
     else:
-        launch(kernels.tile_kernel, grid, *pointers, m, n, k, weight.stride(0), x2.stride(0),
-               res.stride(0) if res is not None else 0, eps, BLOCK_M=padded(m), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        block_m = min(padded(m), MOST_TOKENS_A_TILE)
+        launch(kernels.tile_kernel, (rows, -(-m // block_m)), *pointers, m, n, k, weight.stride(0), x2.stride(0),
+               res.stride(0) if res is not None else 0, eps, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
                num_warps=config.num_warps, num_stages=config.num_stages, **flags)
     return out.view(*x.shape[:-1], n)
 
@@ -110,4 +126,4 @@ torch.library.register_fake("quire::small_linear", _fake, lib=LIBRARY)
 small_linear = torch.ops.quire.small_linear.default
 implementations[small_linear] = small_linear_cuda
 
-__all__ = ["MAX_TOKENS", "small_linear", "small_linear_cuda", "small_linear_eager"]
+__all__ = ["MAX_TOKENS", "MAX_TOKENS_QUANTISED", "QUANTISED", "small_linear", "small_linear_cuda", "small_linear_eager"]

@@ -54,7 +54,7 @@ def compile_share(job: tuple[int, int, list[int], list[tuple[int, int, bool, boo
     jobs = [(m, s, c) for m in sizes for s in {(256, 4096, *s[2:]) for s in shapes} for c in candidates(m)]
     for m, shape, config in jobs[which::of]:
         try:
-            small_linear_cuda(*arguments(shape_of(shape), m, torch.device("cuda"), 1)[0], config)
+            small_linear_cuda(*arguments(shape_of(shape), m, torch.device("cuda"), 1)[0], config=config)
         except Exception:  # does not fit in shared memory: the timing run reports it
             continue
 
@@ -91,10 +91,10 @@ def main() -> int:
         best: tuple[float, Config | None] = (float("inf"), None)
         for config in candidates(m):
             try:
-                error = ((small_linear_cuda(*calls[0], config).double() - reference).norm() / reference.norm()).item()
+                error = ((small_linear_cuda(*calls[0], config=config).double() - reference).norm() / reference.norm()).item()
                 if not error < 1e-2:
                     raise ArithmeticError(f"error {error}")
-                us = graph_time(lambda c=calls, p=config: [small_linear_cuda(*a, p) for a in c], copies)
+                us = graph_time(lambda c=calls, p=config: [small_linear_cuda(*a, config=p) for a in c], copies)
             except Exception as failure:
                 rows.append({"shape": name, "tokens": m, "config": list(config), "failed": str(failure)[:120]})
                 continue

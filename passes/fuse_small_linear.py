@@ -39,8 +39,9 @@ def fuse_small_linear(fusion: Fusion) -> int:
     """Rewrite every linear layer that the kernel can run, with what folds into it; returns how many."""
     count = 0
     for node in list(fusion.graph.nodes):
-        if node.op == "call_function" and node.target in _LINEAR and _runnable(node, fusion):
-            _rewrite(node, fusion)
+        quantised = node.target is small_linear  # by passes/quantized_linear.py
+        if quantised or node.op == "call_function" and node.target in _LINEAR and _runnable(node, fusion):
+            _rewrite(node, fusion, node.args[7] if quantised else None)
             count += 1
     return count
 
@@ -52,7 +53,7 @@ def _runnable(node: fx.Node, fusion: Fusion) -> bool:
             and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.stride(1) == 1 and isinstance(node.args[0], fx.Node))
 
 
-def _rewrite(node: fx.Node, fusion: Fusion) -> None:
+def _rewrite(node: fx.Node, fusion: Fusion, scale: Any) -> None:
     graph = fusion.graph
     x, weight = node.args[0], node.args[1]
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
@@ -61,15 +62,17 @@ def _rewrite(node: fx.Node, fusion: Fusion) -> None:
     product = _match_swiglu(node)
     if product is not None:
         end, swiglu = product, True
-    total = _match_residual(end, value(weight).dtype)
+    total = _match_residual(end, value(node).dtype)
     if total is not None:
         end, residual = total
     with graph.inserting_before(end):
         new = graph.call_function(small_linear, (
-            norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu))
-    rows, columns = fusion.tensor(weight).shape  # type: ignore[arg-type,union-attr]
-    fusion.weights.small_linears.add(LinearShape(
-        rows, columns, norm is not None, residual is not None, swiglu, value(weight).dtype))
+            norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
+            *([] if scale is None else [scale])))
+    if scale is None:
+        rows, columns = fusion.tensor(weight).shape  # type: ignore[arg-type,union-attr]
+        fusion.weights.small_linears.add(LinearShape(
+            rows, columns, norm is not None, residual is not None, swiglu, value(weight).dtype))
     new.meta = dict(end.meta)
     end.replace_all_uses_with(new)
     inputs = list(end.all_input_nodes)

@@ -131,9 +131,11 @@ def _passes() -> dict[str, Pass]:
     from passes.fuse_rope import fuse_rope
     from passes.fuse_small_linear import fuse_small_linear
     from passes.last_tokens import last_tokens
+    from passes.quantized_linear import quantized_linear
 
-    return {"projections": Pass(fuse_projections), "last_tokens": Pass(last_tokens, large_only=True),
-            "small_linear": Pass(fuse_small_linear, small_only=True), "rope": Pass(fuse_rope, lowered=True)}
+    return {"quantized": Pass(quantized_linear), "projections": Pass(fuse_projections),
+            "last_tokens": Pass(last_tokens, large_only=True), "small_linear": Pass(fuse_small_linear, small_only=True),
+            "rope": Pass(fuse_rope, lowered=True)}
 
 
 def has_small_passes(names: str | Sequence[str]) -> bool:

@@ -71,6 +71,12 @@ def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool
     small_linear_cuda(x, weight, None, weight_norm, 1e-5, res, swiglu, pdl=pdl)
 
 
+def quantised_linear(tokens: int, n: int, k: int, kind: torch.dtype, residual: bool, pdl: bool) -> None:
+    x = torch.zeros(1, tokens, k, dtype=torch.bfloat16)
+    res = torch.zeros(1, tokens, n, dtype=torch.bfloat16) if residual else None
+    small_linear_cuda(x, torch.zeros(n, k, dtype=kind), None, None, 0.0, res, False, torch.zeros(n), pdl=pdl)
+
+
 def draw(rows: int, vocabulary: int, dtype: torch.dtype, pdl: bool) -> None:
     zeros = torch.zeros(rows, dtype=torch.int64)
     draw_tokens_cuda(torch.empty(rows, vocabulary, dtype=dtype), zeros.float(), zeros, zeros, pdl=pdl)
@@ -110,6 +116,10 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
               "odd": (1000, 1100, True, False, False)}
     for (name, shape), tokens, pdl in itertools.product(shapes.items(), (1, 8, 32), (False, True)):
         yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", lambda s=shape, t=tokens, p=pdl: linear(t, *s, p)
+    for kind, (n, k), tokens in itertools.product((torch.int8, torch.float8_e4m3fn), (
+            (6144, 4096), (28672, 4096), (1000, 1100)), (1, 8, 32, 64, 256)):
+        yield f"quantised linear {n} x {k} {tokens} {kind}", lambda a=(tokens, n, k, kind, n == 6144, tokens == 1): (
+            quantised_linear(*a))
     for (name, (count, each, layers, turned)), layer, tokens in itertools.product(
             EXPERTS.items(), (0, 1), (1, 32, 128, 400, 2048)):
         for dtype, pdl in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_ops._kernels.kv_quant import widen
 from attn_ops._kernels.pdl import let_next_start, wait_for_previous
 
 
@@ -18,7 +19,16 @@ def _load_rows(w, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.con
 
 
 @triton.jit
-def vector_kernel(x, w, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _load_weights(w, scale, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """``_load_rows``; codes, if there are scales, in the dtype of ``like``."""
+    tile = _load_rows(w, rows, cols, stride, N, K, EVEN_N, EVEN_K)
+    if scale is not None:
+        tile = widen(tile, like)
+    return tile
+
+
+@triton.jit
+def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
                   EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
     """One token: BLOCK_N outputs a program, each the sum of K products."""
@@ -30,27 +40,32 @@ def vector_kernel(x, w, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.c
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         if EVEN_K:
-            xs = tl.load(x + cols).to(tl.float32)
+            given = tl.load(x + cols)
         else:
-            xs = tl.load(x + cols, mask=cols < K, other=0.0).to(tl.float32)
+            given = tl.load(x + cols, mask=cols < K, other=0.0)
+        xs = given.to(tl.float32)
         if NORM:
             squares += xs * xs
             if EVEN_K:
                 xs *= tl.load(norm + cols).to(tl.float32)
             else:
                 xs *= tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)
-        acc += _load_rows(w, rows, cols, stride_w, N, K, EVEN_N, EVEN_K).to(tl.float32) * xs[None, :]
+        acc += _load_weights(w, scale, given, rows, cols, stride_w, N, K, EVEN_N, EVEN_K).to(tl.float32) * xs[None, :]
         if SWIGLU:
-            acc_up += _load_rows(w + N.to(tl.int64) * stride_w, rows, cols, stride_w, N, K, EVEN_N,
-                                 EVEN_K).to(tl.float32) * xs[None, :]
+            acc_up += _load_weights(w + N.to(tl.int64) * stride_w, scale, given, rows, cols, stride_w, N, K, EVEN_N,
+                                    EVEN_K).to(tl.float32) * xs[None, :]
     let_next_start(PDL)
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
     if NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        y *= scale
-        up *= scale
+        rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= rms
+        up *= rms
     inside = rows < N
+    if scale is not None:
+        y *= tl.load(scale + rows, mask=inside, other=0.0)
+        if SWIGLU:
+            up *= tl.load(scale + N + rows, mask=inside, other=0.0)
     if BIAS:
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
         if SWIGLU:
@@ -63,14 +78,14 @@ def vector_kernel(x, w, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.c
 
 
 @triton.jit(do_not_specialize=["M"])  # or 16 and 32 tokens are kernels of their own
-def tile_kernel(x, w, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
+def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                 PDL: tl.constexpr):
-    """Up to BLOCK_M tokens: BLOCK_N weight rows a program, as the left operand of the matrix unit (the side that is long)."""
+    """BLOCK_M tokens and BLOCK_N weight rows a program, these as the left operand of the matrix unit (the long side)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_previous(PDL)
-    tokens = tl.arange(0, BLOCK_M)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
@@ -82,15 +97,19 @@ def tile_kernel(x, w, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_
             wide = xs.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
             xs = (wide * tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]).to(xs.dtype)
-        acc = tl.dot(_load_rows(w, rows, cols, stride_w, N, K, EVEN_N, EVEN_K), xs, acc)
+        acc = tl.dot(_load_weights(w, scale, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K), xs, acc)
         if SWIGLU:
-            acc_up = tl.dot(_load_rows(w + N.to(tl.int64) * stride_w, rows, cols, stride_w, N, K, EVEN_N, EVEN_K), xs,
-                            acc_up)
+            up = _load_weights(w + N.to(tl.int64) * stride_w, scale, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K)
+            acc_up = tl.dot(up, xs, acc_up)
     let_next_start(PDL)
     if NORM:
-        scale = tl.rsqrt(squares / K + eps)
-        acc *= scale[None, :]
-        acc_up *= scale[None, :]
+        rms = tl.rsqrt(squares / K + eps)
+        acc *= rms[None, :]
+        acc_up *= rms[None, :]
+    if scale is not None:
+        acc *= tl.load(scale + rows, mask=rows < N, other=0.0)[:, None]
+        if SWIGLU:
+            acc_up *= tl.load(scale + N + rows, mask=rows < N, other=0.0)[:, None]
     inside = (rows < N)[:, None] & (tokens < M)[None, :]
     if BIAS:
         acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]

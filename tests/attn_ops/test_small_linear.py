@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_ops.small_linear import MAX_TOKENS, small_linear, small_linear_cuda, small_linear_eager
+from attn_ops.kv_quant import quantise
+from attn_ops.small_linear import (
+    MAX_TOKENS,
+    MAX_TOKENS_QUANTISED,
+    QUANTISED,
+    small_linear,
+    small_linear_cuda,
+    small_linear_eager,
+)
 from attn_ops.small_linear_tuning import Config
 
 triton = pytest.importorskip("triton")
@@ -39,13 +47,43 @@ def test_kernel(tokens, n, k, options) -> None:
     close(small_linear_cuda(*args), args)
 
 
+def quantised(args, kind):
+    """The same with a weight of codes, as attn_ops/kv_quant.py rounds them, and their scales."""
+    codes, scale = quantise(args[1], kind)
+    return (args[0], codes, *args[2:], scale)
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=str)
+@pytest.mark.parametrize("options", [{}, dict(norm=True, bias=True, residual=True, swiglu=True)], ids=len)
+@pytest.mark.parametrize("tokens, n, k", [
+    (1, 64, 128), (1, 40, 200), (16, 40, 200), (40, 64, 128), (130, 72, 72), (257, 8, 16),
+])
+def test_quantised(tokens, n, k, options, kind) -> None:
+    """The codes are exact in both: what differs is rounding, as without codes."""
+    args = quantised(case(tokens, n, k, **options), kind)
+    out = small_linear_cuda(*args)
+    close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
+    assert tokens <= MAX_TOKENS_QUANTISED or torch.equal(out, small_linear_eager(*args))
+
+
+def test_codes_are_multiplied_not_numbers_near_them() -> None:
+    """All codes of int8, each alone: the products are exact."""
+    codes = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(256, 1).expand(256, 16).contiguous()
+    scale = torch.full((256,), 0.5, device=DEVICE)
+    for tokens in (1, 3):
+        x = torch.zeros(tokens, 16, dtype=torch.float16, device=DEVICE)
+        x[:, 5] = 2
+        out = small_linear_cuda(x, codes, None, None, 0.0, None, False, scale)
+        assert torch.equal(out, codes[:, 0].half().expand(tokens, 256))
+
+
 @pytest.mark.parametrize("config", [Config(1, 64, 4, 1), Config(4, 256, 4, 2), Config(16, 64, 4, 2), Config(64, 128, 4, 3)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_any_tile(tokens, config) -> None:
     if tokens > 1 and config.block_n < 16:
         pytest.skip("the matrix unit's smallest tile is 16 rows")
     args = case(tokens, 40, 96, norm=True, residual=True)
-    close(small_linear_cuda(*args, config), args)
+    close(small_linear_cuda(*args, config=config), args)
 
 
 @pytest.mark.parametrize("tokens, dtype", [(MAX_TOKENS + 1, torch.float16), (2, torch.float32), (0, torch.float16)])
@@ -70,3 +108,4 @@ def test_leading_dimensions_are_kept() -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(small_linear, case(3, 16, 32, norm=True, bias=True, residual=True, swiglu=True))
     torch.library.opcheck(small_linear, case(3, 16, 32))
+    torch.library.opcheck(small_linear, quantised(case(3, 16, 32), torch.int8))

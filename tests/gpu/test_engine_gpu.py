@@ -297,6 +297,25 @@ def test_bfloat16(backend, fusions, half, tokenizer, prompts, long_prompt) -> No
         check_likely(half, prompt, found)
 
 
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_quantised_weights(config, half, tokenizer, prompts, long_prompt, caplog) -> None:
+    """torchao's, in quire's kernels: each token is the likeliest of torchao's own layers, up to the rounding of bfloat16."""
+    torchao = pytest.importorskip("torchao.quantization")
+    ours = copy.deepcopy(half)
+    torchao.quantize_(ours, getattr(torchao, config)(set_inductor_config=False))
+    batch = [*prompts, long_prompt]
+    with caplog.at_level("INFO"), Engine(ours, tokenizer, attention=need("triton"), **SMALL) as engine:
+        found = tokens(engine.generate(batch, replace(GREEDY, ignore_eos=True)))
+        assert engine.runner.graphs.stats.replayed > 0
+    linears = sum(isinstance(m, torch.nn.Linear) for m in ours.modules())
+    assert f"quantized: {linears} matches" in caplog.messages
+    for prompt, out in zip(batch, found, strict=True):
+        with torch.no_grad():
+            logits = ours(torch.tensor([prompt + out], device="cuda"), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        behind = logits.amax(-1) - logits[torch.arange(len(out)), out]
+        assert (behind <= 0.04 * logits.abs().max()).all()
+
+
 def test_auto_takes_a_gpu_backend(half, tokenizer, prompts) -> None:
     with Engine(half, tokenizer, **QUICK) as engine:
         assert engine.runner.backend.name != "torch_native"
