@@ -86,15 +86,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         noted.add(Launch.of(kernel, args, options))
 
 
-@functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which graphs are captured, one for all: cuBLAS keeps a workspace of 32 MiB for every stream that it ran on,
     and each new stream would be another.
 
     Args:
-        device: a CUDA device with its index.
+        device: a CUDA device; without an index the current one.
     """
-    return torch.cuda.Stream(device)
+    return _side_stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 _settled: set[int] = set()

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,20 @@ def as_inductor_will(device: torch.device) -> None:
     """Set the environment variables that Inductor sets when it first compiles a kernel of its own: the folder of Triton's cache
     and the assembler, whose version is part of each kernel's name there. Set half-way through a start, kernels from before
     would not be found after it, nor those of other processes. What the user has set stays."""
-    from torch._inductor.runtime import cache_dir_utils, compile_tasks
+    with _left_to_launches():  # private: a later Inductor may have none of it, and set nothing
+        from torch._inductor.runtime import cache_dir_utils, compile_tasks
 
-    os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
-    with contextlib.suppress(AttributeError):  # private: a later Inductor may have none, and set nothing
+        os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
         compile_tasks._set_triton_ptxas_path()
+
+
+@contextlib.contextmanager
+def _left_to_launches() -> Iterator[None]:
+    """An exception inside ends the block, and not the start: that fails for something that is needed only."""
+    try:
+        yield
+    except Exception as error:
+        logger.info("kernels: compiled when they are launched, not ahead: %s: %s", type(error).__name__, error)
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,8 @@ class CompileAhead:
     def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "") -> None:
         self.shapes, self.target, self.workers, self.gpu = list(shapes), target, workers, gpu
         self._batches: list[_Batch] = []
+        self._waited = False  # what is compiled after that is launched at once
+        weakref.finalize(self, _end, self._batches)  # at the interpreter's exit too
 
     @classmethod
     def for_device(cls, shapes: Sequence[StepShape], device: torch.device) -> CompileAhead | None:
@@ -157,12 +169,14 @@ class CompileAhead:
         as_inductor_will(device)
         if workers < 1:
             return None
-        from triton.runtime import driver
+        with _left_to_launches():
+            from triton.runtime import driver
 
-        with torch.cuda.device(device):
-            target = driver.active.get_current_target()
-        return cls(shapes, (target.backend, target.arch, target.warp_size), workers,
-                   str(torch.cuda.get_device_properties(device)))
+            with torch.cuda.device(device):
+                target = driver.active.get_current_target()
+            return cls(shapes, (target.backend, target.arch, target.warp_size), workers,
+                       str(torch.cuda.get_device_properties(device)))
+        return None
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
@@ -171,21 +185,22 @@ class CompileAhead:
         Args:
             fits: says of a shape whether its steps run these nodes.
         """
-        try:
-            with stage("kernels"):
-                shapes = [s for s in self.shapes if fits(s)]
-                chosen = [node for node in nodes if node.target in implementations]
-                note = self._note(chosen, values, roles, shapes)
-                if chosen and not note.has_file("done"):
-                    found = set().union(*(launches_of(node, values, roles, shapes) for node in chosen))
-                    self._batches.append(self._run(sorted(found, key=repr), note))
-        except Exception as error:  # a start fails for something that is needed only
-            logger.info("kernels: compiled when they are launched, not ahead: %s: %s", type(error).__name__, error)
+        chosen = [node for node in nodes if node.target in implementations]
+        if not chosen or self._waited:
+            return
+        with stage("kernels"), _left_to_launches():
+            shapes = [s for s in self.shapes if fits(s)]
+            note = self._note(chosen, values, roles, shapes)
+            if not note.has_file("done"):
+                found = set().union(*(launches_of(node, values, roles, shapes) for node in chosen))
+                self._batches.append(self._run(sorted(found, key=repr), note))
 
     def start_tuning(self, shapes: Iterable[LinearShape], device: torch.device) -> None:
         """Start on the kernels that measuring these linear layers launches, if they are not measured yet."""
-        with stage("kernels"):
-            found = tuning.launches(shapes, device) if tuning.enabled() else set()
+        if self._waited or not tuning.enabled():
+            return
+        with stage("kernels"), _left_to_launches():
+            found = tuning.launches(shapes, device)
             if found:
                 self._batches.append(self._run(sorted(found, key=repr), None))
 
@@ -213,18 +228,23 @@ class CompileAhead:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
         count = min(self.workers, -(-len(launches) // LAUNCHES_EACH))
         batch = _Batch(launches, [], [], note)
-        for i in range(count):  # launches of one kernel, which take about as long, go to all of them in turn
-            with tempfile.TemporaryFile() as work:
-                pickle.dump((self.target, launches[i::count]), work)
-                work.seek(0)
-                batch.errors.append(tempfile.TemporaryFile())
-                batch.processes.append(subprocess.Popen(
-                    [sys.executable, "-m", "attn_ops.compile_worker"], env=env, stdin=work, stdout=subprocess.DEVNULL,
-                    stderr=batch.errors[-1]))
+        try:
+            for i in range(count):  # launches of one kernel, which take about as long, go to all of them in turn
+                with tempfile.TemporaryFile() as work:
+                    pickle.dump((self.target, launches[i::count]), work)
+                    work.seek(0)
+                    batch.errors.append(tempfile.TemporaryFile())
+                    batch.processes.append(subprocess.Popen(
+                        [sys.executable, "-m", "attn_ops.compile_worker"], env=env, stdin=work, stdout=subprocess.DEVNULL,
+                        stderr=batch.errors[-1]))
+        except BaseException:
+            _end([batch])
+            raise
         return batch
 
     def wait(self) -> None:
-        """Until all is compiled that was started on."""
+        """Until all is compiled that was started on. Afterwards nothing is started on any more."""
+        self._waited = True
         with stage("kernels"):
             until = time.monotonic() + PATIENCE
             for batch in self._batches:
@@ -232,21 +252,28 @@ class CompileAhead:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(max(0.1, until - time.monotonic()))
                 if all(process.returncode == 0 for process in batch.processes):
-                    if batch.note is not None:
-                        batch.note.put(b"", "done")
                     logger.info("kernels: %d compiled ahead by %d processes", len(batch.launches), len(batch.processes))
+                    if batch.note is not None:
+                        with contextlib.suppress(OSError):  # the next start works them out again
+                            batch.note.put(b"", "done")
                 else:
                     logger.info("kernels: not all were compiled ahead: %s", _said(batch.errors) or "no time left")
             self.close()
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
-        for batch in self._batches:
-            for process, errors in zip(batch.processes, batch.errors, strict=True):
-                process.kill()
-                process.wait()
-                errors.close()
-        self._batches.clear()
+        self._waited = True
+        _end(self._batches)
+
+
+def _end(batches: list[_Batch]) -> None:
+    for batch in batches:
+        for process in batch.processes:
+            process.kill()
+            process.wait()
+        for errors in batch.errors:
+            errors.close()
+    batches.clear()
 
 
 def _said(errors: list[Any]) -> str:

@@ -14,7 +14,9 @@ NOTE [Converting codes]: with integer instructions, since a GPU converts 16 numb
 at a time, in the halves of a register. int8 to bfloat16: the bits 0x4300 with the code's lower 7 are 128 plus these; with its
 sign bit they are 128 or 256; the difference is the code. int8 to float16: 0x6400 with the code, its sign flipped, is
 1024 + 128 plus the code. fp8: the code's bits go to where exponent and mantissa end, and a multiplication by a power of two
-puts the exponent right, subnormal codes included. (No code is NaN or infinite, see ``encode``.)
+puts the exponent right, subnormal codes included. (No code is NaN or infinite, see ``encode``.) bfloat16 is subtracted and
+multiplied by fma, with factor -1 and summand -0: compute capability 8 has no other. Inputs are read before an output is
+written, which may be the same register.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from attn_ops.kv_quant import FORMATS
 
 #: For ``unpack``: two registers of codes -> four of numbers. First the codes of one place in both are put side by side.
 _WORDS = """{
-    .reg .b32 t, u, a, b;
+    .reg .b32 t, u, a, b, c;
     prmt.b32 t, $4, $5, 0x5140;
     prmt.b32 u, $4, $5, 0x7362;
 %s}"""
@@ -40,8 +42,9 @@ _INT8_BF16 = """
     prmt.b32 %(second)s, a, 0x43, 0x4342;
     prmt.b32 a, b, 0x43, 0x4140;
     prmt.b32 b, b, 0x43, 0x4342;
-    sub.rn.bf16x2 %(first)s, %(first)s, a;
-    sub.rn.bf16x2 %(second)s, %(second)s, b;
+    mov.b32 c, 0xbf80bf80;
+    fma.rn.bf16x2 %(first)s, a, c, %(first)s;
+    fma.rn.bf16x2 %(second)s, b, c, %(second)s;
 """
 _INT8_FP16 = """
     xor.b32 a, %(x)s, 0x80808080;
@@ -61,8 +64,9 @@ _FP8 = """
     lop3.b32 %%(first)s, a, %(mask)s, %%(first)s, 0xea;
     lop3.b32 %%(second)s, b, %(mask)s, %%(second)s, 0xea;
     mov.b32 a, %(power)s;
-    mul.rn.%(type)s %%(first)s, %%(first)s, a;
-    mul.rn.%(type)s %%(second)s, %%(second)s, a;
+    mov.b32 c, 0x80008000;
+    fma.rn.%(type)s %%(first)s, %%(first)s, a, c;
+    fma.rn.%(type)s %%(second)s, %%(second)s, a, c;
 """
 
 
@@ -73,7 +77,7 @@ def _of_words(two: str) -> tl.constexpr:
 
 def _of_codes(two: str) -> tl.constexpr:
     """For ``widen``: a register of codes -> two of numbers."""
-    return tl.constexpr("{\n    .reg .b32 a, b;" + two % dict(x="$2", first="$0", second="$1") + "}")
+    return tl.constexpr("{\n    .reg .b32 t, a, b, c;\n    mov.b32 t, $2;" + two % dict(x="t", first="$0", second="$1") + "}")
 
 
 _E4M3_BF16 = _FP8 % dict(shift=4, mask="0x07f007f0", power="0x7b807b80", type="bf16x2")  # 2**120
@@ -84,8 +88,8 @@ E4M3_BF16_WORDS, E5M2_BF16_WORDS = _of_words(_E4M3_BF16), _of_words(_E5M2_BF16)
 E4M3_FP16_WORDS = _of_words(_FP8 % dict(shift=1, mask="0x3f803f80", power="0x5c005c00", type="f16x2"))  # 2**8
 E5M2_FP16_WORDS = _of_words(_FP8 % dict(shift=0, mask="0x7f007f00", power="0x3c003c00", type="f16x2"))  # 1
 
-#: The interpreter runs no assembly.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+#: The interpreter runs no assembly, nor does a GPU of AMD's this one.
+NO_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1" or torch.version.hip is not None)
 SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
@@ -111,7 +115,7 @@ def encode(x, AXIS: tl.constexpr, QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUN
 @triton.jit
 def widen(codes, like):
     """Codes in the dtype of ``like``, which holds each of them exactly. See NOTE [Converting codes]."""
-    if INTERPRETED or like.dtype != tl.bfloat16 or codes.dtype == tl.int8:  # Triton converts int8 in the same way itself
+    if NO_ASSEMBLY or like.dtype != tl.bfloat16 or codes.dtype == tl.int8:  # Triton converts int8 in the same way itself
         return codes.to(like.dtype)
     else:
         ASM: tl.constexpr = E4M3_BF16 if codes.dtype == tl.float8e4nv else E5M2_BF16
@@ -122,7 +126,7 @@ def widen(codes, like):
 def unpack(words, like, kind: tl.constexpr):
     """Words (N, C) of four codes each -> four tensors (N, C) in the dtype of ``like``, float16 or bfloat16: the first codes of
     all words, the second ones, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
-    if INTERPRETED:
+    if NO_ASSEMBLY:
         return (_byte(words, 0, kind).to(like.dtype), _byte(words, 1, kind).to(like.dtype),
                 _byte(words, 2, kind).to(like.dtype), _byte(words, 3, kind).to(like.dtype))
     elif like.dtype == tl.bfloat16:

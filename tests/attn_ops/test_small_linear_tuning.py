@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 
 import pytest
 import torch
@@ -59,6 +60,12 @@ def test_what_is_compiled_ahead_is_what_measuring_launches() -> None:
         tune(shapes, CPU, timer=Timer(1.0))
     assert ahead == launched and len(ahead) >= len(CANDIDATES[True]) + len(CANDIDATES[False])
     assert not tuning.launches(shapes, CPU), "all is measured now"
+
+
+def test_nothing_to_measure_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning._known.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert tune([], CPU) == 0
 
 
 @pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, tuning.MOST_COPIES)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -366,6 +367,57 @@ def test_quantised_how_a_sequence_is_cut_does_not_matter(kv_dtype):
         torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
         for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
             assert torch.equal(bits(mine), bits(theirs))
+
+
+WORDS = dict(num_heads=8, num_kv_heads=2, head_dim=64, page_size=4, dtype=torch.float16, device=DEVICE)
+
+
+def by_words(monkeypatch) -> list[bool]:
+    """What decoding chose, for each of its launches: see NOTE [Values by words]."""
+    chosen, launch = [], decode.launch
+    place = list(inspect.signature(decode.decode_kernel.fn).parameters).index("WORDS")
+    monkeypatch.setattr(decode, "launch", lambda kernel, grid, *args, **options: (
+        chosen.append(args[place]) if kernel is decode.decode_kernel else None, launch(kernel, grid, *args, **options)))
+    return chosen
+
+
+@QUANT
+@pytest.mark.parametrize("features", [
+    dict(head_dim=80), dict(head_dim=96, layout="HND"), dict(head_dim=57, head_dim_v=64), dict(head_dim=16, head_dim_v=36),
+    dict(head_dim=128, page_size=1, strided=True), dict(num_heads=17, num_kv_heads=1, head_dim=256), dict(page_size=12),
+    dict(window=11, softcap=3.0, sinks=True, chunk=32, layout="HND"), dict(window=1), dict(chunk=8, write=False),
+    dict(poison=float("nan"), sinks=True, write=False),
+], ids=str)
+def test_values_by_words(features, kv_dtype, monkeypatch):
+    chosen = by_words(monkeypatch)
+    shape = {**WORDS, **features, "kv_dtype": kv_dtype}
+    check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
+    check_case(BACKEND, make_case([3, 1, 0, 1], [20, 40, 3, 70], **shape, pad_tokens=2, pad_reqs=1))
+    check_case(BACKEND, make_case([9, *[0] * 9], [40, *[0] * 9], **shape))  # T <= B, and no decode batch
+    with decode.overridden(block_n=16, chunk_min=16, max_splits=7):
+        check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **shape))
+    assert chosen and all(chosen)
+
+
+@pytest.mark.parametrize("features", [dict(head_dim=65), dict(head_dim=66, layout="HND"), dict(head_dim=64, head_dim_v=63),
+                                      dict(dtype=torch.float32), dict(num_heads=4), dict(head_dim=32)], ids=str)
+def test_values_not_by_words(features, monkeypatch):
+    chosen = by_words(monkeypatch)
+    check_case(BACKEND, make_case([1, 1], [20, 70], **{**WORDS, **features}, kv_dtype=torch.int8))
+    assert chosen == [False]
+
+
+@pytest.mark.parametrize(("offset", "row", "page"), [(1, 64, 512), (6, 64, 512), (4, 64, 512), (0, 66, 528), (0, 64, 514)])
+def test_values_by_words_only_where_words_lie(offset, row, page, monkeypatch):
+    """A slice of a larger tensor may begin anywhere: a GPU loads a word from a multiple of four bytes only."""
+    chosen = by_words(monkeypatch)
+    case = make_case([1, 1], [20, 70], **WORDS, kv_dtype=torch.int8)
+    v = case.cache.v[0]
+    case.cache.v[0] = torch.zeros(offset + len(v) * page, dtype=v.dtype, device=DEVICE).as_strided(
+        v.shape, (page, 2 * row, row, 1), offset)
+    case.cache.v[0].copy_(v)
+    check_case(BACKEND, case)
+    assert chosen == [(offset, row, page) == (4, 64, 512)]
 
 
 @QUANT

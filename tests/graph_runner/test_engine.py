@@ -677,6 +677,7 @@ def test_out_of_memory_while_capturing(one_layer, monkeypatch) -> None:
     with unchanged(one_layer), pytest.raises(RuntimeError, match=message) as caught:
         Engine(one_layer, fusions="all", **options)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert gc.isenabled() and gc.get_freeze_count() < 1000, "the collector rests no longer"
     monkeypatch.undo()
     with Engine(one_layer, **options) as engine:
         assert tokens(engine.generate([3, 4, 5], GREEDY)) == [hf_greedy(one_layer, [3, 4, 5], GREEDY.max_tokens)]

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from attn_ops import small_linear_tuning as tuning
 from attn_ops.backend import get_backend
 from attn_ops.kv_cache import PagedKVCache
-from attn_ops.launch import Launch, TensorArgument, implementations, launch, noting
+from attn_ops.launch import Launch, TensorArgument, _side_stream, implementations, launch, noting, side_stream
 from attn_ops.metadata import CommonAttentionMetadata
 from attn_ops.small_linear_tuning import LinearShape
 from attn_ops.step import Step
@@ -61,6 +61,16 @@ def test_a_launch_is_noted_up_to_what_its_code_depends_on() -> None:
     assert not Kernel.launched
     launch(Kernel(), (3,), x, 1, 2, 3)
     assert Kernel.launched == [((3,), (x, 1, 2, 3), {})]
+
+
+def test_one_side_stream_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the device is named with its index or not, and whatever the current one was before."""
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: [device])
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+    _side_stream.cache_clear()
+    for current in (0, 1):
+        assert side_stream(torch.device("cuda")) is side_stream(torch.device("cuda", current)) == [current]
+    _side_stream.cache_clear()
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -207,10 +217,100 @@ def test_shapes_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert names.count("vector_kernel") == len(tuning.CANDIDATES[True])
     assert names.count("tile_kernel") == 2 * len(tuning.CANDIDATES[False])  # for tiles of 16 and of 32 tokens
     ahead.wait()
+    another = CompileAhead([], ("cuda", 90, 32), 1)
+    monkeypatch.setattr(another, "_run", ahead._run)
+    another.start_tuning({shape}, cpu)
+    assert len(started) == 2
     tuning.tune([shape], cpu, timer=lambda run, calls: 1.0)
-    ahead.start_tuning({shape}, cpu)
-    assert len(started) == 1
+    another.start_tuning({shape}, cpu)
+    assert len(started) == 2
     tuning._known.cache_clear()
+
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch, most: int = 99) -> list[subprocess.Popen[bytes]]:
+    """Instead of compiling, processes sleep: no more than ``most`` of them start."""
+    popen, started = subprocess.Popen, []
+
+    def start(command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if len(started) == most:
+            raise BlockingIOError("Resource temporarily unavailable")
+        started.append(popen(SLEEPER, **options))
+        return started[-1]
+
+    monkeypatch.setattr("passes.compile_ahead.subprocess.Popen", start)
+    return started
+
+
+def test_what_fails_here_does_not_fail_a_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does it leave processes behind."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("QUIRE_TUNE", "1")
+    some, cpu = [Launch("m", str(i), (), ()) for i in range(20)], torch.device("cpu")
+    ahead = CompileAhead([StepShape(1, 1, 1)], ("cuda", 90, 32), 4)
+    monkeypatch.setattr(tuning, "launches", lambda *args: set(some))
+    started = sleeping(monkeypatch, most=2)
+    ahead.start_tuning(set(), cpu)
+    assert "Resource temporarily unavailable" in caplog.text and not ahead._batches
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    monkeypatch.setattr(tuning, "launches", lambda *args: 1 // 0)
+    ahead.start_tuning(set(), cpu)
+    assert "ZeroDivisionError" in caplog.text
+
+    class Note:
+        def put(self, *args: Any) -> None:
+            raise PermissionError("a folder that is read only")
+
+    ahead._batches.append(_Batch(some, [], [], Note()))
+    ahead.wait()
+
+
+def test_without_inductors_private_functions(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*args: Any) -> Any:
+        raise PermissionError("a folder that is read only")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    del os.environ["TRITON_CACHE_DIR"]
+    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.triton_cache_dir", fail)
+    as_inductor_will(torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime", None)  # as if a later torch had no such module
+    as_inductor_will(torch.device("cuda", 0))
+    # Without a GPU, asking the driver fails: kernels are compiled at their launch, then.
+    monkeypatch.setenv("QUIRE_COMPILE_WORKERS", "2")
+    monkeypatch.setattr("torch.cuda.device", fail)
+    assert CompileAhead.for_device([], torch.device("cuda", 0)) is None
+
+
+def test_nothing_is_started_when_all_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled later, for another cache or other parameters, is launched at once: nobody would end its processes."""
+    monkeypatch.setenv("QUIRE_TUNE", "1")
+    ahead = CompileAhead([StepShape(1, 1, 1)], ("cuda", 90, 32), 1)
+    monkeypatch.setattr(ahead, "_run", lambda *args: pytest.fail("started"))
+    monkeypatch.setattr(ahead, "_note", lambda *args: pytest.fail("looked for what to start"))
+    monkeypatch.setattr(tuning, "launches", lambda *args: pytest.fail("looked for what to start"))
+    ahead.wait()
+    node = fx.Graph().call_function(next(iter(implementations)), ())
+    ahead.start([node], {}, {})
+    ahead.start_tuning(set(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dropped", ["del ahead", "sys.exit(3)"])
+def test_no_process_outlives_its_owner(dropped: str) -> None:
+    script = f"""
+import subprocess, sys
+import passes.compile_ahead as module
+popen = subprocess.Popen
+subprocess.Popen = lambda command, **options: popen({SLEEPER!r}, **options)
+ahead = module.CompileAhead([], ("cuda", 90, 32), 1)
+ahead._batches.append(ahead._run([module.Launch("m", "n", (), ())], None))
+print(ahead._batches[0].processes[0].pid, flush=True)
+{dropped}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
 
 
 def test_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -440,7 +440,7 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size,
           v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None,
-          s_strides: tuple[int, ...], kv_dtype: torch.dtype, by_row: bool, device: torch.device) -> _Plan | None:
+          s_strides: tuple[int, ...], kv_dtype: torch.dtype, by_row: bool, device: torch.device, v_offset: int) -> _Plan | None:
     num_tokens, heads, dim = q_shape
     page, kv_heads, dim_v = k_shape[1], k_shape[2], v_shape[3]
     itemsize = dtype.itemsize
@@ -463,7 +463,7 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_stride
                    merge_rows, max(1, min(16, 8192 // (merge_rows * dim_v_p2)))),
         # See NOTE [Values by words].
         words=kv_dtype in FORMATS and tuned.dot and itemsize == 2 and dim_v_p2 >= 64 and not any(
-            n % 4 for n in (dim_v, *v_strides[:3])),
+            n % 4 for n in (dim_v, v_offset, *v_strides[:3])),
         reduce_grid=(slots * per_block,),
         reduce_constants=(heads, kv_heads, dim_v, window or 0, chunk or 0, blocks, per_block, dim_v_p2, by_row,
                           tuned.block_n, max(1, min(32, 4096 // dim_v_p2))),
@@ -482,7 +482,8 @@ def decode(
     weights, eps and the RopeForm, for q and k not yet rotated. The other arguments are the paged op's."""
     num_reqs, device = seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
-                 block_table.shape[1], window, chunk, scale_strides(k_scale), k_cache.dtype, by_row, device)
+                 block_table.shape[1], window, chunk, scale_strides(k_scale), k_cache.dtype, by_row, device,
+                 v_cache.storage_offset() % 4)
     if plan is None:
         return
     partial = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
