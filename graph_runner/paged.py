@@ -171,6 +171,8 @@ class PagedGenerate(OnInstance):
             return "it was given an empty batch", None
         if model.training:
             return "the model is in training mode", None
+        if torch.is_autocast_enabled(model.device.type):
+            return "torch.autocast is on, and an engine computes in the model's own dtypes", None
         # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).
         options = {k: v for k, v in kwargs.items() if k not in _HONOURED}
         own, base = model.generation_config, given.get("generation_config")

@@ -335,6 +335,13 @@ def test_training_mode(plain, model, batch) -> None:
     assert model.generate.engine is engine
 
 
+def test_autocast(plain, model, batch) -> None:
+    """Transformers' generate computes in autocast's dtype, and an engine does not."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="because torch.autocast is on"):
+        got = model.generate(**batch, max_new_tokens=NEW)
+        assert torch.equal(got, plain.generate(**batch, max_new_tokens=NEW))
+
+
 # -- the model besides
 
 
