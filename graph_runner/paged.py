@@ -100,9 +100,13 @@ class PagedGenerate(OnInstance):
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer)."""
+        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer) or the trace
+        is gone."""
         with self._making:
-            if self._engine is not None and (change := self._engine.watch.change()) is not None:
+            change = None if self._engine is None else self._engine.watch.change()
+            if self._engine is not None and change is None and not self._engine.runner.paged.traced:
+                change = "torch._dynamo.reset() dropped its trace"
+            if self._engine is not None and change is not None:
                 logger.info("a new engine for %s: %s", type(self.model).__name__, change)
                 self._engine.close()
                 self._engine = None

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import reset_code
 from torch.nn import functional as F
 from transformers import (
     GenerationConfig,
@@ -468,6 +469,15 @@ def small() -> nn.Module:
 
 def generated(model: nn.Module) -> list[int]:
     return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12)[0].tolist()
+
+
+def test_a_dropped_trace_is_made_again() -> None:
+    model = quire.paged(small(), **SMALL)
+    before, first = generated(model), model.generate.engine
+    reset_code(first.runner.paged._compiled._torchdynamo_orig_callable.__code__)  # as torch._dynamo.reset() does to all
+    assert generated(model) == before
+    assert model.generate.engine is not first and first._closed
+    model.generate.close()
 
 
 def test_a_changed_model_gets_a_new_engine() -> None:
