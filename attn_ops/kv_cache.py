@@ -79,7 +79,7 @@ class PagedKVCache:
     def _allocate_scale(self, heads: int) -> torch.Tensor | None:
         if not self.quantised:
             return None
-        return torch.zeros(self.num_pages, heads, self.page_size, device=self.device).transpose(1, 2)
+        return torch.zeros(self.num_pages, heads, self.page_size, dtype=torch.float32, device=self.device).transpose(1, 2)
 
     def _allocate(self, heads: int, dim: int) -> torch.Tensor:
         # Zeros, not empty: a kernel may load (and mask out) the rest of a page, and 0 * NaN would still be NaN.

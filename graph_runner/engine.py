@@ -31,7 +31,7 @@ from graph_runner.watch import ModelWatch
 
 class Engine:
     """Serves one causal LM in this process. Use as a context manager, or call ``close``: the model is then as it was.
-    Threads may share an engine: their requests run together.
+    Threads may share an engine: their requests run together, in the model's dtypes (``torch.autocast`` does not count).
 
     Args:
         model: a transformers causal LM, a module with such a forward, or a path to a saved model.

@@ -7,6 +7,8 @@ them where the next step will read them, sample anew for rows with filters, and 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,9 +80,25 @@ class Launched:
         return self.host_tokens[: len(self.batch.rows)].tolist()
 
 
+def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own dtypes, whatever the caller's are: a step may hold requests of several threads, and what is compiled or
+    captured under autocast would stay so when it is over."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return method(*args)
+
+    return run
+
+
 class ModelRunner:
     """See the module's docstring. Raises UnsupportedAttention for a model that cannot be served."""
 
+    @_without_autocast
     @torch.inference_mode(False)  # its tensors outlive whatever mode the caller is in
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: RunnerConfig) -> None:
@@ -271,6 +289,7 @@ class ModelRunner:
         ensure_planned(step, self.backend, self.sites)
         return self.graphs.replay(bucket)
 
+    @_without_autocast
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:

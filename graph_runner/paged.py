@@ -100,9 +100,13 @@ class PagedGenerate(OnInstance):
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer)."""
+        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer) or the trace
+        is gone."""
         with self._making:
-            if self._engine is not None and (change := self._engine.watch.change()) is not None:
+            change = None if self._engine is None else self._engine.watch.change()
+            if self._engine is not None and change is None and not self._engine.runner.paged.traced:
+                change = "torch._dynamo.reset() dropped its trace"
+            if self._engine is not None and change is not None:
                 logger.info("a new engine for %s: %s", type(self.model).__name__, change)
                 self._engine.close()
                 self._engine = None
@@ -171,6 +175,8 @@ class PagedGenerate(OnInstance):
             return "it was given an empty batch", None
         if model.training:
             return "the model is in training mode", None
+        if torch.is_autocast_enabled(model.device.type):
+            return "torch.autocast is on, and an engine computes in the model's own dtypes", None
         # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).
         options = {k: v for k, v in kwargs.items() if k not in _HONOURED}
         own, base = model.generation_config, given.get("generation_config")

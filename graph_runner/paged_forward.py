@@ -118,7 +118,7 @@ class PagedForward(OnInstance):
                                        "sequence has positions of its own; pass position_ids=metadata.positions[None]")
         if step.attention == "auto":
             step.attention = self.attention
-        with interface_active(self.model), experts_active(self.model):
+        with interface_active(self.model), experts_active(self.model), torch.no_grad():  # attention to a cache has no gradient
             return self._plain(*args, **kwargs)
 
 

@@ -190,7 +190,7 @@ def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Pi
     row_params = (params.temperature, params.seed, params.position)
     if not params.any_filter:
         return draw_tokens(logits, *row_params)  # on CUDA one kernel: there is nothing to compile
-    threshold = torch.full((rows,), -math.inf, device=logits.device)
+    threshold = torch.full((rows,), -math.inf, dtype=torch.float32, device=logits.device)
     if params.any_top_k:
         threshold = get(_top_k_threshold)(logits, params.top_k)
     if params.any_top_p:
@@ -218,7 +218,7 @@ def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
     def count(pivot: Tensor, below: Tensor) -> Tensor:
         return (x >= pivot[:, None, None]).sum(-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
 
-    unbounded = torch.full(top_k.shape, -math.inf, device=x.device)
+    unbounded = torch.full(top_k.shape, -math.inf, dtype=torch.float32, device=x.device)
     return torch.where(top_k > 0, _largest_pivot(count, top_k, unbounded, logits.dtype), unbounded)
 
 

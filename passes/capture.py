@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils._python_dispatch import _disable_current_modes
 
 import attn_ops.kv_cache
@@ -218,6 +219,11 @@ class PagedModel:
         """The traced graph, and how it runs in steps."""
         assert self._backend.graph is not None
         return self._backend.graph
+
+    @property
+    def traced(self) -> bool:
+        """Whether the trace is still there; ``torch._dynamo.reset`` drops all of them."""
+        return bool(_debug_get_cache_entry_list(self._compiled._torchdynamo_orig_callable.__code__))
 
     @property
     def weights(self) -> FusedWeights:

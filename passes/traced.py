@@ -76,6 +76,8 @@ class TracedGraph:
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
         gm = copy_graph(self.gm)
+        for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
+            gm.graph.erase_node(node)  # a step gives no gradients, and the end of a no_grad in the model would turn them on
         real = dict(zip(placeholders(gm.graph), self.inputs, strict=True))
         numbered = [n.kwargs["layer"] for n in site_nodes(gm.graph)]
         raised, refusals = raise_sdpa(gm, {node.name: x for node, x in real.items()})

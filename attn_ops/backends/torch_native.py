@@ -108,9 +108,10 @@ def paged_attention(
     queries = (queries * scale).reshape(tiles, kv_heads, -1, dim)
     limit = (position.amax(1) + 1).clamp_max(seq_lens.long()[row])
 
-    highest = torch.full((tiles, kv_heads, heads // kv_heads, size, 1), float("-inf"), device=q.device)
+    highest = torch.full((tiles, kv_heads, heads // kv_heads, size, 1), float("-inf"), dtype=torch.float32,
+                         device=q.device)
     total = torch.zeros_like(highest)
-    out = torch.zeros(tiles, kv_heads, heads // kv_heads, size, v_cache.shape[3], device=q.device)
+    out = torch.zeros(tiles, kv_heads, heads // kv_heads, size, v_cache.shape[3], dtype=torch.float32, device=q.device)
     if sinks is not None:
         highest = sinks.float().view(1, kv_heads, -1, 1, 1).expand_as(highest)
         total = torch.ones_like(highest)

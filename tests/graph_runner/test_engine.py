@@ -847,3 +847,31 @@ def test_inference_mode(model, prompts, expected) -> None:
         engine.close()
     assert not any(p.is_inference() for p in ours.parameters())
     ours(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_autocast(model, prompts, compiler) -> None:
+    """Made and used under autocast, an engine computes in the model's dtypes all the same: it serves others too, and later."""
+    logits = []
+    with torch.autocast("cpu", torch.bfloat16), Engine(model, num_pages=40, max_num_seqs=8, compiler=compiler) as engine:
+        forward = engine.runner._forward
+        engine.runner._forward = lambda *args: logits.append(forward(*args)) or logits[-1]
+        engine.generate([prompts[0]], GREEDY)
+        assert torch.is_autocast_enabled("cpu")
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([prompts[0]])).logits[0, -1]
+    assert (logits[0][0][0] - wanted).abs().max() <= 1e-5 * wanted.abs().max()  # bfloat16's eps is 8e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_default_dtype(model, prompts, expected, dtype, kv_cache_dtype) -> None:
+    """That of new tensors, which scripts set to have their models made in it."""
+    params = [GREEDY, SamplingParams(temperature=1e-6, top_k=5, min_p=0.1, max_tokens=GREEDY.max_tokens)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with Engine(model, num_pages=40, max_num_seqs=8, kv_cache_dtype=kv_cache_dtype) as engine:
+            assert tokens(engine.generate(prompts[:2], params)) == expected[:2]
+    finally:
+        torch.set_default_dtype(before)

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import reset_code
 from torch.nn import functional as F
 from transformers import (
     GenerationConfig,
@@ -335,6 +336,13 @@ def test_training_mode(plain, model, batch) -> None:
     assert model.generate.engine is engine
 
 
+def test_autocast(plain, model, batch) -> None:
+    """Transformers' generate computes in autocast's dtype, and an engine does not."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="because torch.autocast is on"):
+        got = model.generate(**batch, max_new_tokens=NEW)
+        assert torch.equal(got, plain.generate(**batch, max_new_tokens=NEW))
+
+
 # -- the model besides
 
 
@@ -461,6 +469,15 @@ def small() -> nn.Module:
 
 def generated(model: nn.Module) -> list[int]:
     return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12)[0].tolist()
+
+
+def test_a_dropped_trace_is_made_again() -> None:
+    model = quire.paged(small(), **SMALL)
+    before, first = generated(model), model.generate.engine
+    reset_code(first.runner.paged._compiled._torchdynamo_orig_callable.__code__)  # as torch._dynamo.reset() does to all
+    assert generated(model) == before
+    assert model.generate.engine is not first and first._closed
+    model.generate.close()
 
 
 def test_a_changed_model_gets_a_new_engine() -> None:

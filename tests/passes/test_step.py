@@ -165,6 +165,18 @@ def test_experts_in_a_step(switched, monkeypatch) -> None:
 
 
 @WAYS
+def test_no_gradients(way) -> None:
+    """Gradients are turned off and on in llama's forward (rotary embeddings), and the caller has them on."""
+    model, call = way()
+    meta = quire.CommonAttentionMetadata.build([9], [9], [[5, 2, 9]], page_size=PAGE)
+    with torch.enable_grad(), quire.step(cache_for(model), meta):
+        out = call(input_ids=sequences()[0][None, :9], position_ids=meta.positions[None], use_cache=False)
+        assert torch.is_grad_enabled()
+    assert not logits_of(out).requires_grad
+    assert logits_of(model(sequences()[0][None, :9], position_ids=meta.positions[None])).requires_grad
+
+
+@WAYS
 def test_one_token(way) -> None:
     """A batch of one token: Dynamo traces that length apart and learns nothing from it, so a compiled model refuses."""
     model, call = way()
