@@ -14,7 +14,7 @@ _INTERPRETERS_OWN = 1000
 
 
 @contextmanager
-def freeze_gc() -> Iterator[None]:
+def freeze_gc(collect: bool = True) -> Iterator[None]:
     """Collect once, then keep the collector off until the block ends, also when it ends with an exception.
 
     A collection during capture can free CUDA tensors, which a capturing stream does not allow, and with a model and a
@@ -27,6 +27,8 @@ def freeze_gc() -> Iterator[None]:
     `gc.unfreeze` knows no owner: it unfreezes everything. Where an application has frozen objects before the block,
     they stay frozen after it; the block then only collects and disables, since freezing more could not be undone.
 
+    With ``collect=False`` garbage is frozen too, and waits for the end: a collection walks all of torch and transformers.
+
     The collector belongs to the process: the block holds for all of its threads, and blocks of several threads that
     overlap are not supported.
     """
@@ -34,7 +36,8 @@ def freeze_gc() -> Iterator[None]:
     freeze = gc.get_freeze_count() < _INTERPRETERS_OWN
     gc.disable()
     try:
-        gc.collect()
+        if collect:
+            gc.collect()
         if freeze:
             gc.freeze()
         yield

@@ -111,7 +111,8 @@ class ModelRunner:
             attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
             kv_cache_dtype=config.kv_cache_dtype, layout=config.layout, max_model_len=config.max_model_len)
         try:
-            with freeze_gc():  # tracing makes objects by the million, and what lives is walked again and again
+            # Tracing makes objects by the million, and what lives is walked again and again. Garbage may hold a GPU's memory.
+            with freeze_gc(collect=self.device.type == "cuda"):
                 self.paged = PagedModel(model, options, draws=config.compiler != "eager", ahead=ahead)
                 with stages.stage("set-up"):
                     if ahead is not None:

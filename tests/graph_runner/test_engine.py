@@ -615,7 +615,7 @@ def test_max_tokens_0() -> None:
     (dict(compiler="gcc"), "compiler must be one of inductor, inductor-whole, eager; got 'gcc'"),
     (dict(prefill_chunk_size=0), "prefill_chunk_size must be at least 1, got 0"),
     (dict(kv_cache_dtype=8), "kv_cache_dtype 8 is neither"),
-    (dict(fusions=["all_of_it"]), r"unknown fusions \['all_of_it'\]; there are \['projections'"),
+    (dict(fusions=["all_of_it"]), r"unknown fusions \['all_of_it'\]; there are \['quantized'"),
     (dict(max_num_seqs=4, cudagraph_capture_sizes=[8]), "batch size 8 in the list to capture is larger than any batch"),
     (dict(max_num_batched_tokens=64, cudagraph_token_sizes=[65]), "token count 65 in the list to capture is larger"),
 ])

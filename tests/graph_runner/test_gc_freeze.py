@@ -1,6 +1,7 @@
 """`freeze_gc` and `ServingFreeze` leave the collector as they found it, whatever happens inside."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -113,6 +114,22 @@ def serving() -> ServingFreeze:
     for _ in range(ServingFreeze.TURNS):
         freeze.turn()
     return freeze
+
+
+def test_without_a_collection_garbage_waits_for_the_end() -> None:
+    class Node:
+        pass
+
+    node = Node()
+    node.me = node  # type: ignore[attr-defined]
+    gone = weakref.ref(node)
+    del node
+    with freeze_gc(collect=False):
+        assert not gc.isenabled()
+        gc.collect()
+        assert gone() is not None
+    gc.collect()
+    assert gone() is None
 
 
 def test_serving_freezes_after_some_turns_until_released() -> None:
