@@ -68,10 +68,11 @@ def test_nothing_to_measure_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> 
     assert tune([], CPU) == 0
 
 
-@pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, tuning.MOST_COPIES)])
+@pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, 6)])
 def test_how_many_weights_are_gone_through(cold: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough not to fit into the cache, but no more than so many: a small model's weights are in the cache anyway."""
     monkeypatch.setattr(tuning, "_COLD", cold)
+    monkeypatch.setattr(tuning, "MOST_COPIES", 6)
     calls = set()
     tuning.fastest(SHAPE, 1, CPU, lambda run, n: float(calls.add(n) or len(run())))
     assert calls == {copies}
