@@ -11,6 +11,8 @@ runs in the same kernel, at no cost in bytes:
 Two kernels: for M = 1 a sum of products (no matrix unit: its smallest tile would be 16 tokens), and else a tile of weight
 rows times the tokens, padded to 16 or 32, on the matrix units.
 
+Weights quantised by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTISED tokens.
+
 Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager definition, which is also the reference.
 """
 

@@ -49,10 +49,10 @@ for part in "$@"; do
         tests)
             read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/test_rope.py tests/attn_ops/test_small_linear.py}"
             # Many processes share the CPU: each compiles in one thread. A line for each test, in case time runs out.
-            export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0
+            alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0)  # for the tests, not for later parts
             for alone in "not alone" alone; do
                 many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
-                timeout "$LIMIT" "$PY" -m pytest -vv --show-capture=no -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" \
+                timeout "$LIMIT" env "${alike[@]}" "$PY" -m pytest -vv --show-capture=no -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" \
                     "${many[@]}" "${tests[@]}" -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
                 echo "== tests, $alone: exit $?"; tail -"${LINES_SHOWN:-30}" "$OUT/tests_${alone// /_}.log" | cut -c1-200
             done ;;

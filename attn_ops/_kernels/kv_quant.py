@@ -10,7 +10,7 @@ memory. Byte by byte that takes a load from shared memory for each code. So four
 and words are taken apart into four tensors (``unpack``), whose products are put side by side when all keys are seen
 (``joined``).
 
-NOTE [Converting codes]: with integer instructions, since a GPU converts 16 numbers a cycle where it multiplies 128. Two codes
+NOTE [Converting codes]: with integer instructions and one multiplication, not by the GPU's converter. Two codes
 at a time, in the halves of a register. int8 to bfloat16: the bits 0x4300 with the code's lower 7 are 128 plus these; with its
 sign bit they are 128 or 256; the difference is the code. int8 to float16: 0x6400 with the code, its sign flipped, is
 1024 + 128 plus the code. fp8: the code's bits go to where exponent and mantissa end, and a multiplication by a power of two
@@ -182,5 +182,4 @@ def scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if scale is None else scale.stride()
 
 
-__all__ = ["encode", "joined", "rounding", "scale_strides", "store_heads", "unpack",
-           "widen"]
+__all__ = ["encode", "joined", "rounding", "scale_strides", "store_heads", "unpack", "widen"]
