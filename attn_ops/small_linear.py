@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from attn_ops.attention import LIBRARY
 from attn_ops.launch import implementations, launch
-from attn_ops.small_linear_tuning import Config, by_rule, config_for, padded
+from attn_ops.small_linear_tuning import Config, config_for, padded
 
 #: dtypes of codes that the kernels multiply; above so many tokens codes are converted first, and cuBLAS multiplies.
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -95,8 +95,7 @@ def small_linear_cuda(
     res = residual.reshape(m, n) if residual is not None else None
     out = x.new_empty(m, n)
     if config is None:
-        config = config_for(m, weight.shape[0], k, swiglu, x.device) if scale is None else by_rule(
-            m, weight.shape[0], k, swiglu, quantised=True)
+        config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,

@@ -6,6 +6,7 @@ parameters, and the definition, which is cuBLAS with the norm, SwiGLU and residu
 definition was faster the op runs it. With QUIRE_TUNE=0 nothing is measured, and ``config_for`` goes by a rule.
 
 A norm or a residual beside a product, or another dtype, does not make it another shape: parameters change speed, not results.
+Quantised weights do: their codes are half the bytes, and for more tokens than others they stay with this op.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # of the user's file; another one is not read
 TABLE = Path(__file__).parent / "small_linear_configs.json"
 SIZES = (1, 8, 32)  # tokens that are measured: one for each padded size
+SIZES_QUANTISED = (*SIZES, 64, 128, 256)
 _COLD = 240e6  # bytes of weights to go through in turn: several times the L2 cache of a large GPU
 MOST_COPIES = 64  # of one weight: so many launches tell its time, and a model of smaller weights stays in the cache anyway
 
@@ -42,7 +44,8 @@ class Config(NamedTuple):
 
 
 class LinearShape(NamedTuple):
-    """A linear layer as the kernel sees it: rows and columns of the weight, and what runs with it."""
+    """A linear layer as the kernel sees it: rows and columns of the weight, and what runs with it. ``codes``: the dtype of a
+    quantised weight's codes."""
 
     n: int
     k: int
@@ -50,6 +53,7 @@ class LinearShape(NamedTuple):
     residual: bool
     swiglu: bool
     dtype: torch.dtype
+    codes: torch.dtype | None = None
 
 
 #: What is tried for one token, and for more.
@@ -57,6 +61,19 @@ CANDIDATES = {
     True: (Config(1, 1024, 4, 2), Config(1, 2048, 4, 1), Config(2, 1024, 4, 3)),
     False: (Config(32, 256, 4, 5), Config(64, 256, 4, 4), Config(128, 128, 8, 3)),
 }
+#: The same for codes: by tokens up to which.
+CANDIDATES_QUANTISED = {
+    1: (Config(1, 2048, 4, 2), Config(2, 2048, 4, 2), Config(4, 1024, 4, 2)),
+    32: (Config(32, 256, 4, 4), Config(64, 256, 4, 4), Config(64, 128, 4, 4), Config(128, 128, 8, 4)),
+    256: (Config(64, 128, 4, 3), Config(128, 128, 8, 3), Config(128, 64, 8, 4)),
+}
+
+
+def candidates(num_tokens: int, codes: torch.dtype | None) -> tuple[Config, ...]:
+    """The parameters to try for so many tokens."""
+    if codes is None:
+        return CANDIDATES[num_tokens == 1]
+    return next(tried for most, tried in CANDIDATES_QUANTISED.items() if num_tokens <= most)
 
 
 def padded(num_tokens: int) -> int:
@@ -64,22 +81,24 @@ def padded(num_tokens: int) -> int:
     return 1 if num_tokens == 1 else max(16, 1 << (num_tokens - 1).bit_length())
 
 
-def key(num_tokens: int, n: int, k: int, swiglu: bool) -> str:
-    return f"{padded(num_tokens)}x{n}x{k}{'s' if swiglu else ''}"
+def key(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> str:
+    kind = "" if codes is None else f" {codes}".replace("torch.", "")
+    return f"{padded(num_tokens)}x{n}x{k}{'s' if swiglu else ''}{kind}"
 
 
-def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.device) -> Config | None:
+def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.device,
+               codes: torch.dtype | None = None) -> Config | None:
     """The measured parameters for a weight (n, k); None if the definition was faster; by a rule if nothing was measured."""
     known = _known(device)
-    found = known.get(key(num_tokens, n, k, swiglu), ())
+    found = known.get(key(num_tokens, n, k, swiglu, codes), ())
     if found is None:
         return None
-    return Config(*found) if found else by_rule(num_tokens, n, k, swiglu)
+    return Config(*found) if found else by_rule(num_tokens, n, k, swiglu, codes)
 
 
-def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, quantised: bool = False) -> Config:
-    """Parameters that nobody measured. ``quantised``: the weight is codes, a byte each."""
-    if quantised:  # as many bytes in flight as the others, from twice as many weights; not timed yet
+def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
+    """Parameters that nobody measured."""
+    if codes is not None:  # as many bytes in flight as the others, from twice as many weights; not timed yet
         if num_tokens == 1:
             return Config(1 if n <= 8192 and not swiglu else 2, next((b for b in (2048, 1024) if k % b == 0), 512), 4, 2)
         if num_tokens <= 32:
@@ -135,9 +154,17 @@ def enabled() -> bool:
 
 def missing(shapes: Iterable[LinearShape], device: torch.device) -> list[tuple[LinearShape, int]]:
     """(shape, tokens) that no file has measurements of, for this device."""
-    found = {key(m, s.n, s.k, s.swiglu): (s, m) for s in sorted(set(shapes), key=str) for m in SIZES}
+    found = {}
+    for shape in sorted(set(shapes), key=str):
+        for m in SIZES if shape.codes is None else SIZES_QUANTISED:
+            s = shape if m in SIZES else shape._replace(norm=False, residual=False, swiglu=False)  # see fuse_small_linear
+            found[_key(s, m)] = s, m
     known = _known(device) if found else {}  # with nothing to ask for, Triton need not be there
     return [pair for name, pair in found.items() if name not in known]
+
+
+def _key(shape: LinearShape, num_tokens: int) -> str:
+    return key(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes)
 
 
 def tune(shapes: Iterable[LinearShape], device: torch.device, *, timer: Callable[..., float] | None = None,
@@ -153,7 +180,7 @@ def tune(shapes: Iterable[LinearShape], device: torch.device, *, timer: Callable
         return 0
     logger.info("small_linear: measuring %d shapes and sizes, once on this device", len(todo))
     timer = timer or graph_time
-    best: dict[str, Any] = {key(m, s.n, s.k, s.swiglu): fastest(s, m, device, timer) for s, m in progress(todo)}
+    best: dict[str, Any] = {_key(s, m): fastest(s, m, device, timer) for s, m in progress(todo)}
     devices = _read_user()
     devices[_device_key(device)] = {**devices.get(_device_key(device), {}), **best}
     path = user_file()
@@ -178,9 +205,15 @@ def launches(shapes: Iterable[LinearShape], device: torch.device) -> set[Launch]
     with FakeTensorMode(), noting() as noted:
         for shape, num_tokens in missing(shapes, device):
             (call,) = arguments(shape, num_tokens, device, 1)
-            for config in CANDIDATES[num_tokens == 1]:
+            for config in candidates(num_tokens, shape.codes):
                 kernel(*call, config=config)
     return noted
+
+
+def copies_of(shape: LinearShape) -> int:
+    """How many weights of that shape to go through in turn."""
+    size = shape.n * shape.k * (shape.codes or torch.bfloat16).itemsize
+    return max(2, min(MOST_COPIES, int(_COLD / size) + 1))
 
 
 def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Callable[..., float]) -> Config | None:
@@ -188,10 +221,10 @@ def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Ca
     from attn_ops import small_linear
 
     kernel: Any = small_linear.small_linear_cuda
-    calls = arguments(shape, num_tokens, device, max(2, min(MOST_COPIES, int(_COLD / (shape.n * shape.k * 2)) + 1)))
+    calls = arguments(shape, num_tokens, device, copies_of(shape))
     reference = small_linear.small_linear_eager(*calls[0]).double()
     times: dict[Config | None, float] = {None: timer(lambda: [small_linear.small_linear_eager(*a) for a in calls], len(calls))}
-    for config in CANDIDATES[num_tokens == 1]:
+    for config in candidates(num_tokens, shape.codes):
         try:
             out = kernel(*calls[0], config=config).double()
             if not (out - reference).norm() <= 1e-2 * reference.norm():
@@ -209,7 +242,11 @@ def arguments(shape: LinearShape, num_tokens: int, device: torch.device, copies:
     x = torch.randn(num_tokens, shape.k, **made)
     norm_weight = torch.rand(shape.k, **made) + 0.5 if shape.norm else None
     residual = torch.randn(num_tokens, out_n, **made) if shape.residual else None
-    return [(x, torch.randn(shape.n, shape.k, **made) * 0.02, None, norm_weight, 1e-5, residual, shape.swiglu)
+    rest = None, norm_weight, 1e-5, residual, shape.swiglu
+    if shape.codes is None:
+        return [(x, torch.randn(shape.n, shape.k, **made) * 0.02, *rest) for _ in range(copies)]
+    scale = torch.full((shape.n,), 0.02 / 64, device=device)
+    return [(x, (torch.randn(shape.n, shape.k, **made) * 32).clamp(-127, 127).to(shape.codes), *rest, scale)
             for _ in range(copies)]
 
 
@@ -233,5 +270,6 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
     return sorted(times[2:])[2]
 
 
-__all__ = ["CANDIDATES", "Config", "LinearShape", "MOST_COPIES", "SIZES", "TABLE", "arguments", "by_rule", "config_for",
-           "enabled", "fastest", "graph_time", "key", "launches", "missing", "padded", "tune", "user_file"]
+__all__ = ["CANDIDATES", "CANDIDATES_QUANTISED", "Config", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTISED", "TABLE",
+           "arguments", "by_rule", "candidates", "config_for", "copies_of", "enabled", "fastest", "graph_time", "key",
+           "launches", "missing", "padded", "tune", "user_file"]

@@ -26,12 +26,15 @@ def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -
 
 
 def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile for fake ``inputs``. CUDA graphs are ours to capture; Inductor's own would record again for every new cache."""
+    """Compile for fake ``inputs``. CUDA graphs are ours to capture; Inductor's own would record again for every new cache.
+    Weights keep their shapes: to decide whether to pad them, Inductor of torch 2.11 compares the number of tokens with them,
+    and assumes the answer for good."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches={"triton.cudagraphs": False})
+    settings = {"triton.cudagraphs": False, "shape_padding": False}
+    compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches=settings)
     before = set(TensorifyState.force_specializations)
     try:
         return compiled()

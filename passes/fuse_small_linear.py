@@ -69,10 +69,10 @@ def _rewrite(node: fx.Node, fusion: Fusion, scale: Any) -> None:
         new = graph.call_function(small_linear, (
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
             *([] if scale is None else [scale])))
-    if scale is None:
-        rows, columns = fusion.tensor(weight).shape  # type: ignore[arg-type,union-attr]
-        fusion.weights.small_linears.add(LinearShape(
-            rows, columns, norm is not None, residual is not None, swiglu, value(weight).dtype))
+    rows, columns = (fusion.tensor(weight) if scale is None else value(weight)).shape  # type: ignore[arg-type,union-attr]
+    fusion.weights.small_linears.add(LinearShape(
+        rows, columns, norm is not None, residual is not None, swiglu, value(node).dtype,
+        None if scale is None else value(weight).dtype))
     new.meta = dict(end.meta)
     end.replace_all_uses_with(new)
     inputs = list(end.all_input_nodes)

@@ -53,8 +53,42 @@ def test_measured_once_and_kept() -> None:
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+def test_codes_are_measured_apart(codes: torch.dtype) -> None:
+    """For more tokens too: those run without what is folded in for few (passes/fuse_small_linear.py)."""
+    shape = SHAPE._replace(n=64, residual=True, swiglu=True, norm=False, codes=codes)
+    sizes = missing([shape], CPU)
+    assert [m for _, m in sizes] == [1, 8, 32, 64, 128, 256]
+    assert [(s.swiglu, s.residual) for s, _ in sizes] == [(True, True)] * 3 + [(False, False)] * 3
+    timed = []
+    timer = lambda run, calls: timed.append(run()) or 9.0 - len(timed) % 4  # noqa: E731
+    assert tune([shape], CPU, timer=timer) == 6 and not missing([shape], CPU)
+    assert len(timed) == sum(1 + len(tuning.candidates(m, codes)) for _, m in sizes), "a candidate failed or erred"
+    assert len(missing([shape._replace(codes=None, swiglu=False)], CPU)) == 3
+    other = torch.int8 if codes != torch.int8 else torch.float8_e4m3fn
+    assert len(missing([shape._replace(codes=other)], CPU)) == 6
+    for tokens, swiglu in ((1, True), (32, True), (33, False), (200, False)):
+        found = config_for(tokens, 64, 64, swiglu, CPU, codes)
+        assert found in (None, *tuning.candidates(tokens, codes)) and found == config_for(tokens, 64, 64, swiglu, CPU, codes)
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
+    shape = SHAPE._replace(norm=False, codes=codes)
+    for tokens in (1, 8):
+        (call,) = tuning.arguments(shape, tokens, CPU, 1)
+        for config in tuning.candidates(tokens, codes):
+            tuning._known.cache_clear()
+            tuning._known(CPU)[key(tokens, shape.n, shape.k, False, codes)] = list(config)
+            with noting() as launched:
+                small_linear_cuda(*call)
+            with noting() as wanted:
+                small_linear_cuda(*call, config=config)
+            assert launched == wanted and len(launched) == 1
+
+
 def test_what_is_compiled_ahead_is_what_measuring_launches() -> None:
-    shapes = [SHAPE, SHAPE._replace(n=64, residual=True), SHAPE._replace(swiglu=True)]
+    shapes = [SHAPE, SHAPE._replace(n=64, residual=True), SHAPE._replace(swiglu=True), SHAPE._replace(codes=torch.int8)]
     ahead = tuning.launches(shapes, CPU)
     with noting() as launched:  # results are not there, so nothing is timed: every candidate is called once
         tune(shapes, CPU, timer=Timer(1.0))
@@ -139,7 +173,8 @@ def test_the_table_that_ships() -> None:
     for device, configs in json.loads(TABLE.read_text()).items():
         assert device.startswith("NVIDIA")
         for name, values in configs.items():
-            tokens, n, k = (int(x) for x in name.rstrip("s").split("x"))
-            assert key(tokens, n, k, name.endswith("s")) == name
+            shape, _, kind = name.partition(" ")
+            tokens, n, k = (int(x) for x in shape.rstrip("s").split("x"))
+            assert key(tokens, n, k, shape.endswith("s"), getattr(torch, kind) if kind else None) == name
             config = Config(*values)
             assert all(v & (v - 1) == 0 for v in config[:3]) and (tokens == 1 or config.block_n >= 16)

@@ -400,7 +400,8 @@ def test_values_by_words(features, kv_dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("features", [dict(head_dim=65), dict(head_dim=66, layout="HND"), dict(head_dim=64, head_dim_v=63),
-                                      dict(dtype=torch.float32), dict(num_heads=4), dict(head_dim=32)], ids=str)
+                                      dict(dtype=torch.float32), dict(num_heads=4), dict(head_dim=32),
+                                      dict(num_heads=66)], ids=str)
 def test_values_not_by_words(features, monkeypatch):
     chosen = by_words(monkeypatch)
     check_case(BACKEND, make_case([1, 1], [20, 70], **{**WORDS, **features}, kv_dtype=torch.int8))

@@ -116,6 +116,7 @@ def test_quantised(dtype, layout, kv_dtype):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
     (32, 32, 128, 128), (8, 1, 256, 256), (32, 4, 80, 80), (16, 16, 192, 128), (71, 1, 64, 64), (4, 4, 16, 16),
+    (20, 1, 64, 64), (32, 1, 128, 128), (24, 1, 256, 256), (48, 1, 128, 128), (64, 1, 64, 64),
 ])
 def test_quantised_heads_and_dims(heads, kv_heads, dim, dim_v, kv_dtype):
     shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16,
