@@ -11,7 +11,8 @@ runs in the same kernel, at no cost in bytes:
 Two kernels: for M = 1 a sum of products (no matrix unit: its smallest tile would be 16 tokens), and else a tile of weight
 rows times the tokens, padded to 16 or 32, on the matrix units.
 
-Weights quantised by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTISED tokens.
+Weights quantised by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTISED tokens. For up to MAX_TOKENS a third
+kernel multiplies them, whose warps divide the columns; for one token too, where that was measured to be faster.
 
 Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager definition, which is also the reference.
 """
@@ -99,18 +100,21 @@ def small_linear_cuda(
     if config is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,
-                             "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0, "PDL": pdl,
-                             **launch_options(pdl)}
+                             "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "PDL": pdl, **launch_options(pdl),
+                             "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "EVEN_K": k % config.block_k == 0,
+                             "num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // config.block_n)
-    if m == 1:
-        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, BLOCK_N=config.block_n,
-               BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages, **flags)
+    if m == 1 and (scale is None or config.block_n < 16):
+        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, **flags)
     else:
-        block_m = min(padded(m), MOST_TOKENS_A_TILE)
-        launch(kernels.tile_kernel, (rows, -(-m // block_m)), *pointers, m, n, k, weight.stride(0), x2.stride(0),
-               res.stride(0) if res is not None else 0, eps, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-               num_warps=config.num_warps, num_stages=config.num_stages, **flags)
+        block_m = min(padded(max(m, 2)), MOST_TOKENS_A_TILE)
+        sizes = (m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0, eps)
+        kernel = kernels.tile_kernel
+        if scale is not None and m <= MAX_TOKENS:
+            kernel, flags["SLICES"] = kernels.sliced_kernel, config.num_warps
+            flags["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
+        launch(kernel, (rows, -(-m // block_m)), *pointers, *sizes, BLOCK_M=block_m, **flags)
     return out.view(*x.shape[:-1], n)
 
 

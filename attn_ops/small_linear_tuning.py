@@ -35,7 +35,8 @@ MOST_COPIES = 64  # of one weight: so many launches tell its time, and a model o
 
 
 class Config(NamedTuple):
-    """Launch parameters of one kernel: weight rows and columns a tile, warps, pipeline stages."""
+    """Launch parameters of one kernel: weight rows and columns a tile (of each warp, with codes and up to 32 tokens), warps,
+    pipeline stages."""
 
     block_n: int
     block_k: int
@@ -61,10 +62,10 @@ CANDIDATES = {
     True: (Config(1, 1024, 4, 2), Config(1, 2048, 4, 1), Config(2, 1024, 4, 3)),
     False: (Config(32, 256, 4, 5), Config(64, 256, 4, 4), Config(128, 128, 8, 3)),
 }
-#: The same for codes: by tokens up to which.
+#: The same for codes: by tokens up to which. Fewer than 16 rows: without the matrix units.
 CANDIDATES_QUANTISED = {
-    1: (Config(1, 2048, 4, 2), Config(2, 2048, 4, 2), Config(4, 1024, 4, 2)),
-    32: (Config(32, 256, 4, 4), Config(64, 256, 4, 4), Config(64, 128, 4, 4), Config(128, 128, 8, 4)),
+    1: (Config(4, 1024, 4, 2), Config(32, 128, 4, 3), Config(64, 128, 4, 3), Config(32, 64, 8, 4)),
+    32: (Config(32, 128, 4, 3), Config(32, 64, 8, 4), Config(64, 64, 4, 4), Config(64, 64, 8, 3)),
     256: (Config(64, 128, 4, 3), Config(128, 128, 8, 3), Config(128, 64, 8, 4)),
 }
 
@@ -98,12 +99,8 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
 
 def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
     """Parameters that nobody measured."""
-    if codes is not None:  # as many bytes in flight as the others, from twice as many weights; not timed yet
-        if num_tokens == 1:
-            return Config(1 if n <= 8192 and not swiglu else 2, next((b for b in (2048, 1024) if k % b == 0), 512), 4, 2)
-        if num_tokens <= 32:
-            return Config(32 if n < 16384 else 64, 256, 4, 4)
-        return Config(64, 128, 4, 3)
+    if codes is not None:  # by instructions a code and by how many programs there are, not by times
+        return Config(64, 128, 4, 3) if num_tokens > 32 else Config(32 if n < 16384 else 64, 64, 4, 4)
     if num_tokens == 1:
         return Config(1 if n <= 8192 and not swiglu else 2, 1024 if k % 1024 == 0 else 512, 4, 2)
     return Config(32 if n < 16384 else 64, 128, 4, 4)

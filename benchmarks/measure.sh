@@ -9,7 +9,7 @@
 # mixed     256 requests of mixed lengths; prefill: 128 x 960 and 1 x 960 tokens
 # start     cold and warm
 # attention the attention kernels alone, and attention="auto"'s table
-# kv        decode with int8 and fp8 KV caches; weights: with torchao's int8 and fp8 weights
+# kv        decode with int8 and fp8 KV caches; weights: with torchao's int8, fp8 and int4 weights
 # sweep     launch parameters of triton's decode kernel; kvsweep: for int8 and fp8 caches
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # tests     the GPU tests (or those in $TESTS), JOBS (8) at a time, then those that need the GPU to themselves
@@ -36,7 +36,7 @@ for part in "$@"; do
         prefill)   bench h200_prefill prefill --attention triton ;;
         start)     bench h200_start start --attention triton ;;
         kv)        for t in int8 fp8; do bench "h200_decode_kv_$t" decode --attention triton --kv-cache-dtype $t --batch 1,32,128; done ;;
-        weights)   for t in int8wo fp8wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32; done ;;
+        weights)   for t in int8wo fp8wo int4wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32,128; done ;;
         rivals)    bench h200_rivals decode --systems quire,hf-eager,hf-static,hf-cb --attention triton --vs vllm --batch 1,32 ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \

@@ -9,41 +9,52 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
 One matrix product of N = Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones, and saves two
-launches. Not fused: a weight with a second user, weights of different dtype, siblings of which only some have a bias, tensor
-subclasses (quantised weights, passes/quantized.py), siblings between which something is changed in place (it may be their
-input).
+launches. Layers with codes and a scale for each row (passes/quantized_linear.py) are fused alike: their codes become views of
+one tensor, and their scales of another. Not fused: a weight with a second user, weights of different dtype, siblings of which
+only some have a bias, other tensor subclasses, siblings between which something is changed in place (it may be their input).
 """
 
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from attn_ops.small_linear import small_linear
 from passes.fusion import Fusion
-from passes.graph_tools import compute_value, value, written_by
+from passes.graph_tools import compute_value, erase_dead, is_function, value, written_by
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
+class _Projection(NamedTuple):
+    """A linear layer: the node, and its tensors by name, each with a node that has its fake value."""
+
+    node: fx.Node
+    tensors: dict[str, tuple[fx.Node, torch.Tensor]]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.tensors["weight"][1]
+
+
 def fuse_projections(fusion: Fusion) -> int:
     """Fuse every group of sibling projections; returns the number of groups."""
-    groups: dict[tuple[fx.Node, bool, torch.dtype], list[fx.Node]] = {}
+    groups: dict[tuple[fx.Node, tuple[str, ...], torch.dtype], list[_Projection]] = {}
     for node in fusion.graph.nodes:
-        if node.op == "call_function" and node.target in _LINEAR and _fusable(node, fusion):
-            weight = fusion.real[node.args[1]]
-            groups.setdefault((node.args[0], _bias(node) is not None, weight.dtype), []).append(node)
+        found = _projection(node, fusion)
+        if found is not None:
+            groups.setdefault((node.args[0], tuple(found.tensors), found.weight.dtype), []).append(found)
     fused = 0
-    for nodes in groups.values():
-        if len(nodes) > 1 and len({n.args[1] for n in nodes}) == len(nodes) and not _mutates_between(nodes[0], nodes[-1]):
-            _fuse(nodes, fusion)
+    for group in groups.values():
+        nodes = [each.node for each in group]
+        different = len({id(each.weight) for each in group}) == len(group)
+        if len(group) > 1 and different and not _mutates_between(nodes[0], nodes[-1]):
+            _fuse(group, fusion)
             fused += 1
     return fused
-
-
-def _bias(node: fx.Node) -> fx.Node | None:
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")  # type: ignore[return-value]
 
 
 def _mutates_between(first: fx.Node, last: fx.Node) -> bool:
@@ -54,45 +65,77 @@ def _mutates_between(first: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-def _fusable(node: fx.Node, fusion: Fusion) -> bool:
-    if len(node.args) < 2:  # by keyword
-        return False
-    parts = [node.args[1]] + ([_bias(node)] if _bias(node) is not None else [])
-    for part in parts:
-        tensor = fusion.real.get(part)  # type: ignore[arg-type]
-        if not isinstance(part, fx.Node) or len(part.users) != 1 or not isinstance(tensor, torch.Tensor):
-            return False
-        plain = type(tensor) in (torch.nn.Parameter, torch.Tensor)
-        if not plain or not tensor.is_floating_point() or not tensor.is_contiguous():
-            return False
-    shapes = [tuple(fusion.real[p].shape) for p in parts]  # type: ignore[index]
-    if len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):
-        return False
-    return isinstance(node.args[0], fx.Node)
+def _projection(node: fx.Node, fusion: Fusion) -> _Projection | None:
+    """``node`` as one that can be fused, or None."""
+    if node.op != "call_function" or len(node.args) < 2 or not isinstance(node.args[0], fx.Node):
+        return None
+    parts: dict[str, tuple[object, str]]
+    if node.target in _LINEAR:
+        parts = {"weight": (node.args[1], ""), "bias": (node.args[2] if len(node.args) > 2 else node.kwargs.get("bias"), "")}
+    elif node.target is small_linear and len(node.args) == 8 and node.args[3] is None and not node.args[6]:
+        parts = {"weight": (node.args[1], "qdata"), "bias": (node.args[2], ""), "scale": (_viewed(node.args[7]), "scale")}
+    else:
+        return None
+    tensors = {}
+    for name, (part, attribute) in parts.items():
+        if part is None and name == "bias":
+            continue
+        tensor = _only_here(part, attribute, fusion)
+        if not isinstance(part, fx.Node) or tensor is None or tensor.dim() != (1 if name == "bias" else 2) \
+                or tensor.shape[0] != value(node).shape[-1]:
+            return None
+        tensors[name] = (part, tensor)
+    return _Projection(node, tensors)
 
 
-def _fuse(nodes: list[fx.Node], fusion: Fusion) -> None:
-    graph, first = fusion.graph, nodes[0]
-    weight_nodes = [n.args[1] for n in nodes]
-    weights = [fusion.real[w] for w in weight_nodes]  # type: ignore[index]
-    weight = fusion.add_weight(fusion.weights.fuse(weights), weight_nodes[0])  # type: ignore[arg-type]
-    bias = None
-    bias_nodes = [b for n in nodes if (b := _bias(n)) is not None]
-    if bias_nodes:
-        bias = fusion.add_weight(fusion.weights.fuse([fusion.real[b] for b in bias_nodes]), bias_nodes[0])
+def _viewed(node: object) -> object:
+    """The argument of a reshape that nobody else needs."""
+    return node.args[0] if isinstance(node, fx.Node) and node.target == "reshape" and len(node.users) == 1 else None
+
+
+def _only_here(node: object, attribute: str, fusion: Fusion) -> torch.Tensor | None:
+    """The real tensor behind a placeholder, or behind an attribute of a quantised one, that is needed in this one place."""
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
+        return None
+    if not attribute:
+        tensor = fusion.real.get(node)
+        plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.is_floating_point()  # type: ignore[union-attr]
+    else:
+        of = node.args[0]
+        if not is_function(node, (getattr,)) or node.args[1] != attribute or len(of.users) != 2:  # type: ignore[union-attr]
+            return None  # the users are the codes and the scale
+        tensor = getattr(fusion.real.get(of), attribute, None)  # type: ignore[arg-type]
+        plain = type(tensor) is torch.Tensor
+    return tensor if plain and tensor.is_contiguous() else None  # type: ignore[union-attr]
+
+
+def _fuse(group: list[_Projection], fusion: Fusion) -> None:
+    graph, first = fusion.graph, group[0].node
+    sizes = [each.weight.shape[0] for each in group]
+    whole = {name: fusion.add_weight(fusion.weights.fuse([each.tensors[name][1] for each in group]), like)
+             for name, (like, _) in group[0].tensors.items()}
     with graph.inserting_before(first):
-        product = graph.call_function(torch.nn.functional.linear, (first.args[0], weight, bias))
-        parts = graph.call_function(torch.split, (product, [w.shape[0] for w in weights]), {"dim": -1})
+        if "scale" in whole:
+            scale = graph.call_method("reshape", (whole["scale"], -1))
+            compute_value(scale)
+            product = graph.call_function(small_linear, (
+                first.args[0], whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
+        else:
+            product = graph.call_function(torch.nn.functional.linear, (first.args[0], whole["weight"], whole.get("bias")))
+        parts = graph.call_function(torch.split, (product, sizes), {"dim": -1})
         product.meta["nn_module_stack"] = parts.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
         alone = value(first)
         with alone.fake_mode:  # as computing it gives, which takes milliseconds with symbolic sizes
-            product.meta["example_value"] = alone.new_empty((*alone.shape[:-1], sum(w.shape[0] for w in weights)))
+            product.meta["example_value"] = alone.new_empty((*alone.shape[:-1], sum(sizes)))
         compute_value(parts)
-        outputs = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
-    for node, out in zip(nodes, outputs, strict=True):
-        out.meta = dict(node.meta)
-        node.replace_all_uses_with(out)
-        graph.erase_node(node)
+        outputs = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(group))]
+    for each, out in zip(group, outputs, strict=True):
+        out.meta = dict(each.node.meta)
+        each.node.replace_all_uses_with(out)
+        inputs = [n for n in each.node.all_input_nodes if n.op != "placeholder"]
+        graph.erase_node(each.node)
+        if "scale" in whole:
+            erase_dead(graph, inputs)
 
 
 __all__ = ["fuse_projections"]

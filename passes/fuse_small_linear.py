@@ -11,8 +11,8 @@ After::
 
     z = small_linear(h, w, norm_weight=w_n, eps=eps, swiglu=True);  h2 = small_linear(z, w_down, residual=h)
 
-Folded only where nobody else needs what disappears. Not matched, and left to Inductor: norms spelled otherwise (Gemma's
-1 + w, LayerNorm), other activations, weights that are not plain bf16 or fp16.
+Folded only where nobody else needs what disappears; norms stay outside of layers with codes. Not matched, and left to Inductor:
+norms spelled otherwise (Gemma's 1 + w, LayerNorm), other activations, weights that are not plain bf16 or fp16.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _rewrite(node: fx.Node, fusion: Fusion, scale: Any) -> None:
     graph = fusion.graph
     x, weight = node.args[0], node.args[1]
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-    norm = _norm(x)
+    norm = _norm(x) if scale is None else None  # the kernel for codes has no instructions to spare
     end, swiglu, residual = node, False, None
     product = _match_swiglu(node)
     if product is not None:

@@ -18,13 +18,15 @@ from torch._dynamo.source import ConstantSource
 
 from attn_ops.small_linear_tuning import LinearShape
 from passes.graph_tools import placeholders, value
+from passes.quantized import addresses, parts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class FusedWeights:
-    """Tensors that hold several parameters end to end; the parameters are views of them, so nothing is stored twice.
+    """Tensors that hold several parameters, or codes or scales of quantised ones, end to end; these are views of them, so
+    nothing is stored twice.
 
     In-place updates of a parameter (optimizers, ``load_state_dict``) reach the fused tensor. ``restore`` gives each parameter
     memory of its own again. See NOTE [Not kept alive].
@@ -74,16 +76,16 @@ class FusedInputs:
 
     Args:
         tensors: of the inputs that passes added, which come after the graph's own.
-        addresses: (index, address) of those of the graph's own inputs that are views of fused tensors.
+        addresses: (index, addresses) of those of the graph's own inputs that are views of fused tensors.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
-    addresses: list[tuple[int, int]] = field(default_factory=list)
+    addresses: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def hold(self, inputs: Sequence[Any]) -> bool:
         """Are the parameters among the ``inputs`` of a call the fused ones? They are not if the graph now runs for another
         module of the same class, or if a parameter was replaced (``p.data = ...``, ``load_state_dict(assign=True)``)."""
-        return all(inputs[i].data_ptr() == address for i, address in self.addresses)
+        return all(addresses(inputs[i]) == there for i, there in self.addresses)
 
 
 class Fusion:
@@ -158,7 +160,9 @@ def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequen
     fusion = Fusion(gm, inputs, weights)
     _run(fusion, gm, names, small, lowered=False)
     fused = {id(p) for group in weights.parameters.values() for p in group}
-    return FusedInputs(fusion.added, [(i, x.data_ptr()) for i, x in enumerate(inputs) if id(x) in fused])
+    views = [(i, addresses(x)) for i, x in enumerate(inputs)
+             if isinstance(x, torch.Tensor) and any(id(part) in fused for part in parts(x))]
+    return FusedInputs(fusion.added, views)
 
 
 def apply_lowered_fusions(lowered: Any, names: str | Sequence[str], small: bool = False) -> None:

@@ -9,11 +9,13 @@ After::
 
     y = small_linear(x, w.qdata, b, None, 0.0, None, False, w.scale.reshape(-1))
 
-A step of few tokens then reads a byte a weight, and residual sums go into the kernel (passes/fuse_small_linear.py). Inductor
-makes ``_weight_int8pack_mm`` of such a layer with int8, for any number of tokens. Everything else is left
-to it: activations that are quantised too, groups smaller than a row, zero points, 4 bits. On a CPU its kernels are better.
+A step of few tokens then reads a byte a weight; siblings are fused (passes/fuse_projections.py), and SwiGLU and residual sums
+go into the kernel (passes/fuse_small_linear.py). Inductor makes ``_weight_int8pack_mm`` of such a layer with int8, for any
+number of tokens. Everything else is left to it: activations that are quantised too, groups smaller than a row, zero points, 4
+bits. On a CPU its kernels are better.
 
-The codes are read off the parameter at every call, so nothing is copied, and an update in place is seen.
+The codes are read off the parameter at every call, or are views of the fused ones, so nothing is stored twice, and an update in
+place is seen.
 """
 
 from __future__ import annotations

@@ -135,10 +135,10 @@ def main() -> None:
     for module in (common, *modules):
         if hasattr(module, "num_sms"):
             module.num_sms = lambda device: SMS  # type: ignore[attr-defined]
-    failed = 0
-    with compiling() as found:
+    failed, words = 0, [word for word in sys.argv[1:] if word != "--loops"]
+    with compiling(loops="--loops" in sys.argv) as found:
         for name, launch in cases():
-            if len(sys.argv) > 1 and not any(word in name for word in sys.argv[1:]):
+            if words and not any(word in name for word in words):
                 continue
             before = len(found)
             try:
@@ -154,5 +154,6 @@ def main() -> None:
 
 def describe(name: str, kernel: Compiled) -> str:
     spilled = f", SPILLED {kernel.spilled} bytes" if kernel.spilled else ""
+    loop = f", {kernel.loop} instructions a turn" if kernel.loop else ""
     return (f"{name:34s} {kernel.name:20s} {kernel.registers:3d} registers, {kernel.warps} warps, "
-            f"{kernel.shared / 1024:5.1f} KiB shared{spilled}")
+            f"{kernel.shared / 1024:5.1f} KiB shared{spilled}{loop}")

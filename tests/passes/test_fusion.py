@@ -108,7 +108,7 @@ def fused(module: nn.Module, *args: torch.Tensor) -> tuple[int, fx.GraphModule, 
     real = [copy.deepcopy(i) if i.shape == args[0].shape and not isinstance(i, nn.Parameter) else i for i in inputs]
     with torch.no_grad():
         (got,) = gm(*real, *fusion.added)
-    assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+    close(got, want)
     return matches, gm, [*inputs, *fusion.added], weights
 
 
@@ -165,6 +165,11 @@ mul = mul(silu, getitem_4)
 return [mul]""")
 
 
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Another number of columns may be another order of sums, by processor: what cancels is as far off as the largest."""
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6 * float(want.detach().abs().max()))
+
+
 def test_parameters_become_views(x) -> None:
     module = Projections()
     before = {k: v.clone() for k, v in module.state_dict().items()}
@@ -190,7 +195,7 @@ def test_parameters_become_views(x) -> None:
         want = module(x)
         index = next(i for i, t in enumerate(inputs) if t.shape == x.shape and torch.equal(t, x))
         assert index is not None
-        assert torch.allclose(gm(*inputs)[0], want, rtol=1e-6, atol=1e-6)
+        close(gm(*inputs)[0], want)
         module.q.weight.data = torch.zeros_like(module.q.weight)
     assert detached(weights) == 1
 
@@ -202,7 +207,7 @@ def test_training_goes_on(x) -> None:
     module(x).sum().backward()
     optimizer.step()
     with torch.no_grad():
-        assert torch.allclose(gm(*inputs)[0], module(x), rtol=1e-6, atol=1e-6)
+        close(gm(*inputs)[0], module(x))
 
 
 def test_restore(x) -> None:

@@ -18,8 +18,10 @@ from passes import quantized_linear
 from passes.capture import PagedModel
 from passes.lowering import LoweringTarget
 from passes.options import QuireOptions
+from passes.quantized import parts
 from passes.quantized_linear import by_rows
 from tests.passes.models import inputs, tiny
+from tests.tiny import load_model
 
 torchao = pytest.importorskip("torchao.quantization")
 
@@ -83,6 +85,49 @@ def test_an_update_in_place_is_seen() -> None:
     got = serve(paged, [sequence])[0]
     paged.close()
     assert (got - want).abs().max() <= 4e-3 * want.abs().max() < (got - before).abs().max()
+
+
+def test_siblings_are_one_layer_and_stored_once() -> None:
+    """q/k/v, and gate/up with SwiGLU: their codes and their scales become views, and memory of their own at the end."""
+    model = load_model(dtype=torch.float16)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    layers, tensors = model.model.layers, lambda: [t for p in model.parameters() for t in parts(p)]
+    before, objects = [t.clone() for t in tensors()], [id(p) for p in model.parameters()]
+    sequences = [torch.arange(3, 3 + n) for n in (5, 9)]
+    paged = PagedModel(model, QuireOptions(compiler="inductor", fusions="all"))
+    for small in (False, True):
+        found = ops(paged, small)
+        assert len(found) == 4 * len(layers) + 1 and sum(bool(n.args[6]) for n in found) == len(layers) * small
+    for block in layers:
+        attention, mlp = block.self_attn, block.mlp
+        for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            for kind in ("qdata", "scale"):
+                views = [getattr(m.weight, kind) for m in group]
+                storage = views[0].untyped_storage()
+                assert {v.untyped_storage().data_ptr() for v in views} == {storage.data_ptr()}
+                assert storage.nbytes() == sum(v.nbytes for v in views)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(), before, strict=True))
+
+    def check() -> None:
+        with torch.no_grad():
+            want = [model(s[None]).logits[0] for s in sequences]
+        for g, w in zip(serve(paged, sequences), want, strict=True):
+            assert (g - w).abs().max() <= 4e-3 * w.abs().max()
+
+    check()
+    layers[0].self_attn.v_proj.weight.scale.mul_(1.5)
+    layers[1].mlp.up_proj.weight.qdata.neg_()
+    check()
+    torchao_weight = layers[2].mlp.gate_proj.weight
+    layers[2].mlp.gate_proj.weight = nn.Parameter(copy.deepcopy(torchao_weight), requires_grad=False)  # no view any more
+    layers[2].mlp.gate_proj.weight.scale.mul_(0.5)
+    check()
+    layers[2].mlp.gate_proj.weight = torchao_weight
+    changed = [t.clone() for t in tensors()]
+    paged.close()
+    assert [id(p) for p in model.parameters()] == objects
+    assert all(torch.equal(a, b) for a, b in zip(tensors(), changed, strict=True))
+    assert len({t.untyped_storage().data_ptr() for t in tensors()}) == len(tensors())
 
 
 def test_what_is_quantised_otherwise_is_left_alone() -> None:
