@@ -87,6 +87,13 @@ def key(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None
     return f"{padded(num_tokens)}x{n}x{k}{'s' if swiglu else ''}{kind}"
 
 
+def parsed(name: str) -> tuple[int, int, int, bool, torch.dtype | None]:
+    """What ``key`` was given: tokens (padded), n, k, swiglu and codes."""
+    shape, _, codes = name.partition(" ")
+    tokens, n, k = (int(x) for x in shape.rstrip("s").split("x"))
+    return tokens, n, k, shape.endswith("s"), getattr(torch, codes) if codes else None
+
+
 def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.device,
                codes: torch.dtype | None = None) -> Config | None:
     """The measured parameters for a weight (n, k); None if the definition was faster; by a rule if nothing was measured."""
@@ -269,4 +276,4 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
 
 __all__ = ["CANDIDATES", "CANDIDATES_QUANTISED", "Config", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTISED", "TABLE",
            "arguments", "by_rule", "candidates", "config_for", "copies_of", "enabled", "fastest", "graph_time", "key",
-           "launches", "missing", "padded", "tune", "user_file"]
+           "launches", "missing", "padded", "parsed", "tune", "user_file"]

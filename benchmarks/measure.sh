@@ -10,6 +10,7 @@
 # start     cold and warm
 # attention the attention kernels alone, and attention="auto"'s table
 # kv        decode with int8 and fp8 KV caches; weights: with torchao's int8, fp8 and int4 weights
+# linears   launch parameters for quantised weights, int8 and fp8
 # sweep     launch parameters of triton's decode kernel; kvsweep: for int8 and fp8 caches
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # tests     the GPU tests (or those in $TESTS), JOBS (8) at a time, then those that need the GPU to themselves
@@ -39,6 +40,9 @@ for part in "$@"; do
         weights)   for t in int8wo fp8wo int4wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32,128; done ;;
         rivals)    bench h200_rivals decode --systems quire,hf-eager,hf-static,hf-cb --attention triton --vs vllm --batch 1,32 ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
+        linears)   timeout "$LIMIT" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128 \
+                       --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
+                       > "$OUT/linears.log" 2>&1; tail -"${LINES_SHOWN:-60}" "$OUT/linears.log" ;;
         sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \
                        --json "$OUT/h200_triton_decode_sweep2.json" > "$OUT/sweep.log" 2>&1; grep best "$OUT/sweep.log" ;;
         kvsweep)   for t in int8 fp8; do

@@ -1,6 +1,7 @@
 """Time the small-batch linear kernel against cuBLAS, shape by shape, and write the best parameters.
 
     python benchmarks/small_linear.py --json out.json [--table attn_ops/small_linear_configs.json] [--shapes llama-8b]
+    python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128 --json out.json    # quantised weights
 
 Weights are cold: each shape rotates among copies that together are several times the L2 cache, and the calls are replayed from
 one CUDA graph, so launches do not count. The floor is the weight's bytes over the copy bandwidth measured in this run.
@@ -25,8 +26,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from attn_ops.small_linear import small_linear_cuda, small_linear_eager
-from attn_ops.small_linear_tuning import Config, LinearShape, arguments, graph_time, key
+from attn_ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
+from attn_ops.small_linear_tuning import Config, LinearShape, arguments, copies_of, graph_time, key
 
 # name: (rows of the weight, K, norm, residual, swiglu)
 SHAPES = {
@@ -38,23 +39,35 @@ SHAPES = {
 VECTOR = [Config(*c) for c in itertools.product((1, 2, 4), (512, 1024, 2048), (4, 8), (1, 3))]
 TILE = [Config(*c) for c in itertools.product((16, 32, 64), (128, 256), (4,), (3, 4, 5))] + [
     Config(64, 64, 4, 6), Config(128, 64, 4, 5), Config(128, 128, 8, 3), Config(32, 512, 8, 3), Config(16, 512, 4, 3)]
+# For codes: one token without the matrix units; up to 32 tokens, a slice for each warp; more.
+VECTOR_CODES = [Config(*c) for c in ((1, 2048, 4, 2), (2, 2048, 4, 2), (4, 1024, 4, 2), (4, 1024, 8, 2))]
+SLICED = [Config(*c) for c in itertools.product((16, 32, 64), (64, 128), (4,), (3, 4))] + [
+    Config(*c) for c in ((32, 128, 2, 4), (64, 128, 2, 4), (128, 64, 4, 3), (32, 64, 8, 3), (32, 64, 8, 4), (64, 32, 8, 4),
+                         (64, 64, 8, 3), (32, 128, 8, 3))]
+TILE_CODES = [Config(*c) for c in ((64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4),
+                                   (128, 128, 8, 3))]
 
 
-def candidates(m: int) -> list[Config]:
-    return VECTOR if m == 1 else TILE
+def candidates(m: int, codes: torch.dtype | None) -> list[Config]:
+    if codes is None:
+        return VECTOR if m == 1 else TILE
+    return TILE_CODES if m > MAX_TOKENS else SLICED if m > 1 else VECTOR_CODES + SLICED
 
 
-def shape_of(shape: tuple[int, int, bool, bool, bool]) -> LinearShape:
-    return LinearShape(*shape, torch.bfloat16)
+def shape_of(shape: tuple[int, int, bool, bool, bool], m: int, codes: torch.dtype | None) -> LinearShape:
+    """The layer as steps of m tokens run it: see ``passes/fuse_small_linear.py``."""
+    n, k, norm, residual, swiglu = shape
+    return LinearShape(n, k, norm and codes is None, residual and m <= MAX_TOKENS, swiglu and m <= MAX_TOKENS, torch.bfloat16,
+                       codes)
 
 
-def compile_share(job: tuple[int, int, list[int], list[tuple[int, int, bool, bool, bool]]]) -> None:
+def compile_share(job: tuple[int, int, list[tuple[int, LinearShape]]]) -> None:
     """One process's share of the compilations: launch each candidate once."""
-    which, of, sizes, shapes = job
-    jobs = [(m, s, c) for m in sizes for s in {(256, 4096, *s[2:]) for s in shapes} for c in candidates(m)]
-    for m, shape, config in jobs[which::of]:
+    which, of, work = job
+    alike = sorted({(m, s._replace(n=256, k=4096)) for m, s in work}, key=str)
+    for m, shape, config in [(*each, c) for each in alike for c in candidates(each[0], each[1].codes)][which::of]:
         try:
-            small_linear_cuda(*arguments(shape_of(shape), m, torch.device("cuda"), 1)[0], config=config)
+            small_linear_cuda(*arguments(shape, m, torch.device("cuda"), 1)[0], config=config)
         except Exception:  # does not fit in shared memory: the timing run reports it
             continue
 
@@ -69,41 +82,50 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-8b", choices=sorted(SHAPES))
     parser.add_argument("--tokens", default="1,8,32")
+    parser.add_argument("--codes", default="", help="dtypes of quantised weights, not bf16 ones: int8,float8_e4m3fn")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="merge the best parameters into this file")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     args = parser.parse_args()
-    shapes, sizes = SHAPES[args.shapes], [int(m) for m in args.tokens.split(",")]
+    sizes = [int(m) for m in args.tokens.split(",")]
+    kinds = [getattr(torch, name) for name in args.codes.split(",")] if args.codes else [None]
+    shapes = SHAPES[args.shapes].items()
+    work = [(name, m, shape_of(shape, m, codes)) for codes in kinds for name, shape in shapes for m in sizes]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_share, [(i, args.processes, sizes, list(shapes.values())) for i in range(args.processes)])
+        pool.map(compile_share, [(i, args.processes, [each[1:] for each in work]) for i in range(args.processes)])
     bandwidth = copy_bandwidth()
     rows: list[dict[str, Any]] = []
     table: dict[str, list[int]] = {}
-    print(f"{'shape':>10} {'M':>3} {'floor us':>9} {'cuBLAS':>8} {'eager':>8} {'best':>8}  config")
-    for (name, shape), m in itertools.product(shapes.items(), sizes):
-        n, k, swiglu = shape[0], shape[1], shape[4]
-        copies = max(2, int(240e6 / (n * k * 2)) + 1)
-        calls = arguments(shape_of(shape), m, torch.device("cuda"), copies)
-        floor = n * k * 2 / bandwidth / 1e6
-        cublas = graph_time(lambda c=calls: [torch.nn.functional.linear(a[0], a[1]) for a in c], copies)
+    print(f"{'shape':>10} {'codes':>14} {'M':>3} {'floor us':>9} {'cuBLAS':>8} {'eager':>8} {'best':>8}  config")
+    for name, m, shape in work:
+        n, k, codes = shape.n, shape.k, shape.codes
+        copies = copies_of(shape)
+        calls = arguments(shape, m, torch.device("cuda"), copies)
+        label = str(codes).removeprefix("torch.") if codes is not None else None
+        floor = n * k * calls[0][1].element_size() / bandwidth / 1e6
+        plain = [(a[0], a[1] if codes is None else a[1].to(a[0].dtype)) for a in calls]  # cuBLAS has no product with codes
+        cublas = graph_time(lambda c=plain: [torch.nn.functional.linear(*a) for a in c], copies)
+        del plain
         eager = graph_time(lambda c=calls: [small_linear_eager(*a) for a in c], copies)
-        reference = small_linear_eager(*[a.double() if isinstance(a, torch.Tensor) else a for a in calls[0]])
+        reference = small_linear_eager(*[
+            a.double() if isinstance(a, torch.Tensor) and a.element_size() > 1 else a for a in calls[0]])
         best: tuple[float, Config | None] = (float("inf"), None)
-        for config in candidates(m):
+        for config in candidates(m, codes):
             try:
                 error = ((small_linear_cuda(*calls[0], config=config).double() - reference).norm() / reference.norm()).item()
                 if not error < 1e-2:
                     raise ArithmeticError(f"error {error}")
                 us = graph_time(lambda c=calls, p=config: [small_linear_cuda(*a, config=p) for a in c], copies)
             except Exception as failure:
-                rows.append({"shape": name, "tokens": m, "config": list(config), "failed": str(failure)[:120]})
+                rows.append({"shape": name, "codes": label, "tokens": m, "config": list(config), "failed": str(failure)[:120]})
                 continue
-            rows.append({"shape": name, "tokens": m, "n": n, "k": k, "config": list(config), "us": us, "floor_us": floor,
-                         "cublas_us": cublas, "eager_us": eager, "error": error})
+            rows.append({"shape": name, "codes": label, "tokens": m, "n": n, "k": k, "config": list(config), "us": us,
+                         "floor_us": floor, "cublas_us": cublas, "eager_us": eager, "error": error})
             best = min(best, (us, config), key=lambda b: b[0])
         if best[1] is not None:
-            table[key(m, n, k, swiglu)] = list(best[1])
-        print(f"{name:>10} {m:>3} {floor:9.2f} {cublas:8.2f} {eager:8.2f} {best[0]:8.2f}  {tuple(best[1] or ())}", flush=True)
+            table[key(m, n, k, shape.swiglu, codes)] = list(best[1])
+        print(f"{name:>10} {label or '':>14} {m:>3} {floor:9.2f} {cublas:8.2f} {eager:8.2f} {best[0]:8.2f}  "
+              f"{tuple(best[1] or ())}", flush=True)
         del calls
     environment = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
                    "python": platform.python_version(), "copy_tb_per_s": bandwidth, "command": " ".join(sys.argv),

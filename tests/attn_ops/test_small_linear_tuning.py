@@ -12,7 +12,18 @@ import torch
 from attn_ops import small_linear_tuning as tuning
 from attn_ops.launch import noting
 from attn_ops.small_linear import small_linear_cuda, small_linear_eager
-from attn_ops.small_linear_tuning import CANDIDATES, TABLE, Config, LinearShape, config_for, key, missing, tune, user_file
+from attn_ops.small_linear_tuning import (
+    CANDIDATES,
+    TABLE,
+    Config,
+    LinearShape,
+    config_for,
+    key,
+    missing,
+    parsed,
+    tune,
+    user_file,
+)
 
 triton = pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -173,8 +184,13 @@ def test_the_table_that_ships() -> None:
     for device, configs in json.loads(TABLE.read_text()).items():
         assert device.startswith("NVIDIA")
         for name, values in configs.items():
-            shape, _, kind = name.partition(" ")
-            tokens, n, k = (int(x) for x in shape.rstrip("s").split("x"))
-            assert key(tokens, n, k, shape.endswith("s"), getattr(torch, kind) if kind else None) == name
+            tokens, *_ = shape = parsed(name)
+            assert key(*shape) == name
             config = Config(*values)
             assert all(v & (v - 1) == 0 for v in config[:3]) and (tokens == 1 or config.block_n >= 16)
+
+
+@pytest.mark.parametrize("shape", [
+    (1, 64, 128, False, None), (32, 8, 8, True, torch.int8), (128, 8, 8, False, torch.float8_e4m3fn)], ids=str)
+def test_keys_say_what_they_are_of(shape) -> None:
+    assert parsed(key(*shape)) == shape

@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from attn_ops.small_linear import MAX_TOKENS, small_linear, small_linear_cuda, small_linear_eager
-from attn_ops.small_linear_tuning import TABLE, LinearShape, missing, tune
+from attn_ops.kv_quant import quantise
+from attn_ops.small_linear import MAX_TOKENS, QUANTISED, small_linear, small_linear_cuda, small_linear_eager
+from attn_ops.small_linear_tuning import TABLE, LinearShape, candidates, missing, parsed, tune
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +25,18 @@ def arguments(tokens: int, n: int, k: int, swiglu: bool):
             torch.randn(tokens, out, **made), swiglu)
 
 
+def quantised(tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype):
+    """The same with codes and their scales, and with a norm, which the engine keeps outside."""
+    x, weight, *rest = arguments(tokens, n, k, swiglu)
+    found, scale = quantise(weight, codes)
+    return x, found, *rest, scale
+
+
+def wide(x):
+    """In float64, unless it is codes."""
+    return x.double() if isinstance(x, torch.Tensor) and x.element_size() > 1 else x
+
+
 def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     return ((out.double() - truth).norm() / truth.norm()).item()
 
@@ -31,11 +44,23 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
 @pytest.mark.parametrize("key", sorted({k for table in json.loads(TABLE.read_text()).values() for k in table}))
 def test_every_parameter_set(key) -> None:
     """No further from fp64 than twice the separate bf16 kernels are."""
-    padded, n, k = (int(x) for x in key.rstrip("s").split("x"))
+    padded, n, k, swiglu, codes = parsed(key)
     for tokens in {padded, max(1, padded - 3)}:
-        args = arguments(tokens, n, k, key.endswith("s"))
-        truth = small_linear_eager(*[a.double() if isinstance(a, torch.Tensor) else a for a in args])
+        args = arguments(tokens, n, k, swiglu) if codes is None else quantised(tokens, n, k, swiglu, codes)
+        truth = small_linear_eager(*[wide(a) for a in args])
         assert error(small_linear(*args), truth) <= 2 * error(small_linear_eager(*args), truth)
+
+
+@pytest.mark.parametrize("codes", QUANTISED, ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 29, 64, 200])
+def test_every_candidate_for_codes(tokens, codes) -> None:
+    """As above; also of weights that no tile divides, with all that is folded in."""
+    for n, k, swiglu in ((6144, 4096, False), (2048, 4096, True), (1000, 1104, True)):
+        args = quantised(tokens, n, k, swiglu, codes)
+        truth = small_linear_eager(*[wide(a) for a in args])
+        bound = 2 * error(small_linear_eager(*args), truth)
+        for config in candidates(tokens, codes):
+            assert error(small_linear_cuda(*args, config=config), truth) <= bound, config
 
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_TOKENS])
