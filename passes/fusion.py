@@ -39,9 +39,12 @@ class FusedWeights:
     def fuse(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor holding ``parameters`` end to end along dim 0; they become views of it."""
         key = tuple(id(p) for p in parameters)
-        if key not in self.fused:
+        held = self._parameters.get(key, [])
+        if len(held) != len(parameters) or any(ref() is not p for ref, p in zip(held, parameters, strict=True)):  # ids come back
             with torch.inference_mode(False), torch.no_grad():
-                fused = torch.cat([p.detach() for p in parameters])
+                dtype = parameters[0].dtype
+                as_bytes = dtype.itemsize == 1  # not every version joins every dtype of codes
+                fused = torch.cat([p.detach().view(torch.uint8) if as_bytes else p.detach() for p in parameters]).view(dtype)
                 at = 0
                 for p in parameters:
                     p.data = fused[at : at + p.shape[0]]
