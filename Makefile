@@ -7,14 +7,14 @@ PY ?= python3
 JOBS ?=
 # More arguments for installing torch, e.g. the index of the wheels for another CUDA version or for CPU only.
 TORCH_ARGS ?=
-# More arguments for pytest (test, test-gpu) and for `quire` (demo, bench).
+# More arguments for pytest (test, test-slow, test-gpu) and for `quire` (demo, bench).
 ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint type bench clean
+.PHONY: help setup demo test test-slow test-gpu lint type bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -31,8 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## generate text with the model that ships with quire; no download, no GPU
 	$(BIN)/quire generate --demo $(ARGS)
 
-test: lint type  ## lint, type check and run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(ARGS)
+test: lint type  ## lint, type check and run the tests that need no GPU, but not the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(ARGS)
+
+test-slow: setup  ## run the slow ones: more models, compilers and dtypes of what the others test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and slow" -n 2 --dist worksteal $(ARGS)
 
 # Most GPU tests wait for compilers and for the CPU: JOBS=8 runs as many at once (needs pytest-xdist).
 test-gpu:  ## run the GPU tests with the python3 in use (or PY=...) and its own torch; no .venv; JOBS=8 at a time

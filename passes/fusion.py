@@ -40,7 +40,8 @@ class FusedWeights:
         """One tensor holding ``parameters`` end to end along dim 0; they become views of it."""
         key = tuple(id(p) for p in parameters)
         held = self._parameters.get(key, [])
-        if len(held) != len(parameters) or any(ref() is not p for ref, p in zip(held, parameters, strict=True)):  # ids come back
+        known = len(held) == len(parameters) and all(ref() is p for ref, p in zip(held, parameters, strict=True))
+        if not known:  # an id alone may be that of a parameter which is gone
             with torch.inference_mode(False), torch.no_grad():
                 dtype = parameters[0].dtype
                 as_bytes = dtype.itemsize == 1  # not every version joins every dtype of codes

@@ -253,7 +253,7 @@ def test_offsets_beyond_32_bits():
     dict(form=RopeForm(True, True, True), norm=True, chunk=32), dict(form=RopeForm(norm_offset=1.0), norm=True),
 ], ids=str)
 @pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [1] * 6, [3, 0, 0, 0], [5, 1, 0, 30]], ids=str)
-@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("splits", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_rope(query_lens, options, splits):
     """The same as rotating first, in one launch and in two: outputs, caches and scales."""
     norm, rotary, form = options.get("norm", False), options.get("rotary"), options.get("form", RopeForm())
@@ -296,7 +296,8 @@ def test_rope_opcheck():
 
 # Quantised caches. Codes and scales must be bit for bit those of the oracle.
 
-QUANT = pytest.mark.parametrize("kv_dtype", sorted(QUANTISED, key=str), ids=str)
+QUANT = pytest.mark.parametrize("kv_dtype", [
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind == torch.float8_e5m2)) for kind in sorted(QUANTISED, key=str)], ids=str)
 
 
 @QUANT

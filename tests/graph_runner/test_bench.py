@@ -302,6 +302,7 @@ def test_plots_and_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "1 rows compared, 1 slower by more than 10.0%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is taken away, and every phase of the engine's step is seen."""
     monkeypatch.setattr(host_bench, "STEPS", 4)

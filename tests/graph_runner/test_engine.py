@@ -849,7 +849,7 @@ def test_inference_mode(model, prompts, expected) -> None:
     ours(torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_autocast(model, prompts, compiler) -> None:
     """Made and used under autocast, an engine computes in the model's dtypes all the same: it serves others too, and later."""
     logits = []

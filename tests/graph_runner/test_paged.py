@@ -628,6 +628,7 @@ def test_two_models_of_one_decorated_class(fusions) -> None:
         assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_many_models_of_one_decorated_class() -> None:
     """Each has what was compiled for it, and takes it along: Dynamo traces one function at most eight times."""
     cls = type(language_model(compiler="eager"))

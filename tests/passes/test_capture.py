@@ -21,6 +21,7 @@ from tests.zoo.harness import TOLERANCE, error, reference, serve
 EAGER = QuireOptions(compiler="eager")
 
 
+@pytest.mark.slow
 def test_many_models_in_one_process() -> None:
     """Dynamo traces one code object at most eight times, and keeps its cache by code object."""
     first = PagedModel(build(SERVED["llama"]), EAGER)

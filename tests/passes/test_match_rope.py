@@ -101,6 +101,7 @@ def test_what_is_matched(name: str) -> None:
     same(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SPELLINGS if n not in ("llama4", "complex", "norms without weights after")])
 def test_it_rounds_where_the_model_does(name: str) -> None:
     """In bfloat16, to the last bit: keys are stored as the model has them. (Products of complex numbers may differ in float32's

@@ -183,8 +183,9 @@ def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                       device=torch.device("cpu"), vocab_size=64, max_model_len=64)
 
 
-@pytest.mark.parametrize("most_pairs", [experts.MAX_PAIRS, 0], ids=["few pairs", "many pairs"])
-@pytest.mark.parametrize("name", QUICK_EXPERTS)
+@pytest.mark.parametrize("most_pairs", [pytest.param(experts.MAX_PAIRS, id="few pairs"),
+                                        pytest.param(0, id="many pairs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gpt_oss")) for n in QUICK_EXPERTS])
 def test_experts_interpreted(name: str, most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its kernels."""
     if importlib.util.find_spec("triton") is None or torch.cuda.is_available():
