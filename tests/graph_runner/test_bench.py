@@ -251,6 +251,9 @@ def test_quantised_rows_stand_beside_others(tmp_path: Path, capsys: pytest.Captu
     assert "weights" in capsys.readouterr().out
     result = json.loads((tmp_path / "0.json").read_text())
     assert compare(result, result["environment"], [quire], 0.05, Console(file=io.StringIO())) == 0  # another row
+
+
+@pytest.mark.slow
 def test_the_dtype_of_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Given to quire alone, in the rows, and in the bytes that a step must read."""
     def rows(*arguments: str) -> list[dict[str, Any]]:

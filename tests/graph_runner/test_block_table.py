@@ -81,7 +81,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("breaks", [0.0, 0.02], ids=["", "failures"])
+@pytest.mark.parametrize("breaks", [pytest.param(0.0, id="", marks=pytest.mark.slow), pytest.param(0.02, id="failures")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_model_sees_the_pages_of_its_requests(schedule, breaks, model, monkeypatch) -> None:
     rng = random.Random(schedule)

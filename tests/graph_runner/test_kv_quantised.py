@@ -50,7 +50,7 @@ def prompts(tokenizer):
     return [tokenizer(p)["input_ids"] for p in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["int8", "fp8", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["int8", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "int8")])
 def kind(request):
     return request.param
 

@@ -53,7 +53,8 @@ def explained(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("use", "options"), [
-    (closed_engine, {}), (closed_engine, {"fusions": "all"}), (closed_engine, {"compiler": "inductor"}), (dropped_engine, {}),
+    (closed_engine, {}), (closed_engine, {"fusions": "all"}), (dropped_engine, {}),
+    pytest.param(closed_engine, {"compiler": "inductor"}, marks=pytest.mark.slow),
     (failing_engine, {}), (paged, {}), (compiled, {}), (step_by_hand, {}), (step_by_hand, {"fusions": "all"}), (explained, {}),
 ], ids=lambda x: getattr(x, "__name__", None) or ",".join(x.values()) or "-")
 def test_weights_are_freed(use: Callable[..., None], options: dict[str, Any]) -> None:

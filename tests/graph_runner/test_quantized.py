@@ -130,7 +130,7 @@ def prompts() -> list[list[int]]:
     return [tokenizer(p).input_ids for p in PROMPTS]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * ("dynamic" in way)) for way in WAYS])
 def test_engine_generates_what_the_quantised_model_does(way: str, prompts: list[list[int]],
                                                         caplog: pytest.LogCaptureFixture) -> None:
     """With every fusion on, none of which may touch the weights."""
