@@ -64,8 +64,8 @@ CANDIDATES = {
 }
 #: The same for codes: by tokens up to which. Fewer than 16 rows: without the matrix units.
 CANDIDATES_QUANTISED = {
-    1: (Config(4, 1024, 4, 2), Config(32, 128, 4, 3), Config(64, 128, 4, 3), Config(32, 64, 8, 4)),
-    32: (Config(32, 128, 4, 3), Config(32, 64, 8, 4), Config(64, 64, 4, 4), Config(64, 64, 8, 3)),
+    1: (Config(4, 1024, 4, 2), Config(16, 128, 4, 4), Config(16, 64, 4, 4), Config(32, 64, 4, 3)),
+    32: (Config(16, 128, 4, 4), Config(16, 64, 4, 3), Config(32, 64, 4, 4), Config(64, 64, 4, 3)),
     256: (Config(64, 128, 4, 3), Config(128, 128, 8, 3), Config(128, 64, 8, 4)),
 }
 
@@ -106,8 +106,8 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
 
 def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
     """Parameters that nobody measured."""
-    if codes is not None:  # by instructions a code and by how many programs there are, not by times
-        return Config(64, 128, 4, 3) if num_tokens > 32 else Config(32 if n < 16384 else 64, 64, 4, 4)
+    if codes is not None:
+        return Config(64, 128, 4, 4) if num_tokens > 32 else Config(16 if n < 65536 else 64, 64, 4, 3)
     if num_tokens == 1:
         return Config(1 if n <= 8192 and not swiglu else 2, 1024 if k % 1024 == 0 else 512, 4, 2)
     return Config(32 if n < 16384 else 64, 128, 4, 4)
