@@ -12,7 +12,9 @@ Two kernels: for M = 1 a sum of products (no matrix unit: its smallest tile woul
 rows times the tokens, padded to 16 or 32, on the matrix units.
 
 Weights quantised by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTISED tokens. For up to MAX_TOKENS a third
-kernel multiplies them, whose warps divide the columns; for one token too, where that was measured to be faster.
+kernel multiplies them, whose warps divide the columns; for one token too, where that was measured to be faster. For more
+tokens several programs may share the columns of a tile, where the weight has too few rows for a GPU, and a fourth kernel
+adds up.
 
 Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager definition, which is also the reference.
 """
@@ -110,11 +112,19 @@ def small_linear_cuda(
     else:
         block_m = min(padded(max(m, 2)), MOST_TOKENS_A_TILE)
         sizes = (m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0, eps)
-        kernel = kernels.tile_kernel
+        grid = (rows, -(-m // block_m))
         if scale is not None and m <= MAX_TOKENS:
-            kernel, flags["SLICES"] = kernels.sliced_kernel, config.num_warps
             flags["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
-        launch(kernel, (rows, -(-m // block_m)), *pointers, *sizes, BLOCK_M=block_m, **flags)
+            launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **flags)
+        elif config.splits == 1 or norm_weight is not None or swiglu:  # these need whole sums in one program
+            launch(kernels.tile_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SPLITS=1, **flags)
+        else:
+            parts = x.new_empty(config.splits, m, n, dtype=torch.float32)
+            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], parts, *sizes, BLOCK_M=block_m,
+                   SPLITS=config.splits, **flags)
+            launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), parts, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
+                   BLOCK_N=256, SPLITS=config.splits, BIAS=flags["BIAS"], RESIDUAL=flags["RESIDUAL"], PDL=pdl,
+                   **launch_options(pdl))
     return out.view(*x.shape[:-1], n)
 
 

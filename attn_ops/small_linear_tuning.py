@@ -36,12 +36,14 @@ MOST_COPIES = 64  # of one weight: so many launches tell its time, and a model o
 
 class Config(NamedTuple):
     """Launch parameters of one kernel: weight rows and columns a tile (of each warp, with codes and up to 32 tokens), warps,
-    pipeline stages."""
+    pipeline stages; with codes and more tokens, how many programs share the columns of a tile, to occupy a GPU for which a
+    weight has few rows."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
 class LinearShape(NamedTuple):
@@ -66,7 +68,7 @@ CANDIDATES = {
 CANDIDATES_QUANTISED = {
     1: (Config(4, 1024, 4, 2), Config(16, 128, 4, 4), Config(16, 64, 4, 4), Config(32, 64, 4, 3)),
     32: (Config(16, 128, 4, 4), Config(16, 64, 4, 3), Config(32, 64, 4, 4), Config(64, 64, 4, 3)),
-    256: (Config(64, 128, 4, 3), Config(128, 128, 8, 3), Config(128, 64, 8, 4)),
+    256: (Config(64, 128, 4, 3), Config(128, 64, 8, 4), Config(64, 128, 4, 4, 2), Config(64, 128, 4, 4, 4)),
 }
 
 
@@ -107,7 +109,11 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
 def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
     """Parameters that nobody measured."""
     if codes is not None:
-        return Config(64, 128, 4, 4) if num_tokens > 32 else Config(16 if n < 65536 else 64, 64, 4, 3)
+        if num_tokens > 32:
+            return Config(64, 128, 4, 4, 2 if n < 16384 else 1)
+        if num_tokens == 1 and n <= 8192:
+            return Config(4, 1024 if k % 1024 == 0 else 512, 4, 2)
+        return Config(16 if n < 65536 else 64, 64, 4, 3)
     if num_tokens == 1:
         return Config(1 if n <= 8192 and not swiglu else 2, 1024 if k % 1024 == 0 else 512, 4, 2)
     return Config(32 if n < 16384 else 64, 128, 4, 4)
@@ -140,7 +146,7 @@ def _read_user() -> dict[str, Any]:
             raise ValueError(f"format {content['format']!r}, and this version of quire reads {FORMAT}")
         for configs in content["devices"].values():
             for config in configs.values():
-                if config is not None and (len(config) != 4 or not all(type(x) is int and x > 0 for x in config)):
+                if config is not None and (len(config) not in (4, 5) or not all(type(x) is int and x > 0 for x in config)):
                     raise ValueError(f"{config} are no launch parameters")
         return content["devices"]
     except FileNotFoundError:

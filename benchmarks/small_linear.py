@@ -1,7 +1,7 @@
 """Time the small-batch linear kernel against cuBLAS, shape by shape, and write the best parameters.
 
     python benchmarks/small_linear.py --json out.json [--table attn_ops/small_linear_configs.json] [--shapes llama-8b]
-    python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128 --json out.json    # quantised weights
+    python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json    # quantised weights
 
 Weights are cold: each shape rotates among copies that together are several times the L2 cache, and the calls are replayed from
 one CUDA graph, so launches do not count. The floor is the weight's bytes over the copy bandwidth measured in this run.
@@ -44,9 +44,10 @@ VECTOR_CODES = [Config(*c) for c in ((1, 2048, 4, 2), (2, 2048, 4, 2), (4, 1024,
 SLICED = [Config(*c) for c in itertools.product((16, 32, 64), (64, 128), (4,), (3, 4))] + [
     Config(*c) for c in ((32, 128, 2, 4), (64, 128, 2, 4), (128, 64, 4, 3), (32, 64, 8, 3), (32, 64, 8, 4), (64, 32, 8, 4),
                          (64, 64, 8, 3), (32, 128, 8, 3))]
-TILE_CODES = [Config(*c) for c in ((64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4),
-                                   (128, 128, 8, 3), (32, 128, 4, 4), (32, 256, 4, 3), (32, 128, 8, 4), (16, 256, 4, 4),
-                                   (16, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 3), (64, 128, 8, 4))]
+TILE_CODES = [Config(*c) for c in (
+    (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (32, 128, 4, 4), (32, 128, 8, 4),
+    (64, 64, 4, 4, 2), (64, 128, 4, 3, 2), (64, 128, 4, 4, 2), (128, 64, 8, 4, 2), (128, 128, 8, 3, 2), (64, 128, 4, 4, 3),
+    (64, 128, 4, 4, 4), (128, 64, 8, 4, 4), (128, 128, 8, 3, 4), (64, 64, 4, 4, 4))]
 
 
 def candidates(m: int, codes: torch.dtype | None) -> list[Config]:
@@ -133,7 +134,8 @@ def main() -> int:
                    "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
                                             capture_output=True, text=True, check=False).stdout.strip()}
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        args.json.write_text(f'{{"environment": {json.dumps(environment)},\n"rows": [\n{lines}\n]}}\n')
     if args.table:
         devices = json.loads(args.table.read_text()) if args.table.is_file() else {}
         devices[environment["device"]] = dict(sorted((devices.get(environment["device"], {}) | table).items()))

@@ -88,15 +88,23 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_
 def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
                 RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                PDL: tl.constexpr):
-    """BLOCK_M tokens and BLOCK_N weight rows a program, these as the left operand of the matrix unit (the long side)."""
+                SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK_M tokens and BLOCK_N weight rows a program, these as the left operand of the matrix unit (the long side).
+
+    With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_previous(PDL)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    if SPLITS == 1:
+        first, last = 0, K
+    else:
+        span = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
+        first = tl.program_id(2) * span
+        last = tl.minimum(first + span, K)
+    for start in range(first, last, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         mask = (tokens < M)[None, :] & (cols < K)[:, None]
         xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0)
@@ -109,7 +117,26 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
             up = _load_weights(w + N.to(tl.int64) * stride_w, scale, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K)
             acc_up = tl.dot(up, xs, acc_up)
     let_next_start(PDL)
-    _finish(acc, acc_up, squares, rows, tokens, scale, bias, res, out, M, N, K, stride_r, eps, NORM, BIAS, RESIDUAL, SWIGLU)
+    if SPLITS == 1:
+        _finish(acc, acc_up, squares, rows, tokens, scale, bias, res, out, M, N, K, stride_r, eps, NORM, BIAS, RESIDUAL, SWIGLU)
+    else:
+        tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
+                 mask=(rows < N)[:, None] & (tokens < M)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def add_up_kernel(parts, scale, bias, res, out, M, N, stride_r, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """The sums of what ``tile_kernel`` left in parts (SPLITS, M, N), always in the same order, and what comes after them."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (rows < N)[:, None] & (tokens < M)[None, :]
+    wait_for_previous(PDL)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(parts + (split * M + tokens)[None, :] * N + rows[:, None], mask=inside, other=0.0)
+    let_next_start(PDL)
+    _finish(acc, acc, None, rows, tokens, scale, bias, res, out, M, N, 0, stride_r, 0.0, False, BIAS, RESIDUAL, False)
 
 
 @triton.jit(do_not_specialize=["M"])

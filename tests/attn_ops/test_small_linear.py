@@ -66,6 +66,22 @@ def test_quantised(tokens, n, k, options, kind) -> None:
     assert tokens <= MAX_TOKENS_QUANTISED or torch.equal(out, small_linear_eager(*args))
 
 
+@pytest.mark.parametrize("tokens, n, k", [(40, 64, 128), (130, 72, 200), (33, 8, 16)])
+@pytest.mark.parametrize("splits", [2, 3])
+def test_programs_share_the_columns(tokens, n, k, splits) -> None:
+    """Also where a share is empty, and where columns or rows end within a tile."""
+    args = quantised(case(tokens, n, k, bias=True, residual=True), torch.int8)
+    out = small_linear_cuda(*args, config=Config(16, 32, 4, 2, splits))
+    close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
+
+
+@pytest.mark.parametrize("options", [dict(norm=True), dict(swiglu=True)], ids=str)
+def test_whole_sums_are_not_shared(options) -> None:
+    args = quantised(case(40, 64, 128, **options), torch.int8)
+    assert torch.equal(small_linear_cuda(*args, config=Config(16, 32, 4, 2, 2)),
+                       small_linear_cuda(*args, config=Config(16, 32, 4, 2)))
+
+
 def test_codes_are_multiplied_not_numbers_near_them() -> None:
     """All codes of int8, each alone: the products are exact."""
     codes = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(256, 1).expand(256, 16).contiguous()
