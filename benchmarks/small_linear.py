@@ -1,7 +1,7 @@
 """Time the small-batch linear kernel against cuBLAS, shape by shape, and write the best parameters.
 
     python benchmarks/small_linear.py --json out.json [--table attn_ops/small_linear_configs.json] [--shapes llama-8b]
-    python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json    # quantised weights
+    python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json    # codes
 
 Weights are cold: each shape rotates among copies that together are several times the L2 cache, and the calls are replayed from
 one CUDA graph, so launches do not count. The floor is the weight's bytes over the copy bandwidth measured in this run.
@@ -121,8 +121,9 @@ def main() -> int:
             except Exception as failure:
                 rows.append({"shape": name, "codes": label, "tokens": m, "config": list(config), "failed": str(failure)[:120]})
                 continue
-            rows.append({"shape": name, "codes": label, "tokens": m, "n": n, "k": k, "config": list(config), "us": us,
-                         "floor_us": floor, "cublas_us": cublas, "eager_us": eager, "error": error})
+            rows.append({"shape": name, "codes": label, "tokens": m, "n": n, "k": k, "config": list(config), 
+                         "error": float(f"{error:.3g}"), **{name: round(t, 2) for name, t in (
+                             ("us", us), ("floor_us", floor), ("cublas_us", cublas), ("eager_us", eager))}})
             best = min(best, (us, config), key=lambda b: b[0])
         if best[1] is not None:
             table[key(m, n, k, shape.swiglu, codes)] = list(best[1])

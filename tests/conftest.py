@@ -1,6 +1,7 @@
 """Set-up for all tests: where there is no GPU, Triton kernels run in Triton's interpreter, and PyTorch on one thread.
 No test reads the user's measurements. Random numbers are the same in every run, whichever tests ran before in the process."""
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import settings
+
+from tests.interpreter import make_faster
 
 # What was measured on this machine for attention="auto" must not decide what a test sees.
 os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-measurements-{os.getpid()}")
@@ -20,7 +24,12 @@ os.environ.setdefault("QUIRE_TUNE", "0")
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, that is before the first import of a module that has some.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):  # no Triton: tests of its kernels are skipped
+        make_faster()
     torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other, on a busy machine for long
+    # A trace of one or two layers hardly repeats itself: entries of this cache took a quarter of the time of such tests. The
+    # zoo has it on, as users have, and so have tests on a GPU.
+    torch._dynamo.config.fake_tensor_cache_enabled = False
 
 # More examples, others each time: --hypothesis-profile=default
 settings.register_profile("same-each-time", derandomize=True, deadline=None)

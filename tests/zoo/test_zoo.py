@@ -42,6 +42,13 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cached_fake_tensors() -> Iterator[None]:
+    """As users have it; see ``tests/conftest.py``."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
+        yield
+
+
 @dataclass
 class Specimen:
     """One architecture, traced once for all its tests."""
