@@ -97,16 +97,16 @@ def _only_here(node: object, attribute: str, fusion: Fusion) -> torch.Tensor | N
     """The real tensor behind a placeholder, or behind an attribute of a quantised one, that is needed in this one place."""
     if not isinstance(node, fx.Node) or len(node.users) != 1:
         return None
-    if not attribute:
-        tensor = fusion.real.get(node)
-        plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.is_floating_point()  # type: ignore[union-attr]
+    if attribute:
+        of = node.args[0] if is_function(node, (getattr,)) and node.args[1] == attribute else None
+        if not isinstance(of, fx.Node) or len(of.users) != 2:  # its codes and its scale
+            return None
+        tensor = getattr(fusion.real.get(of), attribute, None)
     else:
-        of = node.args[0]
-        if not is_function(node, (getattr,)) or node.args[1] != attribute or len(of.users) != 2:  # type: ignore[union-attr]
-            return None  # the users are the codes and the scale
-        tensor = getattr(fusion.real.get(of), attribute, None)  # type: ignore[arg-type]
-        plain = type(tensor) is torch.Tensor
-    return tensor if plain and tensor.is_contiguous() else None  # type: ignore[union-attr]
+        tensor = fusion.real.get(node)
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    return tensor if tensor.is_contiguous() and (attribute or tensor.is_floating_point()) else None
 
 
 def _fuse(group: list[_Projection], fusion: Fusion) -> None:

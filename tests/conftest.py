@@ -3,6 +3,7 @@ No test reads the user's measurements. Random numbers are the same in every run,
 
 import contextlib
 import gc
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ os.environ["QUIRE_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"quire-no-mea
 
 # Nor does a test wait until an engine has measured matrix shapes, unless it asks for it.
 os.environ.setdefault("QUIRE_TUNE", "0")
+
+# pytest attaches its handlers to loggers that do not propagate, and with a handler torch writes a trace of each compilation.
+logging.getLogger("torch.__trace").propagate = True
 
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, that is before the first import of a module that has some.

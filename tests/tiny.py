@@ -23,10 +23,15 @@ PROMPTS = (
     "Dear Anna,\n", "A", "Tom and Lucy went to the market because",
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens=20)
 
 
-def load_model(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(str(TINY_MODEL), dtype=dtype).to(device).eval()
+def load_model(device: str = "cpu", dtype: torch.dtype = torch.float32, num_layers: int = 4) -> Any:
+    """With fewer layers than its 4 it takes less long to trace, and what it writes is no longer language."""
+    found = AutoModelForCausalLM.from_pretrained(str(TINY_MODEL), dtype=dtype).to(device).eval()
+    del found.model.layers[num_layers:]
+    found.config.num_hidden_layers = num_layers
+    return found
 
 
 def load_tokenizer() -> Any:

@@ -11,10 +11,15 @@ import torch
 
 import quire
 from graph_runner.sampling_params import SamplingParams
-from tests.tiny import load_model, load_tokenizer
+from tests.tiny import load_model as load_shipped
+from tests.tiny import load_tokenizer
 
 IDS = torch.tensor([[30, 31, 32, 33]])
 LONG = "Once upon a time, there was a little boy who had a red ball and a blue hat"
+
+
+def load_model():
+    return load_shipped(num_layers=2)
 
 
 def generate(model) -> list[int]:

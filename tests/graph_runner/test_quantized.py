@@ -16,8 +16,13 @@ import quire
 from attn_ops.backend import UnsupportedAttention
 from passes.capture import PagedModel
 from passes.options import QuireOptions
-from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_model, load_tokenizer, tokens
+from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_tokenizer, tokens
+from tests.tiny import load_model as load_shipped
 from tests.zoo.harness import TOLERANCE, error, reference, serve
+
+
+def load_model() -> Any:
+    return load_shipped(num_layers=2)
 
 
 class Int8Linear(nn.Module):
@@ -102,7 +107,7 @@ def quantized(way: str) -> Any:
     plain = {n: m.weight.sum().item() for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     WAYS[way](model)
     changed = [n for n, m in model.named_modules() if n in plain and type(getattr(m, "weight", None)) is not nn.Parameter]
-    assert len(changed) >= 28  # 7 projections in each of 4 layers
+    assert len(changed) >= 14  # 7 projections in each of 2 layers
     return model
 
 
@@ -151,7 +156,7 @@ def test_what_is_not_quantised_is_fused_as_ever(prompts: list[list[int]], caplog
     before = state(model)
     with caplog.at_level(logging.INFO), quire.Engine(model, compiler="eager", fusions="all") as engine:
         got = tokens(engine.generate(prompts, GREEDY))
-    assert "projections: 4 matches" in caplog.messages
+    assert "projections: 2 matches" in caplog.messages
     assert_same(model, before)
     assert_greedy(model, "int8", prompts, got)
 

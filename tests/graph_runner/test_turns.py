@@ -25,7 +25,7 @@ SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model()
+    return load_model(num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_threads_share_a_paged_model(prompts: list[list[int]], expected: list[li
 
     import quire
 
-    paged = quire.paged(load_model(), num_pages=64)
+    paged = quire.paged(load_model(num_layers=2), num_pages=64)
 
     def job(k: int) -> bool:
         ids = torch.tensor([prompts[k % 4]])

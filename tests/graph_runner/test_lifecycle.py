@@ -1,0 +1,288 @@
+"""An engine is made or refused, interrupted, closed; what becomes of the model, and what becomes of the engine when the model
+changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.eval_frame import reset_code
+
+import quire
+from graph_runner.cuda_graph import CudaGraphRunner
+from graph_runner.engine import Engine
+from graph_runner.sampling_params import SamplingParams
+from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens, unchanged
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(num_layers=2)
+
+
+def build(config, kind=transformers.AutoModelForCausalLM):
+    return kind.from_config(config).eval()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(page_size=0), "page_size must be at least 1, got 0"),
+    (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
+    (dict(max_num_batched_tokens=-1), "max_num_batched_tokens must be at least 1, got -1"),
+    (dict(prefill_chunk_size=-1), "prefill_chunk_size must be at least 1, got -1"),
+    (dict(gpu_memory_utilization=0), r"gpu_memory_utilization is a share of the memory, in \(0, 1\]; got 0"),
+    (dict(max_model_len=1), "max_model_len must be at least 2"),
+    (dict(max_model_len=5000), "max_model_len=5000, but the model has 1024 positions"),
+    (dict(num_pages=1), "at least 2 pages"),
+    (dict(kv_cache_dtype="float7"), "kv_cache_dtype 'float7' is neither 'auto' nor a torch dtype"),
+    (dict(kv_cache_dtype="bfloat16"), r"KV cache dtype bfloat16 \(has the model's own dtype, float8_e4m3fn, "),
+    (dict(kv_cache_dtype="int16"), r"KV cache dtype int16 \(has the model's own dtype, float8_e4m3fn, "),
+    (dict(kv_layout="DNH"), "DNH"),
+    (dict(attention="nope"), "unknown attention backend 'nope'; there are: auto, .*torch_native"),
+    (dict(attention="flashinfer"),
+     "(?s)attention='flashinfer' cannot serve this model on cpu.*Can serve it here: .*torch_native"),
+    (dict(compiler="gcc"), "compiler must be one of inductor, inductor-whole, eager; got 'gcc'"),
+    (dict(prefill_chunk_size=0), "prefill_chunk_size must be at least 1, got 0"),
+    (dict(kv_cache_dtype=8), "kv_cache_dtype 8 is neither"),
+    (dict(fusions=["all_of_it"]), r"unknown fusions \['all_of_it'\]; there are \['quantized'"),
+    (dict(max_num_seqs=4, cudagraph_capture_sizes=[8]), "batch size 8 in the list to capture is larger than any batch"),
+    (dict(max_num_batched_tokens=64, cudagraph_token_sizes=[65]), "token count 65 in the list to capture is larger"),
+])
+def test_bad_arguments(options, message, one_layer) -> None:
+    with unchanged(one_layer), pytest.raises(ValueError, match=message):
+        Engine(one_layer, **(dict(num_pages=8, max_num_seqs=2) | options))
+
+
+def test_models_that_cannot_be_served() -> None:
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 intermediate_size=32)
+    mamba2 = transformers.Mamba2Config(**sizes, num_heads=8, head_dim=8, state_size=8, n_groups=1)
+    bamba = transformers.BambaConfig(**sizes, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8)
+    t5 = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    gptj = transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=8)
+    for config, message in ((mamba2, "keep state that is not keys and values"),
+                            (bamba, "'linear_attention'.*keep state"),
+                            (gptj, "0 attention sites were found")):
+        model = build(config)
+        with unchanged(model), pytest.raises(quire.UnsupportedAttention, match=message):
+            Engine(model, num_pages=8)
+    with pytest.raises(quire.UnsupportedAttention, match="t5 is an encoder-decoder model; quire serves decoder-only"):
+        Engine(build(t5, transformers.AutoModelForSeq2SeqLM), num_pages=8)
+
+
+@pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
+def test_nan_fails_one_request_only(depth, model, prompts) -> None:
+    """Also not those that later get the pages in which the NaNs are."""
+    poisoned = copy.deepcopy(model)
+    poisoned.lm_head.weight = torch.nn.Parameter(poisoned.lm_head.weight.detach().clone())  # untied from the embedding
+    bad, bad_prompt = 1700, [1700] * 40
+    with torch.no_grad():
+        poisoned.model.embed_tokens.weight[bad] = float("nan")
+    good = prompts[:3]
+    expected = [hf_greedy(model, p, 12) for p in good]
+    params = replace(GREEDY, max_tokens=12)
+    with Engine(poisoned, num_pages=7, page_size=16, max_num_seqs=4, async_stepping=depth) as engine:
+        for batch in ([good[0], [5, bad, 7], *good[1:]], [bad_prompt, *good], [bad_prompt, *good]):
+            outputs = engine.generate(batch, params)
+            failed = outputs.pop(next(i for i, p in enumerate(batch) if bad in p))
+            assert tokens(outputs) == expected
+            assert (failed.finish_reason, failed.token_ids) == ("error", [])
+            assert f"the logits for token {len(failed.prompt_token_ids)} contain NaN" in failed.error
+            assert tokens(engine.generate(good, params)) == expected
+            assert_idle(engine)
+
+
+def test_out_of_memory_while_capturing(one_layer, monkeypatch) -> None:
+    capture_one = CudaGraphRunner._capture_one
+
+    def fails(self, bucket):
+        if bucket.num_reqs < 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
+        capture_one(self, bucket)
+
+    monkeypatch.setattr(CudaGraphRunner, "_capture_one", fails)
+    options = dict(num_pages=40, max_num_seqs=8, cudagraph_capture_sizes=[4, 8])
+    message = "out of GPU memory while capturing the CUDA graph of 4 rows. Give the KV cache less"
+    with unchanged(one_layer), pytest.raises(RuntimeError, match=message) as caught:
+        Engine(one_layer, fusions="all", **options)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert gc.isenabled() and gc.get_freeze_count() < 1000, "the collector rests no longer"
+    monkeypatch.undo()
+    with Engine(one_layer, **options) as engine:
+        assert tokens(engine.generate([3, 4, 5], GREEDY)) == [hf_greedy(one_layer, [3, 4, 5], GREEDY.max_tokens)]
+
+
+@pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
+def test_an_interrupted_step_is_taken_back(depth, model, prompts, expected, sampled, monkeypatch) -> None:
+    """Whatever comes out of a step (Ctrl-C, an error of a kernel), the requests go on as if it had not been tried."""
+    with Engine(model, num_pages=14, page_size=8, max_num_seqs=8, async_stepping=depth) as engine:
+        launch, calls = engine.runner.launch, Counter()
+
+        def interrupted(batch):
+            calls["launch"] += 1
+            if calls["launch"] % 3 == 0:
+                raise KeyboardInterrupt
+            return launch(batch)
+
+        monkeypatch.setattr(engine.runner, "launch", interrupted)
+        for params, want in ((GREEDY, expected), (SAMPLED, sampled)):
+            ids = [engine.add_request(p, params)[0] for p in prompts]
+            found: dict[int, list[int]] = {i: [] for i in ids}
+            while engine.has_unfinished:
+                try:
+                    for event in engine.step():
+                        found[event.index] += event.token_ids
+                except KeyboardInterrupt:
+                    pass
+            assert list(found.values()) == want
+            assert_idle(engine)
+        stream = engine.stream(prompts[:2], GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+        assert_idle(engine)
+
+
+def test_a_changed_model_is_noticed(one_layer) -> None:
+    """What the trace has built in would be ignored without a word."""
+    ours = copy.deepcopy(one_layer)
+    attention = ours.model.layers[0].self_attn
+    with Engine(ours, num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[]) as engine:
+        want = tokens(engine.generate([3, 4], GREEDY))
+        hook = attention.register_forward_hook(lambda module, args, out: None)
+        message = "changed after the engine traced it .model.layers.0.self_attn: its forward hooks changed"
+        with pytest.raises(RuntimeError, match=message):
+            engine.generate([3, 4], GREEDY)
+        hook.remove()
+        assert tokens(engine.generate([3, 4], GREEDY)) == want
+        attention.scaling *= 2
+        engine.add_request([3, 4], GREEDY)
+        for _ in range(3):  # no token comes out
+            with pytest.raises(RuntimeError, match="self_attn: its settings changed"):
+                engine.step()
+        attention.scaling /= 2
+        events = [e for _ in range(50) if engine.has_unfinished for e in engine.step()]
+        assert [t for e in events for t in e.token_ids] == want[0]
+        ours.model.layers[0].mlp = copy.deepcopy(ours.model.layers[0].mlp)
+        with pytest.raises(RuntimeError, match="mlp.*: the module itself changed"):
+            engine.generate([3, 4], GREEDY)
+        assert_idle(engine)
+
+
+def test_dynamo_reset(one_layer) -> None:
+    """A trace that is gone is not replaced by a different one."""
+    with unchanged(one_layer), Engine(one_layer, num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[]) as engine:
+        compiled = engine.runner.paged._compiled
+        reset_code(compiled._torchdynamo_orig_callable.__code__)  # torch._dynamo.reset() does so to every function
+        with pytest.raises(RuntimeError, match="the trace of this model is gone .*: close the engine and make a new"):
+            engine.generate([3, 4], GREEDY)
+        assert_idle(engine)
+
+
+def test_close(model, prompts, expected) -> None:
+    engine = Engine(model, num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
+    stream = engine.stream(prompts[:3], GREEDY)
+    outputs = [next(stream).output for _ in range(3)]
+    engine.close()
+    engine.close()
+    assert sorted(e.index for e in stream if e.finished) == [0, 1, 2]  # and does not wait for ever
+    assert {o.finish_reason for o in outputs} == {"abort"}
+    assert outputs[0].token_ids == expected[0][: len(outputs[0].token_ids)]
+    for use in (lambda: engine.generate(prompts[0]), lambda: engine.add_request(prompts[0]),
+                lambda: next(engine.stream("a"))):
+        with pytest.raises(RuntimeError, match="the engine is closed; make a new one"):
+            use()
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize(("fusions", "training"), [("none", False), ("all", True)], ids=["plain", "fused_train"])
+def test_the_model_afterwards(fusions, training, model, prompts, expected) -> None:
+    ours = copy.deepcopy(model)
+    if training:
+        ours.train()
+        ours.model.layers[0].eval()
+        ours.model.layers[1].mlp.requires_grad_(False)
+    pointers = {n: p.data_ptr() for n, p in ours.named_parameters()}
+    with unchanged(ours):
+        with Engine(ours, num_pages=40, max_num_seqs=8, fusions=fusions) as engine:
+            assert tokens(engine.generate(prompts, GREEDY)) == expected
+    if fusions == "none":
+        assert pointers == {n: p.data_ptr() for n, p in ours.named_parameters()}
+    # It still trains.
+    ours.train()
+    ids = torch.tensor([prompts[3]])
+    ours(input_ids=ids, labels=ids).loss.backward()
+    assert ours.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_two_engines_on_one_model(model, prompts, expected) -> None:
+    options = dict(num_pages=40, max_num_seqs=8, cudagraph_capture_sizes=[])
+    with unchanged(model), Engine(model, **options) as first, Engine(model, **options, page_size=4) as second:
+        for engine in (first, second, first):
+            assert tokens(engine.generate(prompts[:2], GREEDY)) == expected[:2]
+
+
+@pytest.mark.parametrize("fusions", ["none", "all"])
+def test_weight_updates_reach_the_engine(fusions, model, prompts, expected) -> None:
+    ours, donor = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in donor.named_parameters():
+            if "q_proj" in name or "gate_proj" in name:
+                p.mul_(0.5)
+    changed = [hf_greedy(donor, p, GREEDY.max_tokens) for p in prompts]
+    assert changed != expected
+    with Engine(ours, num_pages=40, max_num_seqs=8, fusions=fusions) as engine:
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+        ours.load_state_dict(donor.state_dict())
+        assert tokens(engine.generate(prompts, GREEDY)) == changed
+        ours.load_state_dict(model.state_dict())
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+        # Not in place: new tensors under the same parameters.
+        for p, new in zip(ours.parameters(), donor.parameters(), strict=True):
+            p.data = new.detach().clone()
+        assert tokens(engine.generate(prompts, GREEDY)) == changed
+    assert hf_greedy(ours, prompts[0], GREEDY.max_tokens) == changed[0]
+
+
+def test_inference_mode(model, prompts, expected) -> None:
+    """Made, used and closed inside torch.inference_mode, and used outside of it: the model can be trained as before."""
+    ours = copy.deepcopy(model)
+    with torch.inference_mode():
+        engine = Engine(ours, num_pages=40, max_num_seqs=8, fusions="all")
+        assert [o.token_ids for o in engine.generate(prompts[:2], GREEDY)] == expected[:2]
+    assert [o.token_ids for o in engine.generate(prompts[:2], GREEDY)] == expected[:2]
+    with torch.inference_mode():
+        engine.close()
+    assert not any(p.is_inference() for p in ours.parameters())
+    ours(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_autocast(model, prompts, compiler) -> None:
+    """Made and used under autocast, an engine computes in the model's dtypes all the same: it serves others too, and later."""
+    logits = []
+    with torch.autocast("cpu", torch.bfloat16), Engine(model, num_pages=40, max_num_seqs=8, compiler=compiler) as engine:
+        forward = engine.runner._forward
+        engine.runner._forward = lambda *args: logits.append(forward(*args)) or logits[-1]
+        engine.generate([prompts[0]], GREEDY)
+        assert torch.is_autocast_enabled("cpu")
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([prompts[0]])).logits[0, -1]
+    assert (logits[0][0][0] - wanted).abs().max() <= 1e-5 * wanted.abs().max()  # bfloat16's eps is 8e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_default_dtype(model, prompts, expected, dtype, kv_cache_dtype) -> None:
+    """That of new tensors, which scripts set to have their models made in it."""
+    params = [GREEDY, SamplingParams(temperature=1e-6, top_k=5, min_p=0.1, max_tokens=GREEDY.max_tokens)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with Engine(model, num_pages=40, max_num_seqs=8, kv_cache_dtype=kv_cache_dtype) as engine:
+            assert tokens(engine.generate(prompts[:2], params)) == expected[:2]
+    finally:
+        torch.set_default_dtype(before)
