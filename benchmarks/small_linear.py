@@ -121,7 +121,7 @@ def main() -> int:
             except Exception as failure:
                 rows.append({"shape": name, "codes": label, "tokens": m, "config": list(config), "failed": str(failure)[:120]})
                 continue
-            rows.append({"shape": name, "codes": label, "tokens": m, "n": n, "k": k, "config": list(config), 
+            rows.append({"shape": name, "codes": label, "tokens": m, "n": n, "k": k, "config": list(config),
                          "error": float(f"{error:.3g}"), **{name: round(t, 2) for name, t in (
                              ("us", us), ("floor_us", floor), ("cublas_us", cublas), ("eager_us", eager))}})
             best = min(best, (us, config), key=lambda b: b[0])
