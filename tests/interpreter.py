@@ -16,6 +16,8 @@ from typing import Any
 def make_faster() -> None:
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_patch_lang"):  # not a name to rely on; 3.6 and 3.7 have it
+        return
     original, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[tuple[bool, ...]] = set()
