@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo
 from hypothesis import settings
 
 from tests.interpreter import make_faster
@@ -26,11 +25,13 @@ os.environ.setdefault("QUIRE_TUNE", "0")
 logging.getLogger("torch.__trace").propagate = True
 
 if not torch.cuda.is_available():
-    # Triton reads it when kernels are defined, that is before the first import of a module that has some.
+    # Triton reads it when kernels are defined, that is before the first import of a module that has some (or of torch._dynamo).
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with contextlib.suppress(ImportError):  # no Triton: tests of its kernels are skipped
         make_faster()
     torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other, on a busy machine for long
+    import torch._dynamo
+
     # A trace of one or two layers hardly repeats itself: entries of this cache took a quarter of the time of such tests. The
     # zoo has it on, as users have, and so have tests on a GPU.
     torch._dynamo.config.fake_tensor_cache_enabled = False
