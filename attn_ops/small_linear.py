@@ -85,17 +85,19 @@ def small_linear_cuda(
         config: launch parameters; None: the measured ones (``attn_ops/small_linear_tuning.py``). pdl: see _kernels/pdl.py.
     """
     k = x.shape[-1]
-    m = x.numel() // k
+    m = x.numel() // max(1, k)
     kinds = (x.dtype,) if scale is None else QUANTISED
     most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTISED  # large tiles of unaligned rows spill
     if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
-            or weight.dtype not in kinds or weight.stride(1) != 1:
+            or weight.dtype not in kinds or weight.stride(1) != 1 \
+            or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     kernels, use_pdl, launch_options = _kernels()
     pdl = use_pdl(x.device, m) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)
-    x2 = x.reshape(m, k)
-    res = residual.reshape(m, n) if residual is not None else None
+    x2 = _packed(x.reshape(m, k))
+    res = _packed(residual.reshape(m, n)) if residual is not None else None
+    bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
     out = x.new_empty(m, n)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
@@ -126,6 +128,11 @@ def small_linear_cuda(
                    BLOCK_N=256, SPLITS=config.splits, BIAS=flags["BIAS"], RESIDUAL=flags["RESIDUAL"], PDL=pdl,
                    **launch_options(pdl))
     return out.view(*x.shape[:-1], n)
+
+
+def _packed(rows: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a row side by side, as the kernels read them."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @functools.cache

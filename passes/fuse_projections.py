@@ -24,7 +24,7 @@ from torch import fx
 
 from attn_ops.small_linear import small_linear
 from passes.fusion import Fusion
-from passes.graph_tools import compute_value, erase_dead, is_function, value, written_by
+from passes.graph_tools import compute_value, erase_dead, is_function, value, written_between
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
@@ -51,18 +51,10 @@ def fuse_projections(fusion: Fusion) -> int:
     for group in groups.values():
         nodes = [each.node for each in group]
         different = len({id(each.weight) for each in group}) == len(group)
-        if len(group) > 1 and different and not _mutates_between(nodes[0], nodes[-1]):
+        if len(group) > 1 and different and not written_between(nodes[0], nodes[-1]):
             _fuse(group, fusion)
             fused += 1
     return fused
-
-
-def _mutates_between(first: fx.Node, last: fx.Node) -> bool:
-    node = first
-    while (node := node.next) is not last:
-        if written_by(node):
-            return True
-    return False
 
 
 def _projection(node: fx.Node, fusion: Fusion) -> _Projection | None:

@@ -19,10 +19,10 @@ options of the ops: pairs of neighbours (Cohere, GLM, Ernie), tables of half wid
 backend whose rope_op does not say that it knows them gets the first form. Also matched: an RMSNorm over each head right before
 (Qwen3, Gemma 3) or right after (HunYuan), with or without weights (Llama 4), as ``passes/match_norm.py`` knows it.
 
-Left to the compiler: q and k with cos and sin of their own; layers that share another's keys; heads of which some dimensions
-are made elsewhere, which latent attention (DeepSeek) joins to the rotated ones: it wants kernels of its own; q scaled by
-position after it is rotated (Ministral 3), whose kernel would stay; norms over all heads at once (OLMo 2) and LayerNorms, which
-stay before the op.
+Left to the compiler: heads or tables that are changed in place after they were rotated; q and k with cos and sin of their own;
+layers that share another's keys; heads of which some dimensions are made elsewhere, which latent attention (DeepSeek) joins to
+the rotated ones: it wants kernels of its own; q scaled by position after it is rotated (Ministral 3), whose kernel would stay;
+norms over all heads at once (OLMo 2) and LayerNorms, which stay before the op.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from attn_ops.rope import PLAIN, RopeForm, rope_kv_write
-from passes.graph_tools import erase_dead, is_method, value
+from passes.graph_tools import erase_dead, is_method, value, written_between, written_by
 from passes.lowering import Lowered, paged_arguments, set_paged_arguments
 from passes.match_norm import RMSNorm, match_rms_norm
 from passes.match_rope import Rotation, Table, match_rotation
@@ -60,6 +60,7 @@ class _Heads(NamedTuple):
 def fuse_rope(lowered: Lowered) -> int:
     """Rewrite every attention op whose q and k are rotated alike; returns how many."""
     count, shared = 0, _Shared(lowered.gm.graph)
+    written = {x for n in lowered.gm.graph.nodes for x in written_by(n)}
     for node in [n for n in lowered.gm.graph.nodes if n.target is lowered.target.backend.op]:
         args = paged_arguments(node)
         if args["k"] is None or args["v"] is None:
@@ -69,7 +70,8 @@ def fuse_rope(lowered: Lowered) -> int:
             continue
         if q.way() != k.way():
             q, k = q.without_norm_before(), k.without_norm_before()
-        if q.way() != k.way():
+        if q.way() != k.way() or not written.isdisjoint((q.rotation.cos.node, q.rotation.sin.node)) \
+                or any(written_between(heads.source[0], node) for heads in (q, k)):  # the op reads them where it stands
             continue
         _rewrite(lowered, node, q, k, shared)
         erase_dead(lowered.gm.graph, [args["q"], args["k"]])

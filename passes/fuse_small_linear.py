@@ -11,7 +11,8 @@ After::
 
     z = small_linear(h, w, norm_weight=w_n, eps=eps, swiglu=True);  h2 = small_linear(z, w_down, residual=h)
 
-Folded only where nobody else needs what disappears; norms stay outside of layers with codes. Not matched, and left to Inductor:
+Folded only where nobody else needs what disappears, and nothing is changed in place on the way, as the kernel reads its inputs
+where the last of its parts stood; norms stay outside of layers with codes. Not matched, and left to Inductor:
 norms spelled otherwise (Gemma's 1 + w, LayerNorm), other activations, weights that are not plain bf16 or fp16.
 """
 
@@ -27,7 +28,7 @@ from torch import fx
 from attn_ops.small_linear import small_linear
 from attn_ops.small_linear_tuning import LinearShape
 from passes.fusion import Fusion
-from passes.graph_tools import erase_dead, is_function, is_method, value
+from passes.graph_tools import erase_dead, is_function, is_method, value, written_between
 from passes.match_norm import RMSNorm, match_rms_norm
 
 _LINEAR = (F.linear, torch._C._nn.linear)
@@ -47,6 +48,8 @@ def fuse_small_linear(fusion: Fusion) -> int:
 
 
 def _runnable(node: fx.Node, fusion: Fusion) -> bool:
+    if len(node.args) < 2:
+        return False  # linear(x, weight=...)
     weight = node.args[1]
     tensor = fusion.tensor(weight)  # type: ignore[arg-type]
     return (tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.dim() == 2
@@ -65,6 +68,8 @@ def _rewrite(node: fx.Node, fusion: Fusion, scale: Any) -> None:
     total = _match_residual(end, value(node).dtype)
     if total is not None:
         end, residual = total
+    if written_between(norm.x if norm else node, end):
+        end, norm, swiglu, residual = node, None, False, None
     with graph.inserting_before(end):
         new = graph.call_function(small_linear, (
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
@@ -95,6 +100,9 @@ def _match_swiglu(node: fx.Node) -> fx.Node | None:
     split = _only_user(node)
     if split is None or not is_function(split, (torch.split, torch.functional.split)) or len(split.users) != 2:
         return None
+    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    if dim not in (-1, value(node).dim() - 1):
+        return None
     sizes = split.args[1]
     if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or sizes[0] != sizes[1]:
         return None
@@ -105,13 +113,14 @@ def _match_swiglu(node: fx.Node) -> fx.Node | None:
     active, product = _only_user(gate), _only_user(up)
     if active is None or product is None or not is_method(active, "silu") or _only_user(active) is not product:
         return None
-    return product if is_function(product, _MUL) and set(product.all_input_nodes) == {active, up} else None
+    plain = is_function(product, _MUL) and not product.kwargs
+    return product if plain and set(product.all_input_nodes) == {active, up} else None
 
 
 def _match_residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
     """result + something of the same shape and dtype, and no other user: (the sum, the something)."""
     total = _only_user(node)
-    if total is None or not is_function(total, _ADD) or len(total.args) != 2:
+    if total is None or not is_function(total, _ADD) or len(total.args) != 2 or total.kwargs:
         return None
     other = total.args[1] if total.args[0] is node else total.args[0]
     if not isinstance(other, fx.Node) or other is node or total.target is operator.iadd and total.args[0] is not node:

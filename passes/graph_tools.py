@@ -115,6 +115,18 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [x for x in written if isinstance(x, fx.Node)]
 
 
+def written_between(first: fx.Node, last: fx.Node) -> bool:
+    """Is anything changed in place behind ``first`` and before ``last``? (What, does not matter: it may be a view.)"""
+    node = first
+    while node is not last:
+        if node is not first and written_by(node):
+            return True
+        node = node.next
+        if node.op == "root":
+            raise ValueError(f"{last} does not come after {first}")
+    return False
+
+
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
     """Erase those candidates that have no user, then their inputs as they become unused. Never a full dead-code sweep."""
     todo, erased = list(candidates), 0

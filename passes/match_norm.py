@@ -36,7 +36,8 @@ def match_rms_norm(node: Any) -> RMSNorm | None:
     for weight, cast in _factors(node):
         if _is_parameter(weight) and is_method(cast, "to", "type_as"):
             found = _normed(cast.args[0])
-            if found is not None and value(found[0]).dtype == value(node).dtype == value(weight).dtype == value(cast).dtype:
+            if found is not None and _fits(weight, found[0]) and value(cast).dtype == value(weight).dtype \
+                    and value(found[0]).dtype == value(node).dtype == value(weight).dtype:
                 return RMSNorm(found[0], weight, found[1])
     product = node.args[0] if is_method(node, "to", "type_as") else node  # in float32 the cast does nothing, and may be gone
     found = _normed(product)
@@ -44,20 +45,25 @@ def match_rms_norm(node: Any) -> RMSNorm | None:
         return RMSNorm(found[0], None, found[1]) if value(found[0]).dtype == value(node).dtype else None
     for scaled, factor in _factors(product):
         found, weight = _normed(scaled), _offset_weight(factor)
-        if found is not None and weight is not None and value(product).dtype == torch.float32 \
+        if found is not None and weight is not None and _fits(weight[0], found[0]) and value(product).dtype == torch.float32 \
                 and value(found[0]).dtype == value(node).dtype:
             return RMSNorm(found[0], weight[0], found[1], weight[1])
     return None
 
 
 def _factors(node: Any) -> list[Any]:
-    if not is_function(node, _MUL) or len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
+    if not is_function(node, _MUL) or len(node.args) != 2 or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return []
     return [node.args, node.args[::-1]]
 
 
 def _is_parameter(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and isinstance(value(node), torch.Tensor)
+
+
+def _fits(weight: fx.Node, x: fx.Node) -> bool:
+    """Is there a number for each dimension? One for all of them would be right too, but kernels read as many."""
+    return tuple(value(weight).shape) == (value(x).shape[-1],)
 
 
 def _offset_weight(node: Any) -> tuple[fx.Node, float] | None:
@@ -81,13 +87,13 @@ def _normed(node: Any) -> tuple[fx.Node, float] | None:
         if not is_method(rsqrt, "rsqrt") and not (is_method(rsqrt, "pow") and rsqrt.args[1:] == (-0.5,)):
             continue
         add: Any = rsqrt.args[0]
-        if not is_function(add, _ADD) or not isinstance(add.args[1], float):
+        if not is_function(add, _ADD) or len(add.args) != 2 or add.kwargs or not isinstance(add.args[1], float):
             continue
         mean: Any = add.args[0]
-        if not is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or not mean.kwargs.get("keepdim"):
+        if not is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or dict(mean.kwargs) != {"keepdim": True}:
             continue
         power: Any = mean.args[0]
-        if is_method(power, "pow") and power.args[0] is wide and power.args[1] == 2:
+        if is_method(power, "pow") and power.args == (wide, 2) and not power.kwargs:
             return wide.args[0], add.args[1]
     return None
 

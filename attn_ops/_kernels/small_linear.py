@@ -4,8 +4,8 @@ NOTE [A slice for each warp]: with codes and few tokens, instructions seem to be
 convert, and its share of all others. Where warps share the rows of a tile, each converts what another has converted too (Triton
 gives the tokens' side of a small product warps of its own). So in ``sliced_kernel`` each warp has all rows and tokens of the
 tile, and a slice of the columns to itself: a batch of products, added up at the end. ``python -m tests.hopper --loops
-"quantised linear 28672"`` counts 153 instructions a turn for up to 16 tokens, and 183 for 32; a thread takes 32 codes a turn. Larger
-tiles take fewer instructions a code, and are slower all the same (``h200_small_linear_codes.json``): fewer fit at once.
+"quantised linear 28672"`` counts 153 instructions a turn for up to 16 tokens, and 183 for 32; a thread takes 32 codes a turn.
+Larger tiles take fewer instructions a code, and are slower all the same (``h200_small_linear_codes.json``): fewer fit at once.
 """
 
 from __future__ import annotations

@@ -114,6 +114,27 @@ def test_a_weight_that_is_a_view_of_a_larger_one() -> None:
     close(small_linear_cuda(*args), args)
 
 
+def apart(t):
+    """The same numbers, not side by side."""
+    return t if t is None or not isinstance(t, torch.Tensor) else torch.stack([t, t + 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("tokens, codes", [(1, False), (1, True), (5, False), (5, True), (40, True)])
+def test_numbers_that_do_not_lie_side_by_side(tokens, codes) -> None:
+    args = case(tokens, 40, 64, norm=True, bias=True, residual=True)
+    args = quantised(args, torch.int8) if codes else args
+    out = small_linear_cuda(*[t if i == 1 else apart(t) for i, t in enumerate(args)])
+    assert torch.equal(out, small_linear_cuda(*args))
+    out = small_linear_cuda(args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
+    assert torch.equal(out, small_linear_cuda(*args))
+
+
+def test_other_dtypes_are_left_to_the_definition() -> None:
+    args = list(case(3, 8, 16, residual=True))
+    args[5] = args[5].float()
+    assert torch.equal(small_linear_cuda(*args), small_linear_eager(*args)) and small_linear_cuda(*args).dtype == torch.float32
+
+
 def test_leading_dimensions_are_kept() -> None:
     x, *rest = case(6, 32, 64)
     out = small_linear_cuda(x.view(2, 3, 64), *rest)

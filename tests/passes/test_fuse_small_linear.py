@@ -120,6 +120,84 @@ def test_nothing_that_others_need_disappears() -> None:
         assert torch.equal(out, model(x))
 
 
+def layer(forward, **options):
+    """A Layer with another forward, in the graph of which nothing may be folded that would change the result."""
+    return type(forward.__name__, (Layer,), {"forward": forward})(**options)
+
+
+def input_changed_before_the_sum(self, x):
+    x = x * 1.0
+    y = self.down(self.gate(x) * 0.5)
+    x.mul_(0.5)
+    return x + y
+
+
+def input_changed_before_the_product(self, x):
+    x = x * 1.0
+    gate, up = self.both(x).split([48, 48], -1)
+    x.mul_(3)
+    return self.down(self.act(gate) * up) + x
+
+
+def input_of_the_norm_changed(self, x):
+    x = x * 1.0
+    y = self.norm(x)
+    x.add_(1.0)
+    return x + self.up(y)[..., :32]
+
+
+def scaled_sum(self, x):
+    return torch.add(x, self.down(self.up(x)), alpha=0.25)
+
+
+def sum_into_another(self, x):
+    y = torch.empty_like(x)
+    torch.add(x, self.down(self.up(x)), out=y)
+    return y
+
+
+def split_of_tokens(self, x):
+    a, b = self.both(x[:, :4].flatten(0, 1)).split([2, 2], 0)
+    return self.act(a) * b
+
+
+@pytest.mark.parametrize("forward", [
+    input_changed_before_the_sum, input_changed_before_the_product, input_of_the_norm_changed, scaled_sum, sum_into_another,
+    split_of_tokens], ids=lambda f: f.__name__)
+def test_what_would_change_the_result_is_not_folded(forward) -> None:
+    """On the fused graph as it is, whose op reads its inputs where the last of its parts stood."""
+    model = layer(forward)
+    model.both = nn.Linear(32, 96, bias=False).bfloat16()
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), _, out = fused(model, x)
+    assert matches >= 1
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(), (1,)])
+def test_a_norm_with_one_weight_for_all_stays(size) -> None:
+    model = Layer()
+    model.norm.weight = nn.Parameter(torch.full(size, 0.7, dtype=torch.bfloat16))
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), gm, out = fused(model, x)
+    assert matches == 2 and "rsqrt" in listing(gm)
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+def weight_by_name(self, x):
+    return x + self.down(self.act(F.linear(self.norm(x), weight=self.gate.weight)))
+
+
+def test_a_weight_given_by_name_stays() -> None:
+    model, x = layer(weight_by_name), torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), _, out = fused(model, x)
+    assert matches == 1
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
 def test_the_switch() -> None:
     assert has_small_passes("all") and has_small_passes(["small_linear"])
     assert not has_small_passes("none") and not has_small_passes(["projections"])

@@ -14,6 +14,7 @@ from attn_ops.rope import PLAIN, RopeForm, rope_kv_write
 from passes.fuse_rope import fuse_rope
 from tests.passes.rotary import (
     DIM,
+    KV_HEADS,
     Rotary,
     complex_numbers,
     glm,
@@ -174,6 +175,28 @@ NEAR: dict[str, Rotary] = {
 @pytest.mark.parametrize("name", NEAR)
 def test_what_is_not(name: str) -> None:
     assert matches(NEAR[name]) == 0
+
+
+class Changed(Rotary):
+    """The unrotated heads, or a table, are changed in place after the rotation, before attention."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.turn = self.turned
+
+    def turned(self, x, cos, sin):
+        out = plain(x, cos, sin)
+        if x.shape[1] == KV_HEADS:  # the keys, after the queries
+            (x if self.what == "heads" else cos).mul_(0.3)
+        return out
+
+
+@pytest.mark.parametrize("what", ["heads", "table"])
+def test_what_is_changed_in_place_after_the_rotation(what: str) -> None:
+    model = Changed(what)
+    assert matches(model) == 0
+    same(model)
 
 
 def test_the_near_ones_are_near() -> None:

@@ -72,6 +72,21 @@ def test_logits(config: str, compiler: str) -> None:
     paged.close()
 
 
+def test_weights_with_a_scale_of_the_activations_are_torchaos() -> None:
+    """As AWQ and SmoothQuant leave them: the kernel would leave the scale out."""
+    model = quantized("Int8WeightOnlyConfig")
+    layer = next(m for m in model.modules() if isinstance(m, nn.Linear) and by_rows(m.weight))
+    layer.weight.act_pre_scale = torch.rand(layer.weight.shape[1], dtype=layer.weight.dtype) + 0.5
+    assert not by_rows(layer.weight)
+    sequences = inputs(5, 9)
+    with torch.no_grad():
+        want = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
+    paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"))
+    for g, w in zip(serve(paged, sequences), want, strict=True):
+        assert (g - w).abs().max() <= 4e-3 * w.abs().max()
+    paged.close()
+
+
 def test_an_update_in_place_is_seen() -> None:
     model = quantized("Int8WeightOnlyConfig")
     paged = PagedModel(model, QuireOptions(compiler="inductor", fusions="all"))
