@@ -2,6 +2,7 @@
 
     python benchmarks/attention_kernels.py --backend triton,flashinfer --json results.json
     python benchmarks/attention_kernels.py --sweep --only decode --batch 1,32 --ctx 1024   # triton's parameters
+    python benchmarks/attention_kernels.py --heads 32/32x128,16/8x64 --sweep --params dot --only decode   # over a grid
     python benchmarks/attention_kernels.py --set block_n=128,stages=5 --only decode
 
 To compare backends use ``quire bench attention``, which times in the same way: ``graph_runner/bench/attention_op.py`` says how.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import torch
 
 from attn_ops.attention import AttentionSite
 from attn_ops.backend import get_backend
+from graph_runner.bench.attention import heads_of
 from graph_runner.bench.attention_op import CALLS, decode_point, extend_points, measure, op_batch, work
 from graph_runner.bench.floor import copy_bandwidth
 from graph_runner.loading import kv_dtype
@@ -56,7 +59,7 @@ def report(kind: str, name: str, backend: str, params: dict, size: int, flops: i
     row = dict(kind=kind, shape=name, backend=backend, params=params, us=us, host_us=host,
                gb_per_s=size / us / 1e3, copy_share=size / us * 1e6 / bandwidth, tflop_per_s=flops / us / 1e6)
     words = " ".join(f"{n}={v}" for n, v in params.items())
-    print(f"{kind:8s}{name:16s}{backend:12s}{us:9.2f} us {row['gb_per_s']:7.0f} GB/s {row['copy_share']:6.1%} of copy "
+    print(f"{kind:8s}{name:24s}{backend:12s}{us:9.2f} us {row['gb_per_s']:7.0f} GB/s {row['copy_share']:6.1%} of copy "
           f"{row['tflop_per_s']:7.1f} TFLOP/s   host {host:5.1f} us   {words}", flush=True)
     return row
 
@@ -71,9 +74,7 @@ def main() -> None:
     parser.add_argument("--set", default="", help="parameters of the triton backend: name=value,...")
     parser.add_argument("--sweep", action="store_true", help="search the triton backend's parameters for each shape")
     parser.add_argument("--params", default="", help="search only these parameters: names, with commas between")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--heads", default="32/8x128", help="query heads/key heads x head dim, with commas between")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--layout", default="NHD", choices=("NHD", "HND"))
     parser.add_argument("--dtype", default="bfloat16")
@@ -88,7 +89,8 @@ def main() -> None:
 
     bandwidth = copy_bandwidth(torch.device("cuda"))
     dtype = getattr(torch, args.dtype)
-    site = AttentionSite(0, args.heads, args.kv_heads, args.dim, args.dim, dtype, args.dim**-0.5, window=args.window)
+    sites = {text: AttentionSite(0, h, hkv, d, d, dtype, d**-0.5, window=args.window)
+             for text in args.heads.split(",") for h, hkv, d in [heads_of(text)]}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     conditions = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
                       commit=commit, copy_gb_per_s=bandwidth / 1e9, command=" ".join(sys.argv), calls=CALLS)
@@ -101,8 +103,8 @@ def main() -> None:
     if args.only != "decode":
         points += [PREFILLS[name] for name in (args.prefill or " ".join(PREFILLS)).split()]
     rows = []
-    for point in points:
-        kind, name = "decode" if point.kind == "decode" else "prefill", point.name
+    for (heads, site), point in itertools.product(sites.items(), points):
+        kind, name = "decode" if point.kind == "decode" else "prefill", f"{heads} {point.name}"
         batch = op_batch(site, point, page_size=args.page, device=torch.device("cuda"), layout=args.layout,
                          max_len=args.max_len, kv_dtype=kv_dtype(args.kv_dtype))
         size, flops = work(site, point, kv_dtype(args.kv_dtype))
@@ -112,7 +114,7 @@ def main() -> None:
                 with overridden(kind, params if backend == "triton" else {}):
                     timing = measure(get_backend(backend), batch)
             except Exception as error:  # a variant that needs too much shared memory, say: on record, and go on
-                print(f"{kind:8s}{name:16s}{backend:12s}failed with {params}: {type(error).__name__}: {error}"[:300])
+                print(f"{kind:8s}{name:24s}{backend:12s}failed with {params}: {type(error).__name__}: {error}"[:300])
                 rows.append(dict(kind=kind, shape=name, backend=backend, params=params, error=str(error)))
                 return float("inf")
             rows.append(report(kind, name, backend, params, size, flops, timing.us, timing.host_us, bandwidth))
@@ -136,8 +138,8 @@ def main() -> None:
                 print(f"best: {kind} {name}: {best:.2f} us with {params}", flush=True)
         del batch
         torch.cuda.empty_cache()
-    if args.json:
-        Path(args.json).write_text(json.dumps(dict(conditions=conditions, rows=rows), indent=1))
+        if args.json:  # after every point: a run may be cut off
+            Path(args.json).write_text(json.dumps(dict(conditions=conditions, rows=rows), indent=1))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         tie_word_embeddings=False, bos_token_id=128000, eos_token_id=128001,
         rope_parameters=_rope(500000.0, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                               original_max_position_embeddings=8192))),
+    "llama-1b": ("LlamaConfig", dict(  # Llama 3.2 1B, 1.24 B parameters, tied embeddings
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, bos_token_id=128000, eos_token_id=128001,
+        rope_parameters=_rope(500000.0, rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                              original_max_position_embeddings=8192))),
+    "llama2-7b": ("LlamaConfig", dict(  # 6.74 B parameters, a key head for each query head
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, rope_parameters=_rope(10000.0))),
+    "phi-3-mini": ("Phi3Config", dict(  # 4k, 3.82 B parameters, a key head of 96 for each query head
+        vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5,
+        tie_word_embeddings=False, sliding_window=2047, pad_token_id=32000, rope_parameters=_rope(10000.0))),
+    "qwen2-7b": ("Qwen2Config", dict(  # 7.62 B parameters, seven query heads a key head, biases
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=32768, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        rope_parameters=_rope(1e6))),
     "qwen3-0.6b": ("Qwen3Config", dict(  # 0.60 B parameters, tied embeddings
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,

@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from attn_ops.attention import AttentionSite
 from attn_ops.backends.triton import BACKEND, _load
 from attn_ops.kv_quant import QUANTISED
+from graph_runner.bench.attention_op import decode_point, measure, op_batch, work
+from graph_runner.bench.floor import copy_bandwidth
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantised
 from tests.attn_ops.scheduling import in_pieces, steps_of
@@ -156,6 +159,27 @@ def test_quantised_what_is_not_finite_is_not_hidden(bad, kv_dtype):
             out = run_case(BACKEND, case)
             assert out[last, 4:8].isnan().all() and out[last, :4].isfinite().all()
             assert out[query_lens[0] :].isfinite().all()
+
+
+# Speed: a step that has keys enough to read is bound by reading them, whatever the heads.
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+def test_decode_is_bound_by_memory(group, dim):
+    """Models with one or two query heads a key head (Llama-2, Phi-3, GPT-2, Qwen3-0.6B, Gemma-2) decode as fast as others.
+
+    256 MB of keys and values, so that launch and tail do not count. Half the rate of a copy leaves room for a machine that
+    is shared; sums of products on groups of one and two, which this test is about, reached a fifth of it.
+    """
+    device, kv_heads, batch = torch.device("cuda"), 8, 32
+    context = (256 << 20) // (batch * kv_heads * dim * 2 * 2)
+    site = AttentionSite(0, kv_heads * group, kv_heads, dim, dim, torch.bfloat16, dim**-0.5)
+    point = decode_point(batch, context)
+    batch = op_batch(site, point, page_size=16, device=device)
+    us = min(measure(BACKEND, batch).us for _ in range(2))
+    assert work(site, point)[0] / us * 1e6 > 0.5 * copy_bandwidth(device), f"{us:.0f} us"
 
 
 # CUDA graphs: one capture, any lengths later.

@@ -392,8 +392,9 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     """The parameters for padded head dims, bytes an element (of q), query heads a program, slots (see NOTE [Partial
     results]), and for a quantised cache."""
     widest = max(dim, dim_v)
-    # Sums of products keep heads x block_n x dim numbers in registers; in float32 they cost what the dot costs.
-    dot = heads > 2 if itemsize == 2 else heads > 8
+    # Half precision always goes to the tensor cores: they pad a group to 16 rows, but sums of products are bound by
+    # arithmetic long before memory, for a single head too. In float32 the dot costs as many operations as the sums.
+    dot = itemsize == 2 or heads > 8
     if dot and itemsize == 2:
         block_n, warps, stages = (64 if widest <= 128 else 32), 4, 3
     elif dot:
