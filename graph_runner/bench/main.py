@@ -79,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=("what to measure (default: decode); host: the host's part of a step, without the model; "
                               "attention: each backend's kernels alone, not part of all"))
     parser.add_argument("--model", metavar="NAME|PATH", help=(
-        "a public model's shape, with random weights: llama-8b, llama-1b, llama2-7b, phi-3-mini, qwen2-7b, "
-        "qwen3-0.6b, qwen3-8b, gemma2-9b, gpt-oss-20b, qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model (default: llama-8b, on a CPU "
-        "tiny)"))
+        "a public model's shape, with random weights: llama-8b, llama-1b, llama2-7b, phi-3-mini, qwen2-7b, qwen3-0.6b, "
+        "qwen3-8b, gemma2-9b, gpt-oss-20b, qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model "
+        "(default: llama-8b, on a CPU tiny)"))
     parser.add_argument("--layers", type=int, metavar="N",
                         help="only N layers, for a dry run (default: $LAYERS, else all)")
     parser.add_argument("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")

@@ -166,12 +166,13 @@ def test_quantised_what_is_not_finite_is_not_hidden(bad, kv_dtype):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 def test_decode_is_bound_by_memory(group, dim):
     """Models with one or two query heads a key head (Llama-2, Phi-3, GPT-2, Qwen3-0.6B, Gemma-2) decode as fast as others.
 
     256 MB of keys and values, so that launch and tail do not count. Half the rate of a copy leaves room for a machine that
-    is shared; sums of products on groups of one and two, which this test is about, reached a fifth of it.
+    is shared; sums of products on groups of one and two, which this test is about, reached 13 to 47 % of it
+    (benchmarks/results/h200_decode_grid.json).
     """
     device, kv_heads, batch = torch.device("cuda"), 8, 32
     context = (256 << 20) // (batch * kv_heads * dim * 2 * 2)

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("frozen_heap")
 CPU = torch.device("cpu")
 DRY = ["--model", "tiny", "--layers", "1", "--dtype", "float32", "--device", "cpu", "--context", "66", "--repeats", "1"]
 # Parameters in billions, from the models' cards and config files; each model's name agrees with it.
-PARAMETERS = {"llama-8b": 8.03, "llama-1b": 1.236, "llama2-7b": 6.738, "phi-3-mini": 3.821, "qwen2-7b": 7.616, "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "gemma2-9b": 9.24,
+PARAMETERS = {"llama-8b": 8.03, "llama-1b": 1.236, "llama2-7b": 6.738, "phi-3-mini": 3.821, "qwen2-7b": 7.616,
+              "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "gemma2-9b": 9.24,
               "gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53, "mistral-7b": 7.24, "deepseek-v2-lite": 15.71}
 
 
