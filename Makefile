@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH_ARGS) torch -c constraints.txt
 	$(BIN)/python -m pip install -e '.[test,dev]' -c constraints.txt
+	mkdir -p .venv/src/quire  # the package as it is installed, for mypy: see [tool.mypy]
+	ln -sfn $(addprefix $(CURDIR)/,$(wildcard quire/*) attn_ops passes graph_runner) .venv/src/quire/
 	@touch $@
 
 demo: setup  ## generate text with the model that ships with quire; no download, no GPU

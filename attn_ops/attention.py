@@ -1,7 +1,7 @@
 """The semantic attention op: what one attention site of a model means, with no KV cache and no batch metadata.
 
 Every route into quire (the Hugging Face attention interface, the pass that raises ``F.scaled_dot_product_attention``)
-meets in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/lowering.py``). The op is
+meets in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/rewrite/lower.py``). The op is
 functional, has a fake (meta) implementation, an eager one and a derivative, so a model that emits it runs, traces and
 trains with no engine near.
 

@@ -1,4 +1,4 @@
-"""What an attention backend is: a frozen record, a registry, and the check that nothing a model needs is ignored.
+"""What an attention backend is: a frozen record, and the check that nothing a model needs is ignored.
 
 A backend is five things: ``capabilities``, ``available``, the paged op, ``plan`` and ``prepare`` (see AttentionBackend). It
 lives in one file, registers itself under the entry-point group ``quire.backends``, and nothing outside that file names it.
@@ -9,24 +9,21 @@ attends each query to its sequence's pages. ``define_paged_op`` registers it, so
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from attn_ops import choices
-from attn_ops.attention import LIBRARY, AttentionSite
+from quire.attn_ops.attention import LIBRARY, AttentionSite
 
 PAGED_SCHEMA = (
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, Tensor[] prepared, *, "
     "float scale, int? window, float? softcap, int? chunk) -> Tensor"
 )
-#: The same with q and k as they are before the rotary embedding; see ``attn_ops/rope.py`` for what is new. An option that has
+#: The same with q and k as they are before the rotary embedding; see ``attn_ops/ops/rope.py`` for what is new. An option that has
 #: its default is not handed on, so that an implementation may lack the last four (``AttentionBackend.rope_forms``).
 ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
     "Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, ")).replace(
@@ -91,26 +88,26 @@ class AttentionCapabilities:
         """Why this backend cannot serve ``site``; empty if it can."""
         why = []
         if device.type not in self.devices:
-            why.append(f"runs on {_words(self.devices)}, not {device.type}")
+            why.append(f"runs on {listed(self.devices)}, not {device.type}")
         kv_dtype = kv_dtype or site.dtype
         if device.type == "cuda" and device.type in self.devices and torch.cuda.is_available():
             have = torch.cuda.get_device_capability(device)
-            for what, need in (("", self.min_compute_capability), (f"KV cache dtype {_dtype(kv_dtype)} ", (
+            for what, need in (("", self.min_compute_capability), (f"KV cache dtype {dtype_name(kv_dtype)} ", (
                     self.min_kv_compute_capability.get(kv_dtype, (0, 0))))):
                 if have < need:
                     why.append(f"{what}needs compute capability {need[0]}.{need[1]}, the GPU has {have[0]}.{have[1]}")
         if site.dtype not in self.dtypes:
-            why.append(f"dtype {_dtype(site.dtype)} (has {_words(map(_dtype, self.dtypes))})")
+            why.append(f"dtype {dtype_name(site.dtype)} (has {listed(map(dtype_name, self.dtypes))})")
         if kv_dtype not in (site.dtype, *self.kv_dtypes):
-            have_kv = "the model's own dtype" + (f", {_words(map(_dtype, self.kv_dtypes))}" if self.kv_dtypes else " only")
+            have_kv = "the model's own dtype" + (f", {listed(map(dtype_name, self.kv_dtypes))}" if self.kv_dtypes else " only")
             note = f": {self.kv_dtypes_note}" if self.kv_dtypes_note else ""
-            why.append(f"KV cache dtype {_dtype(kv_dtype)} (has {have_kv}{note})")
+            why.append(f"KV cache dtype {dtype_name(kv_dtype)} (has {have_kv}{note})")
         if not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
         if page_size is not None and not self.page_sizes(page_size):
             why.append(f"page size {page_size} (has {self.page_sizes_note})")
         if layout is not None and layout not in self.layouts:
-            why.append(f"KV layout {layout} (has {_words(self.layouts)})")
+            why.append(f"KV layout {layout} (has {listed(self.layouts)})")
         for feature in ("window", "softcap", "chunk"):
             if getattr(site, feature) is not None and not getattr(self, feature):
                 why.append(f"no {feature}")
@@ -131,8 +128,8 @@ class AttentionBackend:
         available: device -> None if usable on it in this process, else the reason in words, with what to do about it.
         op: the paged op (PAGED_SCHEMA), from ``define_paged_op``.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), if the kernels do that better than a
-            kernel before them (``attn_ops/rope.py``).
-        rope_forms: rope_op honours the options of every RopeForm (``attn_ops/rope.py``). False: it is called for PLAIN
+            kernel before them (``attn_ops/ops/rope.py``).
+        rope_forms: rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for PLAIN
             only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits) -> the backend's own state for one engine or step (workspaces, planned kernels),
             or None for a backend that keeps none. ``limits`` is a StepLimits.
@@ -198,143 +195,13 @@ def _rope_paged_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: tor
     return _paged_fake(q, k, v, k_cache, v_cache)
 
 
-# Registry. Backends arrive by entry point, so that third parties and our own come in by the same door.
-_BACKENDS: dict[str, AttentionBackend] = {}
-_BROKEN: dict[str, str] = {}
-_OWN = ("torch_native", "triton", "flashinfer")  # for a source tree that is on the path but not installed
-
-
-def register_backend(backend: AttentionBackend) -> AttentionBackend:
-    """Make ``backend`` selectable by name. Raises ValueError if the name is taken by another record."""
-    if _BACKENDS.get(backend.name, backend) is not backend:
-        raise ValueError(f"an attention backend named {backend.name!r} is registered already; choose another name")
-    _BACKENDS[backend.name] = backend
-    return backend
-
-
-@functools.cache
-def _load_entry_points() -> None:
-    found = {e.name: e for e in entry_points(group="quire.backends")}
-    for name in [*_OWN, *(n for n in found if n not in _OWN)]:
-        try:
-            if name in found:
-                register_backend(found[name].load())
-            else:
-                register_backend(__import__(f"attn_ops.backends.{name}", fromlist=["BACKEND"]).BACKEND)
-        except Exception as error:  # a broken plug-in must not take the others down; its reason shows in `quire backends`
-            _BROKEN[name] = f"failed to load: {type(error).__name__}: {error}"
-
-
-def all_backends() -> dict[str, AttentionBackend]:
-    """Every backend that loaded, by name, in order of registration."""
-    _load_entry_points()
-    return dict(_BACKENDS)
-
-
-def broken_backends() -> dict[str, str]:
-    """Entry points that did not load, with the reason."""
-    _load_entry_points()
-    return dict(_BROKEN)
-
-
-def get_backend(name: str) -> AttentionBackend:
-    """The backend of that name. Raises ValueError that lists the names there are."""
-    backends = all_backends()
-    if name not in backends:
-        broken = f"; {name} {_BROKEN[name]}" if name in _BROKEN else ""
-        raise ValueError(f"unknown attention backend {name!r}; there are: auto, {_words(backends)}{broken}")
-    return backends[name]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The backend chosen, and why each one that was tried was passed over. ``why``: what measurements say of the choice; ""
-    where there are none."""
-
-    backend: AttentionBackend
-    passed_over: dict[str, list[str]]
-    why: str = ""
-
-    def __str__(self) -> str:
-        over = "".join(f"; {n} passed over: {', '.join(why)}" for n, why in self.passed_over.items())
-        return self.backend.name + (f" ({self.why})" if self.why else "") + over
-
-
-def select_backend(
-    name: str | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
-    kv_dtype: torch.dtype | None = None, layout: str | None = None,
-) -> Selection:
-    """Choose the backend for a model: ``name``, or the best that can serve every site.
-
-    The best is the fastest by what was measured on this device (``attn_ops/choices.py`` has the rule), else the first in order
-    of priority. Nothing is measured here.
-
-    Raises:
-        UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
-        ValueError: there is no backend called ``name``.
-    """
-    backends = all_backends()
-    auto = name == "auto"
-    if isinstance(name, AttentionBackend):
-        candidates, name = [name], name.name
-    elif not auto:
-        candidates = [get_backend(name)]
-    else:
-        ranked = {n: (b.priority or {}).get(device.type) for n, b in backends.items()}
-        candidates = [backends[n] for _, n in sorted((place, n) for n, place in ranked.items() if place is not None)]
-    against: dict[str, list[str]] = {}
-    usable: list[AttentionBackend] = []
-    first_bad: AttentionSite | None = None
-    for backend in candidates:
-        reasons: list[str] = []
-        missing = backend.available(device)
-        if missing:
-            reasons = [missing]
-        for site in sites if not reasons else ():
-            reasons = backend.capabilities.reasons_against(site, device=device, page_size=page_size, kv_dtype=kv_dtype,
-                                                           layout=layout)
-            if reasons:
-                first_bad = site
-                break
-        if reasons:
-            against[backend.name] = reasons
-            continue
-        if not auto:
-            return Selection(backend, against)
-        if not usable:
-            first = Selection(backend, dict(against))
-            if not choices.sources(device):
-                return first
-        usable.append(backend)
-    if usable:
-        decision = choices.decide(usable, sites, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
-        if decision is None:
-            how = choices.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
-            return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
-        return Selection(decision.backend, {**against, **decision.passed_over}, decision.why)
-    others = "" if name == "auto" else _who_else(sites, device, page_size, kv_dtype, layout, but=name)
-    at = f" attention site {first_bad.layer} ({first_bad.name or 'unnamed'}) needs {first_bad.needs()}." if first_bad else ""
-    listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
-    raise UnsupportedAttention(
-        f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
-
-
-def _who_else(sites: Sequence[AttentionSite], device: torch.device, page_size: int, kv_dtype: torch.dtype | None,
-              layout: str | None, but: str) -> str:
-    can = [n for n, b in all_backends().items() if n != but and not b.available(device) and not any(
-        b.capabilities.reasons_against(s, device=device, page_size=page_size, kv_dtype=kv_dtype, layout=layout)
-        for s in sites)]
-    return f"\nCan serve it here: {_words(can)} (or attention='auto')." if can else "\nNo other backend here can serve it."
-
-
-def _words(items: Iterable[str]) -> str:
+def listed(items: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, items))) or "none"
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "ROPE_PAGED_SCHEMA", "Selection",
-           "UnsupportedAttention", "all_backends", "broken_backends", "define_paged_op", "get_backend", "register_backend",
-           "select_backend"]
+__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "ROPE_PAGED_SCHEMA",
+           "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]

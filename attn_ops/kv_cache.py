@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.kv_quant import QUANTISED
 
 Layout = Literal["NHD", "HND"]
 

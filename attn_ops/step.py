@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import AttentionBackend
-from attn_ops.kv_cache import PagedKVCache
-from attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
 
 
 @dataclass(frozen=True)

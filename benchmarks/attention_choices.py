@@ -1,4 +1,4 @@
-"""Make attn_ops/attention_choices.json, the times that ship with quire, from results of ``quire bench attention``.
+"""Make attn_ops/tuning/attention.json, the times that ship with quire, from results of ``quire bench attention``.
 
     python benchmarks/attention_choices.py benchmarks/results/h200_attention.json
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from attn_ops.backend import get_backend
-from attn_ops.choices import ATTENTION_CHOICES, Measurement, ShapeClass, save
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.tuning.attention import ATTENTION_CHOICES, Measurement, ShapeClass, save
 
 #: How a package is called in an environment's versions, where that is not its name.
 CALLED = {"flashinfer-python": "flashinfer"}

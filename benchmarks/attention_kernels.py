@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import get_backend
-from graph_runner.bench.attention import heads_of
-from graph_runner.bench.attention_op import CALLS, decode_point, extend_points, measure, op_batch, work
-from graph_runner.bench.floor import copy_bandwidth
-from graph_runner.loading import kv_dtype
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.registry import get_backend
+from quire.graph_runner.bench.attention import heads_of
+from quire.graph_runner.bench.attention_op import CALLS, decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.loading import kv_dtype
 
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 DECODE_CONTEXTS = (1024, 2048, 8192)
@@ -49,7 +49,7 @@ SWEEPS = {
 def overridden(kind: str, params: dict[str, Any]) -> contextlib.AbstractContextManager:
     if not params:
         return contextlib.nullcontext()
-    from attn_ops.backends.triton import decode, extend
+    from quire.attn_ops.backends.triton import decode, extend
 
     return (decode if kind == "decode" else extend).overridden(**params)
 

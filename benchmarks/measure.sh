@@ -23,7 +23,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 bench() {  # name, arguments of quire bench
     local name=$1; shift
-    timeout "$LIMIT" "$PY" -m graph_runner.cli bench "$@" --model "$MODEL" --out "$OUT/$name.json" > "$OUT/$name.log" 2>&1
+    timeout "$LIMIT" "$PY" -m quire.graph_runner.cli bench "$@" --model "$MODEL" --out "$OUT/$name.json" > "$OUT/$name.log" 2>&1
     echo "== $name: exit $?"; grep -vE '^\s*$' "$OUT/$name.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-200
 }
 
@@ -55,7 +55,7 @@ for part in "$@"; do
                            > "$OUT/sweep_$t.log" 2>&1; grep best "$OUT/sweep_$t.log"
                    done ;;
         tests)
-            read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/test_rope.py tests/attn_ops/test_small_linear.py}"
+            read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py}"
             # Many processes share the CPU: each compiles in one thread. A line for each test, in case time runs out.
             alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0)  # for the tests, not for later parts
             for alone in "not alone" alone; do

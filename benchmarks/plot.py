@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from graph_runner.bench.plots import draw
+from quire.graph_runner.bench.plots import draw
 
 
 def main() -> int:

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from graph_runner.bench.floor import copy_bandwidth
-from graph_runner.bench.report import environment
-from graph_runner.bench.shapes import ModelSpec, build
-from graph_runner.engine import Engine
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.shapes import ModelSpec, build
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
 
 #: (pattern of a kernel's name, what it is), the first that fits.
 KINDS = (

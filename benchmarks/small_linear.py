@@ -1,6 +1,6 @@
 """Time the small-batch linear kernel against cuBLAS, shape by shape, and write the best parameters.
 
-    python benchmarks/small_linear.py --json out.json [--table attn_ops/small_linear_configs.json] [--shapes llama-8b]
+    python benchmarks/small_linear.py --json out.json [--table attn_ops/tuning/small_linear.json] [--shapes llama-8b]
     python benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 --json out.json    # codes
 
 Weights are cold: each shape rotates among copies that together are several times the L2 cache, and the calls are replayed from
@@ -26,8 +26,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from attn_ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
-from attn_ops.small_linear_tuning import Config, LinearShape, arguments, copies_of, graph_time, key
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
+from quire.attn_ops.tuning.small_linear import Config, LinearShape, arguments, copies_of, graph_time, key
 
 # name: (rows of the weight, K, norm, residual, swiglu)
 SHAPES = {
@@ -57,7 +57,7 @@ def candidates(m: int, codes: torch.dtype | None) -> list[Config]:
 
 
 def shape_of(shape: tuple[int, int, bool, bool, bool], m: int, codes: torch.dtype | None) -> LinearShape:
-    """The layer as steps of m tokens run it: see ``passes/fuse_small_linear.py``."""
+    """The layer as steps of m tokens run it: see ``passes/fusions/small_linear.py``."""
     n, k, norm, residual, swiglu = shape
     return LinearShape(n, k, norm and codes is None, residual and m <= MAX_TOKENS, swiglu and m <= MAX_TOKENS, torch.bfloat16,
                        codes)

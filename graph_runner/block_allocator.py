@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from attn_ops.metadata import NULL_PAGE
+from quire.attn_ops.metadata import NULL_PAGE
 
 
 class BlockAllocator:
     """Hands out page numbers 1 to ``num_pages - 1`` and counts the owners of each. It never touches the cache itself.
 
-    Page 0 is the null page that padding points to (`attn_ops.metadata`, NOTE [Padding]); it is never handed out.
+    Page 0 is the null page that padding points to (`quire.attn_ops.metadata`, NOTE [Padding]); it is never handed out.
 
     Order: pages freed last are handed out first (LIFO), and a fresh allocator hands out 1, 2, 3, ... So the same calls
     give the same pages, a run touches no more distinct pages than its peak needs (what was never used never becomes

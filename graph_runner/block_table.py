@@ -18,7 +18,7 @@ import logging
 import numpy as np
 import torch
 
-from attn_ops.metadata import NULL_PAGE
+from quire.attn_ops.metadata import NULL_PAGE
 
 logger = logging.getLogger(__name__)
 

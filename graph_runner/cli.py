@@ -131,9 +131,9 @@ def generate(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from graph_runner.engine import Engine
-    from graph_runner.loading import TINY_MODEL, load
-    from graph_runner.sampling_params import SamplingParams
+    from quire.graph_runner.engine import Engine
+    from quire.graph_runner.loading import TINY_MODEL, load
+    from quire.graph_runner.sampling_params import SamplingParams
 
     options = _engine_options(args)
     prompts = [sys.stdin.read().rstrip("\n") if p == "-" else p for p in args.prompt]
@@ -155,7 +155,7 @@ def generate(args: argparse.Namespace) -> int:
     run = _Run(prompts or [DEMO[0]])
     with Engine(model, tokenizer, **options) as engine:
         if args.demo:
-            from passes.snapshot import Explanation
+            from quire.passes.explain import Explanation
 
             runner = engine.runner
             print(f"{Explanation(type(model).__name__, runner.sites, runner.selection, None)}\n", flush=True)
@@ -179,8 +179,8 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     import typing
 
-    from graph_runner.bench.main import check_engine_options
-    from graph_runner.engine import Engine
+    from quire.graph_runner.bench.main import check_engine_options
+    from quire.graph_runner.engine import Engine
 
     options = dict(args.engine)
     check_engine_options(options)
@@ -241,8 +241,8 @@ def _no_loading_bar() -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """``quire explain``. Exit code 1 if the model is refused."""
-    from graph_runner.loading import TINY_MODEL, load
-    from passes.snapshot import explain as explain_model
+    from quire.graph_runner.loading import TINY_MODEL, load
+    from quire.passes.explain import explain as explain_model
 
     if args.config is None and args.device is not None:
         raise ValueError("--device goes with --config: without it the model is loaded, and explained for the device it is "
@@ -262,10 +262,11 @@ def _explain_config(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
-    from attn_ops.backend import UnsupportedAttention, select_backend
-    from graph_runner.bench.shapes import SHAPES, ModelSpec, config_of
-    from passes.capture import find_sites
-    from passes.snapshot import Explanation, check_page_size
+    from quire.attn_ops.backend import UnsupportedAttention
+    from quire.attn_ops.selection import select_backend
+    from quire.graph_runner.bench.shapes import SHAPES, ModelSpec, config_of
+    from quire.passes.capture.paged_model import find_sites
+    from quire.passes.explain import Explanation, check_page_size
 
     check_page_size(args.page_size)
     if args.config in SHAPES:
@@ -290,7 +291,7 @@ def _explain_config(args: argparse.Namespace) -> Any:
 
 def backends(args: argparse.Namespace) -> int:
     """``quire backends``."""
-    from attn_ops.table import backends as table
+    from quire.attn_ops.registry import backends as table
 
     print(table(args.device))
     return 0
@@ -298,14 +299,14 @@ def backends(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """``quire bench``."""
-    from graph_runner.bench.main import run
+    from quire.graph_runner.bench.main import run
 
     _no_loading_bar()
     return run(args, args.argv[1:])
 
 
 def _parser() -> argparse.ArgumentParser:
-    from graph_runner.bench.main import add_arguments, engine_option
+    from quire.graph_runner.bench.main import add_arguments, engine_option
 
     parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

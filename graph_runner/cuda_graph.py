@@ -2,7 +2,7 @@
 
 A decode step of a large model is thousands of kernel launches of a few microseconds each; the host cannot keep up. A CUDA
 graph records them once and replays them with a single call. A graph replays *addresses*: whatever a step changes must be
-written into the buffers it was captured on (``graph_runner/batch.py``), and a batch is padded to the shape of the next
+written into the buffers it was captured on (``graph_runner/step_buffers.py``), and a batch is padded to the shape of the next
 larger bucket. See NOTE [Padding].
 
 NOTE [Largest first, one pool]: graphs are captured from the largest bucket down into one memory pool, so that the small ones
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from attn_ops.launch import side_stream
-from graph_runner.batch import BatchShape
-from graph_runner.buckets import pick_bucket
-from graph_runner.gc_freeze import freeze_gc
+from quire.attn_ops.kernels.launch import side_stream
+from quire.graph_runner.buckets import pick_bucket
+from quire.graph_runner.gc_freeze import freeze_gc
+from quire.graph_runner.step_buffers import BatchShape
 
 logger = logging.getLogger(__name__)
 #: Eager runs before the first capture, and before each other: handles and kernels made lazily must exist by then. Handles are

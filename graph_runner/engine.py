@@ -15,18 +15,27 @@ from typing import Any
 
 import torch
 
-from attn_ops.kv_cache import Layout
-from graph_runner import loading
-from graph_runner.block_allocator import BlockAllocator
-from graph_runner.detokenizer import Detokenizer
-from graph_runner.gc_freeze import ServingFreeze
-from graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
-from graph_runner.paged_forward import own_forward
-from graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, pairs_of, params_of, token_ids_of
-from graph_runner.sampling_params import SamplingParams
-from graph_runner.scheduler import NeedsDrain, Scheduler
-from graph_runner.turns import Turns, alone
-from graph_runner.watch import ModelWatch
+from quire.attn_ops.kv_cache import Layout
+from quire.graph_runner import loading
+from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.detokenizer import Detokenizer
+from quire.graph_runner.engine_lock import Turns, alone
+from quire.graph_runner.gc_freeze import ServingFreeze
+from quire.graph_runner.model_guard import ModelWatch
+from quire.graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
+from quire.graph_runner.paged_forward import own_forward
+from quire.graph_runner.request import (
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    StreamEvent,
+    pairs_of,
+    params_of,
+    token_ids_of,
+)
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.scheduler import NeedsDrain, Scheduler
 
 
 class Engine:

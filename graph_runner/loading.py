@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.kv_quant import ALIASES
+from quire.attn_ops.kv_quant import ALIASES
 
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
 DEFAULT_LENGTH = 2048  # for a model that does not say how long its sequences may be

@@ -17,24 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import CudagraphSupport
-from attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
-from attn_ops.small_linear_tuning import enabled as tuning_enabled
-from attn_ops.small_linear_tuning import tune
-from attn_ops.step import Step, StepLimits, current_step
-from graph_runner.batch import BatchShape, StepBuffers
-from graph_runner.buckets import decode_buckets, token_buckets
-from graph_runner.cuda_graph import CudaGraphRunner
-from graph_runner.gc_freeze import freeze_gc
-from graph_runner.packing_check import TRIAL, check_packing
-from graph_runner.request import ScheduledBatch
-from graph_runner.sampler import Sampler
-from passes import stages
-from passes.capture import PagedModel
-from passes.compile_ahead import CompileAhead, StepShape
-from passes.eager import ensure_planned
-from passes.options import QuireOptions
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import CudagraphSupport
+from quire.attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
+from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
+from quire.attn_ops.tuning.small_linear import tune
+from quire.graph_runner.buckets import decode_buckets, token_buckets
+from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.gc_freeze import freeze_gc
+from quire.graph_runner.packing_check import TRIAL, check_packing
+from quire.graph_runner.request import ScheduledBatch
+from quire.graph_runner.sampler import Sampler
+from quire.graph_runner.step_buffers import BatchShape, StepBuffers
+from quire.passes import start_times as stages
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.compile.ahead import CompileAhead, StepShape
+from quire.passes.eager import ensure_planned
+from quire.passes.options import QuireOptions
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given

@@ -1,7 +1,7 @@
 """A trial before serving: do sequences that share a batch leave each other alone, and tokens those before them?
 
 Engines pack sequences into one row of tokens, and only attention is told where each begins. The passes refuse graphs with
-operations they know to mix tokens (``passes/sites.py``); this is the check that knows no operations. It runs two short
+operations they know to mix tokens (``passes/verify/sites.py``); this is the check that knows no operations. It runs two short
 sequences three times through the compiled model: once as they are, once with the later tokens of the first one changed, once
 in the other order. Whatever a token must not depend on has changed then, and its logits must not have.
 
@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import AttentionBackend, UnsupportedAttention
-from attn_ops.kv_cache import Layout, PagedKVCache, pages_for
-from attn_ops.kv_quant import QUANTISED
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step
-from graph_runner.batch import BatchShape
-from passes.capture import PagedModel
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
+from quire.attn_ops.kv_cache import Layout, PagedKVCache, pages_for
+from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step
+from quire.graph_runner.step_buffers import BatchShape
+from quire.passes.capture.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
 _LENGTHS, _SAME = (6, 5), 2  # tokens of the two sequences; of the first one, so many at its start are never changed

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from attn_ops.step import current_step
-from graph_runner.engine import Engine
-from graph_runner.paged_forward import OnInstance, PagedForward, restore_attribute, set_own_copies
-from graph_runner.sampling_params import SamplingParams
-from passes.capture import unwrapped
-from passes.dynamo_backend import QuireBackend
-from passes.graph_tools import with_own_code
-from passes.options import QuireOptions
+from quire.attn_ops.step import current_step
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.paged_forward import OnInstance, PagedForward, restore_attribute, set_own_copies
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.passes.backend import QuireBackend
+from quire.passes.capture.paged_model import unwrapped
+from quire.passes.fx import with_own_code
+from quire.passes.options import QuireOptions
 
 logger = logging.getLogger(__name__)
 #: Arguments of ``generate`` beside the generation config that the engine honours.

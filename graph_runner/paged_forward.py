@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from attn_ops.backend import UnsupportedAttention
-from attn_ops.step import current_step
-from passes.hf_experts import experts_active
-from passes.hf_interface import interface_active, uses_interface
-from passes.sites import check_config
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.step import current_step
+from quire.passes.capture.hf_experts import experts_active
+from quire.passes.capture.hf_interface import interface_active, uses_interface
+from quire.passes.verify.sites import check_config
 
 
 class OnInstance:

@@ -37,7 +37,7 @@ def quire_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]
 
 def check_snapshot(model: Any, expected: str, *, accept: bool) -> None:
     """The fixture. ``accept``: write the present table over the ``expected`` literal in the caller's file."""
-    from passes.snapshot import assert_attention_sites, attention_sites
+    from quire.passes.explain import assert_attention_sites, attention_sites
 
     if not accept:
         try:

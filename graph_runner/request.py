@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 

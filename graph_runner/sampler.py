@@ -2,7 +2,7 @@
 
 Letters: B rows (sequences), V the vocabulary.
 
-How a row is drawn is in ``attn_ops/draw.py``, as the model's graph draws by itself where no row has a filter. Filters leave
+How a row is drawn is in ``attn_ops/ops/sampling.py``, as the model's graph draws by itself where no row has a filter. Filters leave
 that as it is: top-k, top-p and min-p each keep the tokens at or above some logit, so what they compute is one threshold
 a row. See NOTE [Same seed, same tokens].
 """
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_ops.draw import INVALID_TOKEN, chunks, draw_tokens, inverse, is_greedy, on_gpu, score, winner
-from graph_runner.sampling_params import SamplingParams
-from passes.graph_tools import with_own_code
+from quire.attn_ops.ops.sampling import INVALID_TOKEN, chunks, draw_tokens, inverse, is_greedy, on_gpu, score, winner
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.passes.fx import with_own_code
 
 
 @dataclass(frozen=True)

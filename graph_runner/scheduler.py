@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from attn_ops.kv_cache import pages_for
-from graph_runner.block_allocator import BlockAllocator
-from graph_runner.request import Request, ScheduledBatch, ScheduledRow
+from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.request import Request, ScheduledBatch, ScheduledRow
 
 
 class Scheduler:

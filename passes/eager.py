@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import AttentionBackend, UnsupportedAttention, select_backend
-from attn_ops.step import Step, ensure_planned
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
+from quire.attn_ops.selection import select_backend
+from quire.attn_ops.step import Step, ensure_planned
 
 
 def check_step(step: Step, tokens: int) -> None:

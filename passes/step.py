@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from attn_ops.backend import get_backend
-from attn_ops.kv_cache import PagedKVCache
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step, current_step, running
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.step import Step, current_step, running
 
 
 @contextlib.contextmanager

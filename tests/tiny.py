@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from graph_runner.batch import BatchShape
-from graph_runner.engine import Engine
-from graph_runner.loading import TINY_MODEL
-from graph_runner.request import RequestOutput
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.loading import TINY_MODEL
+from quire.graph_runner.request import RequestOutput
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.step_buffers import BatchShape
 
 # Of 1 to 40 tokens, so that a batch has pages and chunks that end at different places.
 PROMPTS = (

@@ -26,17 +26,17 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import (
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import (
     AttentionBackend,
     AttentionCapabilities,
     CudagraphSupport,
     UnsupportedAttention,
     define_paged_op,
 )
-from attn_ops.kv_cache import PagedKVCache
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, StepLimits, current_step
 
 NAME = "flashinfer"
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from attn_ops.attention import LIBRARY, visible
-from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from attn_ops.kv_quant import QUANTISED, check_scales, dequantise, quantise
+from quire.attn_ops.attention import LIBRARY, visible
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.kv_quant import QUANTISED, check_scales, dequantise, quantise
 
 TILE = 16  # queries a tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
 KEYS = 512  # keys a chunk: bounds the memory of gathered keys and scores

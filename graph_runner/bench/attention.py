@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from attn_ops import choices
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import AttentionBackend, all_backends, get_backend, select_backend
-from graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
-from graph_runner.bench.floor import copy_bandwidth
-from graph_runner.bench.report import Row, complete, describe, environment, first_line, write
-from graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
-from graph_runner.bench.systems import free_memory
-from graph_runner.bench.workloads import Sizes
-from graph_runner.loading import kv_dtype
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.registry import all_backends, get_backend
+from quire.attn_ops.selection import select_backend
+from quire.attn_ops.tuning import attention as choices
+from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.bench.report import Row, complete, describe, environment, first_line, write
+from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
+from quire.graph_runner.bench.systems import free_memory
+from quire.graph_runner.bench.workloads import Sizes
+from quire.graph_runner.loading import kv_dtype
 
 CONTEXTS = {"cuda": (1024, 8192), "cpu": (128, 1024)}
 CPU_DIVISOR = 32  # of the lengths of prefills, on a CPU
@@ -45,7 +47,7 @@ def sites_of(spec: ModelSpec) -> list[AttentionSite]:
     """The attention sites of a model, traced without weights."""
     import transformers
 
-    from passes.capture import find_sites
+    from quire.passes.capture.paged_model import find_sites
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(spec), dtype=spec.dtype)

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import AttentionBackend, CudagraphSupport
-from attn_ops.kv_cache import Layout, PagedKVCache, vector_bytes
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step, StepLimits, running
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
+from quire.attn_ops.kv_cache import Layout, PagedKVCache, vector_bytes
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, StepLimits, running
 
 CALLS = 20
 REPLAYS = 30

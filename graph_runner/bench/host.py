@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from attn_ops.kv_cache import pages_for
-from graph_runner.bench.report import PHASES
-from graph_runner.bench.shapes import ModelSpec, build
-from graph_runner.bench.workloads import Prompts, Row, Tick
+from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.bench.report import PHASES
+from quire.graph_runner.bench.shapes import ModelSpec, build
+from quire.graph_runner.bench.workloads import Prompts, Row, Tick
 
 BATCHES = (1, 8, 32, 128, 256)
 LENGTHS = (2048, 131072)
@@ -55,8 +55,8 @@ def host(spec: ModelSpec, attention: str, options: dict[str, Any], batches: tupl
 
 def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: dict[str, Any], batch: int, tokens: int,
              text: bool, length: int, repeats: int, tick: Tick) -> Row:
-    from graph_runner.engine import Engine
-    from graph_runner.sampling_params import SamplingParams
+    from quire.graph_runner.engine import Engine
+    from quire.graph_runner.sampling_params import SamplingParams
 
     steps = repeats * (STEPS + WARMUPS)
     if steps > length - 2 * _PROMPT:
@@ -103,7 +103,7 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
 def _tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from graph_runner.loading import TINY_MODEL
+    from quire.graph_runner.loading import TINY_MODEL
 
     return AutoTokenizer.from_pretrained(str(TINY_MODEL))
 

@@ -63,7 +63,7 @@ def check_engine_options(options: dict[str, Any]) -> None:
     """Raises ValueError for a name that is not an option of quire.Engine."""
     import inspect
 
-    from graph_runner.engine import Engine
+    from quire.graph_runner.engine import Engine
 
     known = [p.name for p in inspect.signature(Engine).parameters.values() if p.kind is p.KEYWORD_ONLY]
     unknown = [name for name in options if name not in known]
@@ -137,10 +137,10 @@ def _session(args: argparse.Namespace, command: str) -> Any:
     if kernels and args.systems != ["quire"]:
         raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
     if kernels:
-        from graph_runner.bench.attention import AttentionSession
+        from quire.graph_runner.bench.attention import AttentionSession
 
         return AttentionSession(args, command)
-    from graph_runner.bench.session import Session
+    from quire.graph_runner.bench.session import Session
 
     if args.context is not None and len(args.context) > 1:
         raise ValueError(f"the workload {args.workload} takes one --context, got {args.context}")
@@ -162,12 +162,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         return 130
     session.finish()
     if args.plots is not None:
-        from graph_runner.bench.plots import draw
+        from quire.graph_runner.bench.plots import draw
 
         for path in draw(session.rows, args.plots):
             print(f"wrote {path}")
     if before is not None:
-        from graph_runner.bench.guard import compare
+        from quire.graph_runner.bench.compare import compare
 
         return compare(before, session.environment, session.rows, args.tolerance, session.console)
     return 0

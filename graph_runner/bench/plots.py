@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graph_runner.bench.report import Row
+from quire.graph_runner.bench.report import Row
 
 # Distinguishable with the common kinds of colour blindness (Okabe and Ito), and by marker without colour.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

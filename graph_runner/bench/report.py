@@ -3,7 +3,7 @@
 A row has ``workload``, ``variant`` (cold or warm start; decode or extend), ``system``, ``attention``, ``model``, ``dtype``,
 ``quantization`` (of the weights, None: none), ``kv_cache_dtype``, ``batch``, ``context``, ``max_model_len`` (of the host
 workload); the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
-``bytes_per_step`` (``graph_runner/bench/floor.py`` has the formula), ``tb_per_s`` (bytes over the measured time), ``floor_ms``
+``bytes_per_step`` (``graph_runner/bench/roofline.py`` has the formula), ``tb_per_s`` (bytes over the measured time), ``floor_ms``
 (bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect); ``phases_ms`` (the parts of a
 host step) and ``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error``
 instead of numbers where it failed.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.choices import device_name
+from quire.attn_ops.tuning.attention import device_name
 
 Row = dict[str, Any]
 COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "kv_cache_dtype", "batch", "context",

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from graph_runner.bench.shapes import config_of
-from graph_runner.bench.systems import Limits, Models, NotMeasured, System
+from quire.graph_runner.bench.shapes import config_of
+from quire.graph_runner.bench.systems import Limits, Models, NotMeasured, System
 
 
 class HfEager(System):

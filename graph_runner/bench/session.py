@@ -13,15 +13,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attn_ops.kv_quant import QUANTISED
-from graph_runner.bench.floor import copy_bandwidth
-from graph_runner.bench.host import BATCHES, LENGTHS, host
-from graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
-from graph_runner.bench.shapes import ModelSpec, check_quantization, config_of, layers_asked
-from graph_runner.bench.start import start
-from graph_runner.bench.systems import NAMES, Models, NotMeasured, free_memory, open_system
-from graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Prompts, Sizes, Workload
-from graph_runner.loading import kv_dtype
+from quire.attn_ops.kv_quant import QUANTISED
+from quire.graph_runner.bench.host import BATCHES, LENGTHS, host
+from quire.graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
+from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.shapes import ModelSpec, check_quantization, config_of, layers_asked
+from quire.graph_runner.bench.start import start
+from quire.graph_runner.bench.systems import NAMES, Models, NotMeasured, free_memory, open_system
+from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Prompts, Sizes, Workload
+from quire.graph_runner.loading import kv_dtype
 
 logger = logging.getLogger(__name__)
 CONTEXT = 1024  # of decode, unless --context says otherwise

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graph_runner.loading import TINY_MODEL
+from quire.graph_runner.loading import TINY_MODEL
 
 
 def _rope(theta: float, **scaling: Any) -> dict[str, Any]:

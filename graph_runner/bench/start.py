@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from graph_runner.bench.shapes import ModelSpec
-from graph_runner.bench.systems import NotMeasured
-from graph_runner.bench.workloads import Row, Tick
+from quire.graph_runner.bench.shapes import ModelSpec
+from quire.graph_runner.bench.systems import NotMeasured
+from quire.graph_runner.bench.workloads import Row, Tick
 
 MARK = "QUIRE_START "
 SYSTEMS = ("quire", "vllm", "vllm-transformers")
@@ -48,7 +48,7 @@ def _run(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], 
            "options": options, "began": time.time()}
     root = str(Path(__file__).resolve().parents[2])  # works from a source tree that is not installed, too
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "graph_runner.bench.start_probe", json.dumps(job)]
+    command = [sys.executable, "-m", "quire.graph_runner.bench.start_probe", json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **caches, "PYTHONPATH": path})
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not lines:

@@ -15,10 +15,10 @@ def main() -> None:
     import torch
 
     importlib.import_module("transformers")  # a part of what a user waits for
-    from graph_runner.bench.shapes import ModelSpec
-    from graph_runner.bench.start import MARK
-    from graph_runner.bench.systems import Limits, Models, open_system
-    from passes.stages import seconds, stage
+    from quire.graph_runner.bench.shapes import ModelSpec
+    from quire.graph_runner.bench.start import MARK
+    from quire.graph_runner.bench.systems import Limits, Models, open_system
+    from quire.passes.start_times import seconds, stage
 
     spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"],
                      job["quantization"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graph_runner.bench.shapes import ModelSpec, build, skeleton
+from quire.graph_runner.bench.shapes import ModelSpec, build, skeleton
 
 
 class NotMeasured(Exception):
@@ -106,7 +106,7 @@ class Quire(System):
     name = "quire"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
-        from graph_runner.engine import Engine
+        from quire.graph_runner.engine import Engine
 
         self.options = {"max_num_seqs": limits.max_num_seqs, "max_model_len": limits.max_model_len, **options}
         self.engine = Engine(models.get(), attention=attention, **self.options)
@@ -115,7 +115,7 @@ class Quire(System):
         self.capture_s = self.engine.runner.graphs.stats.capture_seconds
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
-        from graph_runner.sampling_params import SamplingParams
+        from quire.graph_runner.sampling_params import SamplingParams
 
         params = [SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True, detokenize=False)
                   for n in new_tokens]
@@ -130,7 +130,7 @@ class Quire(System):
 
 
 def _systems() -> dict[str, Callable[[Models, str, Limits, dict[str, Any]], System]]:
-    from graph_runner.bench import rivals
+    from quire.graph_runner.bench import rivals
 
     return {"quire": Quire, "hf-eager": rivals.HfEager, "hf-static": rivals.HfStatic,
             "hf-cb": rivals.HfContinuousBatching, "vllm": rivals.Vllm, "vllm-transformers": rivals.VllmTransformers}

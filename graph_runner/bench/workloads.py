@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from graph_runner.bench.floor import step_bytes
-from graph_runner.bench.systems import Limits, Models, NotMeasured, System
+from quire.graph_runner.bench.roofline import step_bytes
+from quire.graph_runner.bench.systems import Limits, Models, NotMeasured, System
 
 SHORT, LONG = 2, 130  # new tokens of the two runs whose difference is 128 decode steps
 MARGIN = 64  # prompts are so much shorter than the context asked for: the mean over the 128 steps is then the context

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import AttentionBackend
-from attn_ops.kv_cache import PagedKVCache
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step, StepLimits, running
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, StepLimits, running
 from tests.attn_ops.oracle import half_step, quantised, read_back
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attn_ops.backend import AttentionBackend
-from attn_ops.kv_cache import PagedKVCache
-from attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
 
 
 def steps_of(length: int, size: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attn_ops.attention import AttentionSite, attention, attention_eager, visible
+from quire.attn_ops.attention import AttentionSite, attention, attention_eager, visible
 from tests.attn_ops.oracle import oracle_attention
 
 FEATURES = {

@@ -11,20 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attn_ops import backend as registry
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import (
+from quire.attn_ops import backend as registry
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import (
     AttentionBackend,
     AttentionCapabilities,
     CudagraphSupport,
     UnsupportedAttention,
-    all_backends,
-    broken_backends,
     define_paged_op,
-    get_backend,
-    register_backend,
-    select_backend,
 )
+from quire.attn_ops.registry import all_backends, broken_backends, get_backend, register_backend
+from quire.attn_ops.selection import select_backend
 
 CPU = torch.device("cpu")
 SITE = AttentionSite(layer=3, num_heads=8, num_kv_heads=2, head_dim=64, head_dim_v=64, dtype=torch.float32, scale=0.125,
@@ -113,7 +110,7 @@ def test_unknown_name(empty) -> None:
 
 def test_backends_load_lazily_and_without_a_gpu() -> None:
     """Importing the registry imports no kernels; loading every backend starts no CUDA context."""
-    code = ("import sys, torch, attn_ops.backend as b; assert 'triton' not in sys.modules; "
+    code = ("import sys, torch, quire.attn_ops.backend as b; assert 'triton' not in sys.modules; "
             "b.all_backends(); assert not torch.cuda.is_initialized()")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

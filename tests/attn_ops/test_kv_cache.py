@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import attn_ops.kv_cache
-from attn_ops.attention import AttentionSite
-from attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
+import quire.attn_ops.kv_cache
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
 
 SIZES = dict(num_layers=2, num_pages=5, page_size=4, num_kv_heads=3, head_dim=8, dtype=torch.float32, device="cpu")
 
@@ -136,12 +136,12 @@ def test_no_sites() -> None:
 
 
 def test_for_model_needs_the_capture(monkeypatch) -> None:
-    monkeypatch.setattr(attn_ops.kv_cache, "find_sites", None)
+    monkeypatch.setattr(quire.attn_ops.kv_cache, "find_sites", None)
     with pytest.raises(RuntimeError, match="`import quire` first"):
         PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4)
 
 
 def test_for_model(monkeypatch) -> None:
-    monkeypatch.setattr(attn_ops.kv_cache, "find_sites", lambda model: [site(0)])
+    monkeypatch.setattr(quire.attn_ops.kv_cache, "find_sites", lambda model: [site(0)])
     cache = PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4, page_size=8)
     assert cache.num_layers == 1 and cache.device == torch.device("cpu") and cache.page_size == 8

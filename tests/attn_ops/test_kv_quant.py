@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from attn_ops.backends import torch_native
-from attn_ops.backends.torch_native import BACKEND
-from attn_ops.kv_quant import ALIASES, FORMATS, QUANTISED, check_scales, dequantise, quantise
+from quire.attn_ops.backends import torch_native
+from quire.attn_ops.backends.torch_native import BACKEND
+from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTISED, check_scales, dequantise, quantise
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
 from tests.attn_ops.oracle import half_step, quantised, read_back
 from tests.attn_ops.scheduling import in_pieces, steps_of

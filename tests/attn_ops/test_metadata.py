@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_ops.metadata import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetadata
+from quire.attn_ops.metadata import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetadata
 
 build = CommonAttentionMetadata.build
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_ops.choices import ATTENTION_CHOICES, load
+from quire.attn_ops.tuning.attention import ATTENTION_CHOICES, load
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*_attention.json"))

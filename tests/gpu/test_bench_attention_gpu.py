@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_ops import choices
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import get_backend, select_backend
-from graph_runner.bench.attention_op import Point, decode_point, measure, op_batch
-from graph_runner.cli import main
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.selection import select_backend
+from quire.attn_ops.tuning import attention as choices
+from quire.graph_runner.bench.attention_op import Point, decode_point, measure, op_batch
+from quire.graph_runner.cli import main
 
 pytestmark = [
     pytest.mark.gpu,

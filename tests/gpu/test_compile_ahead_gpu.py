@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json, logging, os
 import torch
-from graph_runner.engine import Engine
-from passes.compile_ahead import CompileAhead
+from quire.graph_runner.engine import Engine
+from quire.passes.compile.ahead import CompileAhead
 from tests.tiny import GREEDY, load_model
 
 logging.basicConfig(level=logging.INFO)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attn_ops.backend import get_backend
-from attn_ops.conformance import Kit, run
+from quire.attn_ops.conformance.kit import Kit, run
+from quire.attn_ops.registry import get_backend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import quire
-from attn_ops import small_linear_tuning as tuning
-from attn_ops.backend import get_backend
-from graph_runner.batch import BatchShape
-from graph_runner.engine import Engine
-from graph_runner.sampling_params import SamplingParams
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.tuning import small_linear as tuning
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import (
     GREEDY,
     PROMPTS,
@@ -440,7 +440,7 @@ def test_paged_generate(model, tokenizer) -> None:
 @pytest.mark.parametrize("backend", ["triton", "torch_native"])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_step_by_hand(backend, compiler, model, prompts) -> None:
-    from passes.dynamo_backend import quire_backend
+    from quire.passes.backend import quire_backend
 
     torch._dynamo.reset()  # so that each case has its own trace; no engine of this file is used any more
     compiled = torch.compile(copy.deepcopy(model), backend=quire_backend, options={"compiler": compiler})

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import experts
-from attn_ops.experts import expert_linear, expert_linear_cuda, expert_linear_eager
-from graph_runner.batch import BatchShape
-from graph_runner.engine import Engine
-from graph_runner.sampling_params import SamplingParams
+from quire.attn_ops.ops import experts
+from quire.attn_ops.ops.experts import expert_linear, expert_linear_cuda, expert_linear_eager
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import assert_idle, check_padded_bucket, tokens
 from tests.zoo.configs import SERVED, build
 

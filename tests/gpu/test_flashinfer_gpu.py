@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_ops.backends.flashinfer import BACKEND
-from attn_ops.step import Step, StepLimits, running
+from quire.attn_ops.backends.flashinfer import BACKEND
+from quire.attn_ops.step import Step, StepLimits, running
 from tests.attn_ops.cases import Case, check_case, check_output, make_case, run_case
 
 pytestmark = [

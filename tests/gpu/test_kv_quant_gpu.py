@@ -12,8 +12,8 @@ pytestmark = [
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from attn_ops._kernels.kv_quant import joined, unpack, widen  # noqa: E402
-from attn_ops.kv_quant import QUANTISED  # noqa: E402
+from quire.attn_ops.kernels.kv_quant import joined, unpack, widen  # noqa: E402
+from quire.attn_ops.kv_quant import QUANTISED  # noqa: E402
 
 ROWS, COLUMNS = 64, 128
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attn_ops.draw import draw_tokens, draw_tokens_cuda, draw_tokens_eager, random_bits
-from graph_runner.sampler import Sampler, SamplingTensors, sample
-from graph_runner.sampling_params import SamplingParams
+from quire.attn_ops.ops.sampling import draw_tokens, draw_tokens_cuda, draw_tokens_eager, random_bits
+from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
+from quire.graph_runner.sampling_params import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from attn_ops.kv_quant import quantise
-from attn_ops.small_linear import MAX_TOKENS, QUANTISED, small_linear, small_linear_cuda, small_linear_eager
-from attn_ops.small_linear_tuning import TABLE, LinearShape, candidates, missing, parsed, tune
+from quire.attn_ops.kv_quant import quantise
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, QUANTISED, small_linear, small_linear_cuda, small_linear_eager
+from quire.attn_ops.tuning.small_linear import TABLE, LinearShape, candidates, missing, parsed, tune
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_ops.attention import AttentionSite
-from attn_ops.backends.triton import BACKEND, _load
-from attn_ops.kv_quant import QUANTISED
-from graph_runner.bench.attention_op import decode_point, measure, op_batch, work
-from graph_runner.bench.floor import copy_bandwidth
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backends.triton import BACKEND, _load
+from quire.attn_ops.kv_quant import QUANTISED
+from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
+from quire.graph_runner.bench.roofline import copy_bandwidth
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantised
 from tests.attn_ops.scheduling import in_pieces, steps_of

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attn_ops.backend import UnsupportedAttention, get_backend
-from passes.capture import PagedModel, QuireOptions
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.registry import get_backend
+from quire.passes.capture.paged_model import PagedModel, QuireOptions
 from tests.zoo.configs import SERVED, SIZES, Served, build, has_config, served
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 

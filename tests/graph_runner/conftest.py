@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from graph_runner.engine import Engine
+from quire.graph_runner.engine import Engine
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, hf_greedy, load_model, load_tokenizer, tokens
 
 

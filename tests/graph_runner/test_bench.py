@@ -12,16 +12,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from graph_runner.bench import host as host_bench
-from graph_runner.bench.floor import copy_bandwidth, kv_bytes, step_bytes, weight_bytes
-from graph_runner.bench.guard import compare
-from graph_runner.bench.main import engine_option, percent
-from graph_runner.bench.report import COLUMNS, PHASES, complete, first_line
-from graph_runner.bench.shapes import SHAPES, ModelSpec, build, config_of, layers_asked, skeleton
-from graph_runner.bench.start import start
-from graph_runner.bench.systems import Limits, Models, NotMeasured, System
-from graph_runner.bench.workloads import WORKLOADS, Prompts, Sizes
-from graph_runner.cli import main
+from quire.graph_runner.bench import host as host_bench
+from quire.graph_runner.bench.compare import compare
+from quire.graph_runner.bench.main import engine_option, percent
+from quire.graph_runner.bench.report import COLUMNS, PHASES, complete, first_line
+from quire.graph_runner.bench.roofline import copy_bandwidth, kv_bytes, step_bytes, weight_bytes
+from quire.graph_runner.bench.shapes import SHAPES, ModelSpec, build, config_of, layers_asked, skeleton
+from quire.graph_runner.bench.start import start
+from quire.graph_runner.bench.systems import Limits, Models, NotMeasured, System
+from quire.graph_runner.bench.workloads import WORKLOADS, Prompts, Sizes
+from quire.graph_runner.cli import main
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("graph_runner.bench.workloads.time", clock)
+    monkeypatch.setattr("quire.graph_runner.bench.workloads.time", clock)
     return clock
 
 

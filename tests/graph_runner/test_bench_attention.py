@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from attn_ops import backend as registry
-from attn_ops import choices
-from attn_ops.attention import AttentionSite
-from attn_ops.backend import define_paged_op, get_backend, register_backend
-from attn_ops.backends.torch_native import paged_attention
-from graph_runner.bench.attention import heads_of
-from graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
-from graph_runner.cli import main
-from graph_runner.engine import Engine
+from quire.attn_ops import backend as registry
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import define_paged_op
+from quire.attn_ops.backends.torch_native import paged_attention
+from quire.attn_ops.registry import get_backend, register_backend
+from quire.attn_ops.tuning import attention as choices
+from quire.graph_runner.bench.attention import heads_of
+from quire.graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.cli import main
+from quire.graph_runner.engine import Engine
 from tests.tiny import load_model
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
@@ -43,7 +44,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     plain = get_backend("torch_native")
-    monkeypatch.setattr("attn_ops.backend._BACKENDS", {"torch_native": plain})
+    monkeypatch.setattr("quire.attn_ops.backend._BACKENDS", {"torch_native": plain})
     return register_backend(dataclasses.replace(plain, name="slow_for_test", op=SLOW_OP, priority={"cpu": -1}))
 
 

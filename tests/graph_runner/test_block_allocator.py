@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.block_allocator import BlockAllocator
 
 
 def test_hands_out_in_order_and_reuses_the_last_freed() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from attn_ops.kv_cache import pages_for
-from graph_runner.engine import Engine
-from graph_runner.sampling_params import SamplingParams
+from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import assert_idle, hf_greedy
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_runner.buckets import decode_buckets, decode_token_counts, pick_bucket, token_buckets
+from quire.graph_runner.buckets import decode_buckets, decode_token_counts, pick_bucket, token_buckets
 
 TO_256 = [1, 2, 4, *range(8, 257, 8)]
 TO_512 = [*TO_256, *range(272, 513, 16)]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from graph_runner.cli import main
-from graph_runner.loading import TINY_MODEL
+from quire.graph_runner.cli import main
+from quire.graph_runner.loading import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_needs_no_torch_and_names_every_command() -> None:
-    code = "import sys\nfrom graph_runner.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+    code = "import sys\nfrom quire.graph_runner.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -180,12 +180,12 @@ def test_an_error_of_our_own_shows_where_it_came_from(monkeypatch: pytest.Monkey
     def broken(*args: object, **kwargs: object) -> None:
         raise TypeError("a bug")
 
-    monkeypatch.setattr("graph_runner.engine.Engine.stream", broken)
+    monkeypatch.setattr("quire.graph_runner.engine.Engine.stream", broken)
     with pytest.raises(TypeError, match="a bug"):
         main(["generate", "hi"])
 
 
-BACKENDS = "import sys\nfrom graph_runner.cli import main\nsys.exit(main(['backends', '--device', 'cpu']))"
+BACKENDS = "import sys\nfrom quire.graph_runner.cli import main\nsys.exit(main(['backends', '--device', 'cpu']))"
 
 
 def test_output_that_nobody_reads_ends_quietly() -> None:
@@ -201,6 +201,6 @@ def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd:
     def broken(device: object) -> str:
         raise BrokenPipeError("of a worker")
 
-    monkeypatch.setattr("attn_ops.table.backends", broken)
+    monkeypatch.setattr("quire.attn_ops.registry.backends", broken)
     with pytest.raises(BrokenPipeError, match="of a worker"):
         main(["backends"])

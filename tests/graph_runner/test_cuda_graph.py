@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graph_runner.batch import BatchShape
-from graph_runner.cuda_graph import CudaGraphRunner, GraphStats
-from graph_runner.engine import Engine
+from quire.graph_runner.cuda_graph import CudaGraphRunner, GraphStats
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import (
     GREEDY,
     PROMPTS,
@@ -93,7 +93,7 @@ def test_replay() -> None:
 
 def test_falling_back_is_counted_and_logged_once(caplog) -> None:
     r = runner(1, 4)
-    with caplog.at_level(logging.DEBUG, "graph_runner.cuda_graph"):
+    with caplog.at_level(logging.DEBUG, "quire.graph_runner.cuda_graph"):
         for _ in range(3):
             assert r.can_run(BatchShape(5, 5), True) is None
             assert r.can_run(BatchShape(6, 6), True) is None
@@ -222,11 +222,11 @@ def test_small_batch_after_a_large_one(engine, model, prompts) -> None:
 
 def test_engine_falls_back_and_counts(model, prompts, caplog) -> None:
     with Engine(model, num_pages=40, max_num_seqs=8, cudagraph_capture_sizes=[2]) as engine:
-        with caplog.at_level(logging.WARNING, "graph_runner.cuda_graph"):
+        with caplog.at_level(logging.WARNING, "quire.graph_runner.cuda_graph"):
             outputs = engine.generate(prompts[:4], GREEDY)
         assert tokens(outputs) == [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts[:4]]
         stats = engine.runner.graphs.stats
         assert stats.fell_back["more rows than the largest decode bucket (2)"] > 3
-        ours = [m.getMessage() for m in caplog.records if m.name == "graph_runner.cuda_graph"]
+        ours = [m.getMessage() for m in caplog.records if m.name == "quire.graph_runner.cuda_graph"]
         assert ours == ["step of 4 tokens, 4 rows runs without a CUDA graph: "
                         "more rows than the largest decode bucket (2)"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from graph_runner.detokenizer import Detokenizer
+from quire.graph_runner.detokenizer import Detokenizer
 from tests.tiny import load_tokenizer
 
 TEXTS = (

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from graph_runner.engine import Engine
-from graph_runner.gc_freeze import ServingFreeze
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.gc_freeze import ServingFreeze
+from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, hf_greedy, tokens
 
 

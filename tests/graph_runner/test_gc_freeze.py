@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from graph_runner.gc_freeze import ServingFreeze, freeze_gc
+from quire.graph_runner.gc_freeze import ServingFreeze, freeze_gc
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import quire
-from attn_ops.kv_cache import pages_for
-from graph_runner.engine import Engine
-from graph_runner.model_runner import CPU_KV_BYTES
-from passes.dynamo_backend import quire_backend
+from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.model_runner import CPU_KV_BYTES
+from quire.passes.backend import quire_backend
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, tokens
 
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -142,7 +142,7 @@ def test_compiled_steps(compiler, kind, text) -> None:
 def test_flashinfer_says_why_not(model) -> None:
     with pytest.raises(quire.UnsupportedAttention, match="attention='flashinfer' cannot serve this model"):
         Engine(model, attention="flashinfer", kv_cache_dtype="int8", **SMALL)
-    from attn_ops.backend import get_backend
+    from quire.attn_ops.registry import get_backend
 
     backend = get_backend("flashinfer")
     with Engine(model, kv_cache_dtype="int8", **SMALL) as engine:

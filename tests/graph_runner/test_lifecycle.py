@@ -14,9 +14,9 @@ import transformers
 from torch._dynamo.eval_frame import reset_code
 
 import quire
-from graph_runner.cuda_graph import CudaGraphRunner
-from graph_runner.engine import Engine
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens, unchanged
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from graph_runner.batch import BatchShape
-from graph_runner.loading import (
+from quire.graph_runner.loading import (
     DEFAULT_LENGTH,
     TINY_MODEL,
     check_arguments,
@@ -24,6 +23,7 @@ from graph_runner.loading import (
     progress_bar,
     vocab_size,
 )
+from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import load_model, load_tokenizer
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)

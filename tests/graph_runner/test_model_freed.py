@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quire
-from graph_runner.engine import Engine
+from quire.graph_runner.engine import Engine
 from tests.tiny import GREEDY, load_model
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")

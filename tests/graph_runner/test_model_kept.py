@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import quire
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import load_model as load_shipped
 from tests.tiny import load_tokenizer
 

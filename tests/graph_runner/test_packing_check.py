@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import passes.traced
-from attn_ops.backend import UnsupportedAttention, get_backend
-from graph_runner.packing_check import check_packing
-from passes.capture import PagedModel, QuireOptions
+import quire.passes.capture.traced
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.registry import get_backend
+from quire.graph_runner.packing_check import check_packing
+from quire.passes.capture.paged_model import PagedModel, QuireOptions
 
 VOCAB, HIDDEN, HEADS = 31, 16, 4
 
@@ -75,7 +76,7 @@ class Model(nn.Module):
 def trial(monkeypatch: pytest.MonkeyPatch):
     """The trial of a model whose graph was not searched for operations that mix tokens."""
     for check in ("check_mixing", "check_positions"):
-        monkeypatch.setattr(passes.traced, check, lambda *args: None)
+        monkeypatch.setattr(quire.passes.capture.traced, check, lambda *args: None)
 
     def run(mix, dtype: torch.dtype = torch.float32, after=None, **options) -> None:
         torch._dynamo.reset()
@@ -124,13 +125,13 @@ def test_nothing_is_found_where_nothing_is(dtype, trial) -> None:
 
 @pytest.mark.parametrize("options", [dict(max_model_len=2), dict(vocab_size=1)])
 def test_too_short_to_tell(options, trial, caplog) -> None:
-    with caplog.at_level(logging.INFO, "graph_runner.packing_check"):
+    with caplog.at_level(logging.INFO, "quire.graph_runner.packing_check"):
         trial(shift, **options)
     assert "left out" in caplog.text
 
 
 def test_logits_that_depend_on_nothing(trial, caplog) -> None:
-    with caplog.at_level(logging.INFO, "graph_runner.packing_check"):
+    with caplog.at_level(logging.INFO, "quire.graph_runner.packing_check"):
         trial(lambda x, positions: x * 0)
     assert "the trial batch tells nothing" in caplog.text
 

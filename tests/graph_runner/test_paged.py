@@ -23,9 +23,9 @@ from transformers import (
 )
 
 import quire
-from graph_runner.engine import Engine
-from graph_runner.paged import PagedGenerate
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.paged import PagedGenerate
+from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import PROMPTS, assert_idle, assert_unchanged, load_model, load_tokenizer, snapshot, tokens
 
 NEW = 16

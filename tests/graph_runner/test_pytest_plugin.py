@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from graph_runner.bench.shapes import ModelSpec, skeleton
-from graph_runner.pytest_plugin import check_snapshot
+from quire.graph_runner.bench.shapes import ModelSpec, skeleton
+from quire.graph_runner.pytest_plugin import check_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = any(e.value == "graph_runner.pytest_plugin" for e in entry_points(group="pytest11"))
+INSTALLED = any(e.value == "quire.graph_runner.pytest_plugin" for e in entry_points(group="pytest11"))
 
 # In place of importing torch and tracing a model, which takes seconds.
 NO_MODEL = '''
@@ -28,7 +28,7 @@ def fail(model, expected):
     assert "4:4x64" not in expected, "a diff"
 
 sys.modules["passes"] = types.ModuleType("passes")
-sys.modules["passes.snapshot"] = types.SimpleNamespace(attention_sites=lambda model: TABLE, assert_attention_sites=fail)
+sys.modules["quire.passes.explain"] = types.SimpleNamespace(attention_sites=lambda model: TABLE, assert_attention_sites=fail)
 
 @pytest.fixture
 def model():
@@ -54,7 +54,7 @@ def test_wrong(quire_snapshot, model):
 
 def run(folder: Path, *arguments: str, **environment: str) -> str:
     """Run pytest on the tests in ``folder``; its output."""
-    plugin = [] if INSTALLED else ["-p", "graph_runner.pytest_plugin"]
+    plugin = [] if INSTALLED else ["-p", "quire.graph_runner.pytest_plugin"]
     env = {name: value for name, value in os.environ.items() if name not in ("EXPECTTEST_ACCEPT", "PYTEST_ADDOPTS")}
     env |= {"PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *arguments, "."],
@@ -114,5 +114,5 @@ def test_accept_without_expecttest_says_what_to_install(folder: Path) -> None:
 
 
 def test_import_is_light() -> None:
-    code = "import sys, graph_runner.pytest_plugin\nassert not {'torch', 'transformers', 'passes'} & set(sys.modules)"
+    code = "import sys, quire.graph_runner.pytest_plugin\nassert not {'torch', 'transformers', 'passes'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})

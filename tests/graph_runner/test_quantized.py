@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import quire
-from attn_ops.backend import UnsupportedAttention
-from passes.capture import PagedModel
-from passes.options import QuireOptions
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
 from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_tokenizer, tokens
 from tests.tiny import load_model as load_shipped
 from tests.zoo.harness import TOLERANCE, error, reference, serve
@@ -81,7 +81,7 @@ WAYS: dict[str, Any] = {
 # Where activations are rounded too, a difference in the last bit of a float32 moves one of them by a whole step now and then
 # (torchao's steps even put the largest number of a token on the edge between two). The quantised model's own two attention
 # implementations, sdpa and eager, differ by 0.6e-2 to 1.1e-2 of the largest logit for that reason; about twice as much. (The
-# same in a model small enough to be without such luck is in tests/passes/test_quantized.py, to 1e-5.)
+# same in a model small enough to be without such luck is in tests/passes/verify/test_quantized.py, to 1e-5.)
 ROUNDED = 0.02
 
 
@@ -201,7 +201,7 @@ def test_a_model_quantised_by_transformers(tmp_path: Path, prompts: list[list[in
     torchao = pytest.importorskip("torchao.quantization")
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    from graph_runner.loading import TINY_MODEL
+    from quire.graph_runner.loading import TINY_MODEL
 
     quantization = TorchAoConfig(torchao.Int8WeightOnlyConfig(set_inductor_config=False))
     model: Any = AutoModelForCausalLM.from_pretrained(str(TINY_MODEL), dtype=torch.float32,

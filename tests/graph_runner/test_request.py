@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from graph_runner.request import as_prompts, pairs_of, params_of, token_ids_of
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.request import as_prompts, pairs_of, params_of, token_ids_of
+from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import load_tokenizer
 
 IDS = [5, 6, 7]

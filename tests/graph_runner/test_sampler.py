@@ -16,11 +16,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from attn_ops import draw
-from attn_ops.draw import gumbel_noise, random_bits
-from graph_runner import sampler
-from graph_runner.sampler import Sampler, SamplingTensors, sample
-from graph_runner.sampling_params import SamplingParams
+from quire.attn_ops.ops import sampling as draw
+from quire.attn_ops.ops.sampling import gumbel_noise, random_bits
+from quire.graph_runner import sampler
+from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
+from quire.graph_runner.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -386,7 +386,7 @@ def test_pieces_compile_once_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("vocabulary", [1848])
 def test_pieces_compile_for_cuda(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's code for an H200 is generated, whether or not the chunks divide the vocabulary."""
-    from tests.launches import collecting, generate, launches
+    from benchmarks.launches import collecting, generate, launches
 
     monkeypatch.setattr(sampler, "_compiled", functools.cache(sampler._compiled.__wrapped__))
     compile = torch.compile

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from graph_runner import sampling_params
-from graph_runner.sampling_params import SamplingParams
+from quire.graph_runner import sampling_params
+from quire.graph_runner.sampling_params import SamplingParams
 
 SUPPORTED = {
     "n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5, "seed": 1, "stop": "x", "stop_token_ids": [1],

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attn_ops.kv_cache import pages_for
-from graph_runner.block_allocator import BlockAllocator
-from graph_runner.request import Request, RequestOutput, ScheduledBatch
-from graph_runner.sampling_params import SamplingParams
-from graph_runner.scheduler import NeedsDrain, Scheduler
+from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.scheduler import NeedsDrain, Scheduler
 
 END = -1  # the token that ends a request early
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from graph_runner.engine import Engine
-from graph_runner.loading import TINY_MODEL
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.loading import TINY_MODEL
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, tokens, unchanged
 
 OPTIONS = {

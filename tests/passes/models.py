@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from attn_ops.kv_cache import PagedKVCache, pages_for
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step, running
-from passes.dynamo_backend import QuireBackend, QuireGraph, QuireOptions
+from quire.attn_ops.kv_cache import PagedKVCache, pages_for
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, running
+from quire.passes.backend import QuireBackend, QuireGraph, QuireOptions
 
 VOCAB, HIDDEN, DIM = 32, 16, 4
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_ops.kv_cache import PagedKVCache
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step, running
-from passes.dynamo_backend import QuireBackend, QuireOptions
-from passes.fuse_rope import fuse_rope
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, running
+from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.fusions.rope import fuse_rope
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 16
 

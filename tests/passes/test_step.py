@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import quire
-from attn_ops.experts import expert_linear
-from attn_ops.step import current_step
-from passes.dynamo_backend import quire_backend
+from quire.attn_ops.ops.experts import expert_linear
+from quire.attn_ops.step import current_step
+from quire.passes.backend import quire_backend
 from tests.tiny import assert_unchanged, snapshot
 
 PAGE = 8
@@ -149,8 +149,8 @@ def test_logits(way, layout, pad) -> None:
 def test_experts_in_a_step(switched, monkeypatch) -> None:
     """A model with experts, switched over inside a step as on a GPU; outside it runs by its own implementation."""
     seen = []
-    monkeypatch.setattr("passes.hf_experts.wanted", lambda model: switched)
-    monkeypatch.setattr("passes.hf_experts.expert_linear", lambda *args: seen.append(0) or expert_linear(*args))
+    monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: switched)
+    monkeypatch.setattr("quire.passes.capture.hf_experts.expert_linear", lambda *args: seen.append(0) or expert_linear(*args))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -140,7 +140,7 @@ SERVED: dict[str, Served] = {
                             topk_group=1, sliding_window=8, features={**WINDOW, "sinks": True, "head_dim_v": 8}),
     "llama4": served("Llama4TextConfig", num_hidden_layers=4, head_dim=16, attention_chunk_size=8, num_local_experts=2,
                      intermediate_size_mlp=96, features={"chunk": 8}),
-    # Queries scaled by the position, with numbers that the model makes itself (passes/own_positions.py).
+    # Queries scaled by the position, with numbers that the model makes itself (passes/rewrite/own_positions.py).
     "llama4_temperature": served("Llama4TextConfig", num_hidden_layers=4, head_dim=16, attention_chunk_size=8,
                                  num_local_experts=2, intermediate_size_mlp=96, attn_temperature_tuning=True, floor_scale=4,
                                  attn_scale=0.5, features={"chunk": 8}, slow=True),

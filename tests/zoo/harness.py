@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from attn_ops.attention import AttentionSite
-from attn_ops.kv_cache import PagedKVCache, pages_for
-from attn_ops.metadata import CommonAttentionMetadata
-from attn_ops.step import Step
-from passes.capture import PagedModel
-from passes.lowering import set_paged_arguments
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.kv_cache import PagedKVCache, pages_for
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.rewrite.lower import set_paged_arguments
 
 LENGTHS = (11, 6, 21)
 # Tokens that each step schedules of each sequence: chunked prefill beside decode, a lone token, sequences that wait.

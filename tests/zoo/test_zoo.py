@@ -11,20 +11,21 @@ import pytest
 import torch
 from torch import fx
 
-from attn_ops import experts
-from attn_ops.backend import UnsupportedAttention, get_backend
-from attn_ops.experts import expert_linear
-from attn_ops.rope import rope_kv_write
-from graph_runner.packing_check import check_packing
-from passes.capture import PagedModel, QuireOptions
-from passes.fuse_rope import fuse_rope
-from passes.fusion import FusedWeights, Fusion
-from passes.graph_tools import copy_graph, value
-from passes.hf_experts import experts_of
-from passes.last_tokens import last_tokens
-from passes.lowering import lower
-from passes.regions import compile_by_regions
-from passes.row_wise import PRODUCTS
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.ops import experts
+from quire.attn_ops.ops.experts import expert_linear
+from quire.attn_ops.ops.rope import rope_kv_write
+from quire.attn_ops.registry import get_backend
+from quire.graph_runner.packing_check import check_packing
+from quire.passes.capture.hf_experts import experts_of
+from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.compile.regions import compile_by_regions
+from quire.passes.fusions.base import FusedWeights, Fusion
+from quire.passes.fusions.last_tokens import last_tokens
+from quire.passes.fusions.rope import fuse_rope
+from quire.passes.fx import copy_graph, value
+from quire.passes.rewrite.lower import lower
+from quire.passes.verify.row_wise import PRODUCTS
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 
@@ -34,7 +35,7 @@ UNROTATED = {"gpt2", "gpt2_per_layer_scale", "gpt_bigcode", "opt", "biogpt", "be
 #: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
 LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
-#: Those whose experts go by transformers' interface, which is switched over on a GPU (``passes/hf_experts.py``).
+#: Those whose experts go by transformers' interface, which is switched over on a GPU (``passes/capture/hf_experts.py``).
 EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe", "mixtral", "phimoe", "granitemoe",
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
@@ -105,7 +106,7 @@ def test_mutations_are_seen(zoo: Specimen) -> None:
 
 
 def test_cut_into_pieces(zoo: Specimen) -> None:
-    """Cut behind every attention op (``passes/regions.py``), the graph computes the same to the last bit."""
+    """Cut behind every attention op (``passes/compile/regions.py``), the graph computes the same to the last bit."""
     whole = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")
     (paged,) = (p for key, p in zoo.paged.graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
     inputs: list[int] = []
@@ -124,7 +125,7 @@ def test_cut_into_pieces(zoo: Specimen) -> None:
 
 
 def test_rope_fusion(zoo: Specimen) -> None:
-    """Where the pass finds the rotation (passes/fuse_rope.py), the logits stay; where it does not, nothing changes."""
+    """Where the pass finds the rotation (passes/fusions/rope.py), the logits stay; where it does not, nothing changes."""
     serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
     graph = zoo.paged.graph
     (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
@@ -143,7 +144,7 @@ def test_rope_fusion(zoo: Specimen) -> None:
 
 
 def test_last_tokens(zoo: Specimen) -> None:
-    """Rows are taken above the final norm at least (passes/last_tokens.py), and the logits of the rows asked for stay."""
+    """Rows are taken above the final norm at least (passes/fusions/last_tokens.py), and the logits of the rows asked for stay."""
     serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
     graph = zoo.paged.graph
     (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
@@ -179,7 +180,7 @@ def test_triton_interpreted(name: str) -> None:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_EXPERTS)) for n in EXPERTS])
 def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the experts by quire's op, as on a GPU: by its definition."""
-    monkeypatch.setattr("passes.hf_experts.wanted", lambda model: True)
+    monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     for s in specimen(name):
         ops = [n for n in s.paged.graph.traced.gm.graph.nodes if n.target == expert_linear]
         assert len(ops) == 2 * len(experts_of(s.paged.model))
@@ -197,7 +198,7 @@ def test_experts_interpreted(name: str, most_pairs: int, monkeypatch: pytest.Mon
     """By its kernels."""
     if importlib.util.find_spec("triton") is None or torch.cuda.is_available():
         pytest.skip("Triton's interpreter is for machines that have Triton and no GPU")
-    monkeypatch.setattr("passes.hf_experts.wanted", lambda model: True)
+    monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     monkeypatch.setattr(experts, "MAX_PAIRS", most_pairs)
     monkeypatch.setattr(experts, "_has_grouped_mm", lambda x, w: False)
     monkeypatch.setattr(experts, "expert_linear_eager", experts.expert_linear_cuda)

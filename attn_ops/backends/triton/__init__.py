@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from attn_ops.attention import LIBRARY
-from attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from attn_ops.kv_quant import QUANTISED, check_scales
-from attn_ops.launch import implementations
-from attn_ops.rope import RopeForm, rope_kv_write
+from quire.attn_ops.attention import LIBRARY
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.kernels.launch import implementations
+from quire.attn_ops.kv_quant import QUANTISED, check_scales
+from quire.attn_ops.ops.rope import RopeForm, rope_kv_write
 
 _kernels: Any = None
 
@@ -33,7 +33,7 @@ def _load() -> Any:
     global _kernels
     if _kernels is None:
         names = ("_common", "decode", "extend", "write")
-        modules = [importlib.import_module(f"attn_ops.backends.triton.{name}") for name in names]
+        modules = [importlib.import_module(f"quire.attn_ops.backends.triton.{name}") for name in names]
         _kernels = tuple(modules)
     return _kernels
 
@@ -120,7 +120,7 @@ def rope_paged_attention(
     prepared: list[torch.Tensor], *, interleaved: bool = False, half_tables: bool = False, norm_after: bool = False,
     norm_offset: float | None = None, **options: Any,
 ) -> torch.Tensor:
-    """Rotate q and k (``attn_ops/rope.py``), then ``paged_attention``. Small decode batches take one launch for all of it; with
+    """Rotate q and k (``attn_ops/ops/rope.py``), then ``paged_attention``. Small decode batches take one launch for all of it; with
     a program or more for each multiprocessor the registers that rotating takes would cost more than the launch."""
     caches, tables = (k_cache, v_cache, k_scale, v_scale), (slot_mapping, block_table, query_start_loc, seq_lens)
     rope, form = (cos, sin, q_norm_weight, k_norm_weight, eps), RopeForm(interleaved, half_tables, norm_after, norm_offset)

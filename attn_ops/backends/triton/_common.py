@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops.kv_quant import FORMATS
+from quire.attn_ops.kv_quant import FORMATS
 
 #: Kernels defined while this is set run in Triton's interpreter; it is read when this module is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -24,10 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.kv_quant import encode, joined, rounding, scale_strides, unpack, widen
-from attn_ops._kernels.pdl import launch_options, let_next_start, use_pdl, wait_for_previous
-from attn_ops._kernels.rope import rotated
-from attn_ops.backends.triton._common import (
+from quire.attn_ops.backends.triton._common import (
     LOG2E,
     NUM_COUNTERS,
     arrived_last,
@@ -43,9 +40,12 @@ from attn_ops.backends.triton._common import (
     power_of_2,
     unit,
 )
-from attn_ops.kv_quant import FORMATS
-from attn_ops.launch import launch
-from attn_ops.rope import PLAIN
+from quire.attn_ops.kernels.kv_quant import encode, joined, rounding, scale_strides, unpack, widen
+from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.kernels.pdl import launch_options, let_next_start, use_pdl, wait_for_previous
+from quire.attn_ops.kernels.rope import rotated
+from quire.attn_ops.kv_quant import FORMATS
+from quire.attn_ops.ops.rope import PLAIN
 
 
 @triton.jit

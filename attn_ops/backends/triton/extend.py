@@ -24,8 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.kv_quant import scale_strides, widen
-from attn_ops.backends.triton._common import (
+from quire.attn_ops.backends.triton._common import (
     LOG2E,
     NUM_COUNTERS,
     arrived_last,
@@ -40,7 +39,8 @@ from attn_ops.backends.triton._common import (
     power_of_2,
     unit,
 )
-from attn_ops.launch import launch
+from quire.attn_ops.kernels.kv_quant import scale_strides, widen
+from quire.attn_ops.kernels.launch import launch
 
 
 @triton.jit

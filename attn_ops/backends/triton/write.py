@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_ops._kernels.kv_quant import rounding, scale_strides, store_heads
-from attn_ops.backends.triton._common import power_of_2
-from attn_ops.launch import launch
+from quire.attn_ops.backends.triton._common import power_of_2
+from quire.attn_ops.kernels.kv_quant import rounding, scale_strides, store_heads
+from quire.attn_ops.kernels.launch import launch
 
 
 @triton.jit

@@ -1,0 +1,156 @@
+"""Kernels of ``attn_ops/ops/experts.py``, where what they compute is told, and why their tiles are as they are.
+
+Letters: S pairs of a row and an expert, E experts, N outputs, K inputs. Ids outside 0 .. E-1 count as expert E, which has no
+weight: its rows are zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
+
+
+@triton.jit
+def _load_ids(ids, at, S, E):
+    """The experts of the pairs ``at``, int32; -1 past the end."""
+    found = tl.load(ids + at, mask=at < S, other=0)
+    found = tl.where((found >= 0) & (found < E), found, E).to(tl.int32)
+    return tl.where(at < S, found, -1)
+
+
+@triton.jit
+def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr,
+                 EVEN_K: tl.constexpr):
+    """A (BLOCK_N, BLOCK_K) tile of an expert's weight, along whichever side lies together. Read once, so it should not push
+    the rows out of the cache."""
+    if TRANSPOSED:
+        at = w + cols.to(tl.int64)[:, None] * stride_k + outputs[None, :]
+        if EVEN_N and EVEN_K:
+            tile = tl.load(at, eviction_policy="evict_first")
+        else:
+            tile = tl.load(at, mask=(cols < K)[:, None] & (outputs < N)[None, :], other=0.0, eviction_policy="evict_first")
+        return tl.trans(tile)
+    at = w + outputs.to(tl.int64)[:, None] * stride_n + cols[None, :]
+    if EVEN_N and EVEN_K:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=(outputs < N)[:, None] & (cols < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+                   TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Write ``outputs`` (BLOCK_N,) of ``pairs`` (BLOCK_M,), which all have ``expert``. The weight is the left operand of the
+    matrix unit, the side that is long. A row's sum has the same order whatever the other rows are."""
+    rows = x + (pairs // repeat).to(tl.int64) * stride_x
+    weight = w + expert.to(tl.int64) * stride_e
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, tl.where(expert < E, K, 0), BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        xs = tl.load(rows[None, :] + cols[:, None], mask=inside[None, :] & (cols < K)[:, None], other=0.0)
+        ws = _load_weight(weight, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N, EVEN_K)
+        acc = tl.dot(ws, xs, acc, input_precision=PRECISION)
+    if BIAS:
+        add = tl.load(bias + expert.to(tl.int64) * N + outputs, mask=(outputs < N) & (expert < E), other=0.0)
+        acc += add.to(tl.float32)[:, None]
+    tl.store(out + pairs.to(tl.int64)[None, :] * N + outputs[:, None], acc.to(out.dtype.element_ty),
+             mask=(outputs < N)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["S"])  # or batch sizes would be kernels of their own
+def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, BLOCK_S: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_PAIR: tl.constexpr,
+                 BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                 PRECISION: tl.constexpr, PDL: tl.constexpr):
+    """Few pairs, in any order. Program (n, l): block n of the outputs, for all pairs with the expert of leader l, which is
+    pair l (BY_PAIR; nothing is left to do if an earlier pair has its expert) or expert l (0 .. E)."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    leader = tl.program_id(1)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = leader
+    if BY_PAIR:
+        expert = _load_ids(ids, leader, S, E)
+    lanes = tl.arange(0, BLOCK_S)
+    count = 0
+    earlier = 0
+    for start in range(0, S, BLOCK_S):
+        at = start + lanes
+        mine = _load_ids(ids, at, S, E) == expert
+        count += tl.sum(mine.to(tl.int32), 0)
+        earlier += tl.sum((mine & (at < leader)).to(tl.int32), 0)
+    if BY_PAIR:
+        count = tl.where(earlier > 0, 0, count)
+    tile = tl.arange(0, BLOCK_M)
+    for first in range(0, count, BLOCK_M):
+        # The pairs with rank first + tile among this expert's.
+        pairs = tl.zeros((BLOCK_M,), tl.int32)
+        before = 0
+        for start in range(0, S, BLOCK_S):
+            at = start + lanes
+            mine = (_load_ids(ids, at, S, E) == expert).to(tl.int32)
+            rank = before + tl.cumsum(mine, 0) - 1 - first
+            hit = (mine > 0)[None, :] & (rank[None, :] == tile[:, None])
+            pairs += tl.sum(tl.where(hit, at[None, :], 0), 1)
+            before += tl.sum(mine, 0)
+        _multiply_rows(x, w, bias, out, pairs, first + tile < count, expert, outputs, N, K, E, repeat, stride_x, stride_e,
+                       stride_n, stride_k, BLOCK_M, BLOCK_N, BLOCK_K, BIAS, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)
+
+
+@triton.jit(do_not_specialize=["S"])
+def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexpr):
+    """Sort the pairs by expert. Program e (0 .. E) writes the pairs of expert e to ``order`` (S,), behind those of the experts
+    before, and to ``ends`` (E,) where they end. Each goes through all ids twice: for the places, and to write."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_S)
+    fewer = tl.zeros((BLOCK_S,), tl.int32)
+    equal = tl.zeros((BLOCK_S,), tl.int32)
+    for start in range(0, S, BLOCK_S):
+        found = _load_ids(ids, start + lanes, S, E)
+        fewer += ((found >= 0) & (found < expert)).to(tl.int32)
+        equal += (found == expert).to(tl.int32)
+    place = tl.sum(fewer, 0)
+    end = place + tl.sum(equal, 0)
+    if expert < E:
+        tl.store(ends + expert, end)
+    if place < end:
+        for start in range(0, S, BLOCK_S):
+            at = start + lanes
+            mine = (_load_ids(ids, at, S, E) == expert).to(tl.int32)
+            tl.store(order + place + tl.cumsum(mine, 0) - 1, at.to(order.dtype.element_ty), mask=mine > 0)
+            place += tl.sum(mine, 0)
+
+
+@triton.jit(do_not_specialize=["S"])
+def sorted_kernel(x, w, bias, order, ends, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
+                  BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                  BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                  PRECISION: tl.constexpr, PDL: tl.constexpr):
+    """Many pairs, sorted by expert. One program a tile of sorted pairs and block of outputs, blocks first; there are as many
+    tiles as any split of the pairs among the experts can need, and those left over have nothing to do.
+
+    order: (S,) the pairs sorted by expert; ends: (E,) where each expert's end in it."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    blocks = tl.cdiv(N, BLOCK_N)
+    tile = (tl.program_id(0) // blocks).to(tl.int32)
+    outputs = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    experts = tl.arange(0, BLOCK_E)  # the last one that has pairs is E, of the ids out of range
+    end = tl.where(experts < E, tl.load(ends + experts, mask=experts < E, other=0).to(tl.int32), S)
+    begin = tl.load(ends + experts - 1, mask=(experts > 0) & (experts <= E), other=0).to(tl.int32)
+    begin = tl.where(experts <= E, begin, S)
+    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+    up_to = tl.cumsum(tiles, 0)
+    expert = tl.sum((up_to <= tile).to(tl.int32), 0)  # so many have all their tiles before this one
+    own = experts == expert
+    first = tl.sum(tl.where(own, begin + (tile - up_to + tiles) * BLOCK_M, 0), 0)
+    last = tl.sum(tl.where(own, end, 0), 0)
+    if first < last:
+        at = first + tl.arange(0, BLOCK_M)
+        pairs = tl.load(order + at, mask=at < last, other=0).to(tl.int32)
+        _multiply_rows(x, w, bias, out, pairs, at < last, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n,
+                       stride_k, BLOCK_M, BLOCK_N, BLOCK_K, BIAS, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)

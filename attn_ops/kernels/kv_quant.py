@@ -1,0 +1,185 @@
+"""Storing keys and values in the cache inside kernels, as they are or quantised as ``attn_ops/kv_quant.py`` defines it.
+
+NOTE [Rounding to codes]: ``encode`` rounds in float32 and leaves only numbers that are codes, so whatever way a GPU has
+to convert to fp8 is exact. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - mantissa) apart; adding and subtracting
+1.5 * 2**23 times that rounds x to a multiple of it, ties to even. 2**e are the exponent bits of x; ROUNDER is
+1.5 * 2**(23 - mantissa), and LOWEST is 2**min_exponent, below which codes get no closer.
+
+NOTE [Values by words]: the product of weights and values wants pairs of keys side by side, and codes lie the other way in
+memory. Byte by byte that takes a load from shared memory for each code. So four neighbouring codes are loaded as one word,
+and words are taken apart into four tensors (``unpack``), whose products are put side by side when all keys are seen
+(``joined``).
+
+NOTE [Converting codes]: with integer instructions and one multiplication, not by the GPU's converter. Two codes
+at a time, in the halves of a register. int8 to bfloat16: the bits 0x4300 with the code's lower 7 are 128 plus these; with its
+sign bit they are 128 or 256; the difference is the code. int8 to float16: 0x6400 with the code, its sign flipped, is
+1024 + 128 plus the code. fp8: the code's bits go to where exponent and mantissa end, and a multiplication by a power of two
+puts the exponent right, subnormal codes included. (No code is NaN or infinite, see ``encode``.) bfloat16 is subtracted and
+multiplied by fma, with factor -1 and summand -0: compute capability 8 has no other. Inputs are read before an output is
+written, which may be the same register.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.attn_ops.kv_quant import FORMATS
+
+#: For ``unpack``: two registers of codes -> four of numbers. First the codes of one place in both are put side by side.
+_WORDS = """{
+    .reg .b32 t, u, a, b, c;
+    prmt.b32 t, $4, $5, 0x5140;
+    prmt.b32 u, $4, $5, 0x7362;
+%s}"""
+_INT8_BF16 = """
+    and.b32 a, %(x)s, 0x7f7f7f7f;
+    and.b32 b, %(x)s, 0x80808080;
+    prmt.b32 %(first)s, a, 0x43, 0x4140;
+    prmt.b32 %(second)s, a, 0x43, 0x4342;
+    prmt.b32 a, b, 0x43, 0x4140;
+    prmt.b32 b, b, 0x43, 0x4342;
+    mov.b32 c, 0xbf80bf80;
+    fma.rn.bf16x2 %(first)s, a, c, %(first)s;
+    fma.rn.bf16x2 %(second)s, b, c, %(second)s;
+"""
+_INT8_FP16 = """
+    xor.b32 a, %(x)s, 0x80808080;
+    prmt.b32 %(first)s, a, 0x64, 0x4140;
+    prmt.b32 %(second)s, a, 0x64, 0x4342;
+    mov.b32 b, 0x64806480;
+    sub.rn.f16x2 %(first)s, %(first)s, b;
+    sub.rn.f16x2 %(second)s, %(second)s, b;
+"""
+_FP8 = """
+    prmt.b32 %%(first)s, %%(x)s, 0, 0x1404;
+    prmt.b32 %%(second)s, %%(x)s, 0, 0x3424;
+    shr.u32 a, %%(first)s, %(shift)d;
+    shr.u32 b, %%(second)s, %(shift)d;
+    and.b32 %%(first)s, %%(first)s, 0x80008000;
+    and.b32 %%(second)s, %%(second)s, 0x80008000;
+    lop3.b32 %%(first)s, a, %(mask)s, %%(first)s, 0xea;
+    lop3.b32 %%(second)s, b, %(mask)s, %%(second)s, 0xea;
+    mov.b32 a, %(power)s;
+    mov.b32 c, 0x80008000;
+    fma.rn.%(type)s %%(first)s, %%(first)s, a, c;
+    fma.rn.%(type)s %%(second)s, %%(second)s, a, c;
+"""
+
+
+def _of_words(two: str) -> tl.constexpr:
+    places = (dict(x="t", first="$0", second="$1"), dict(x="u", first="$2", second="$3"))
+    return tl.constexpr(_WORDS % "".join(two % place for place in places))
+
+
+def _of_codes(two: str) -> tl.constexpr:
+    """For ``widen``: a register of codes -> two of numbers."""
+    return tl.constexpr("{\n    .reg .b32 t, a, b, c;\n    mov.b32 t, $2;" + two % dict(x="t", first="$0", second="$1") + "}")
+
+
+_E4M3_BF16 = _FP8 % dict(shift=4, mask="0x07f007f0", power="0x7b807b80", type="bf16x2")  # 2**120
+_E5M2_BF16 = _FP8 % dict(shift=3, mask="0x0fe00fe0", power="0x77807780", type="bf16x2")  # 2**112
+E4M3_BF16, E5M2_BF16 = _of_codes(_E4M3_BF16), _of_codes(_E5M2_BF16)
+INT8_BF16_WORDS, INT8_FP16_WORDS = _of_words(_INT8_BF16), _of_words(_INT8_FP16)
+E4M3_BF16_WORDS, E5M2_BF16_WORDS = _of_words(_E4M3_BF16), _of_words(_E5M2_BF16)
+E4M3_FP16_WORDS = _of_words(_FP8 % dict(shift=1, mask="0x3f803f80", power="0x5c005c00", type="f16x2"))  # 2**8
+E5M2_FP16_WORDS = _of_words(_FP8 % dict(shift=0, mask="0x7f007f00", power="0x3c003c00", type="f16x2"))  # 1
+
+#: The interpreter runs no assembly, nor does a GPU of AMD's this one.
+NO_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1" or torch.version.hip is not None)
+SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
+
+
+@triton.jit
+def encode(x, AXIS: tl.constexpr, QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUNDER: tl.constexpr):
+    """``kv_quant.quantise`` along the last axis, AXIS: codes, still float32, and scale. See NOTE [Rounding to codes]."""
+    x = x.to(tl.float32)
+    size = tl.abs(x)
+    broken = tl.max((~(size < float("inf"))).to(tl.int32), AXIS) > 0
+    scale = tl.maximum(tl.div_rn(tl.max(size, AXIS), QMAX), SMALLEST)
+    scale = tl.where(broken, float("nan"), scale)
+    if AXIS == 1:
+        scaled = tl.div_rn(x, tl.where(broken, 1.0, scale)[:, None])
+        scaled = tl.where(broken[:, None], 0.0, scaled)
+    else:
+        scaled = tl.where(broken, 0.0, tl.div_rn(x, tl.where(broken, 1.0, scale)))
+    scaled = tl.minimum(tl.maximum(scaled, -QMAX), QMAX)
+    power = tl.maximum(tl.abs(scaled), LOWEST).to(tl.int32, bitcast=True) & 0x7F800000
+    shift = power.to(tl.float32, bitcast=True) * ROUNDER
+    return (scaled + shift) - shift, scale
+
+
+@triton.jit
+def widen(codes, like):
+    """Codes in the dtype of ``like``, which holds each of them exactly. See NOTE [Converting codes]."""
+    if NO_ASSEMBLY or like.dtype != tl.bfloat16 or codes.dtype == tl.int8:  # Triton converts int8 in the same way itself
+        return codes.to(like.dtype)
+    else:
+        ASM: tl.constexpr = E4M3_BF16 if codes.dtype == tl.float8e4nv else E5M2_BF16
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [codes], tl.bfloat16, True, 4)
+
+
+@triton.jit
+def unpack(words, like, kind: tl.constexpr):
+    """Words (N, C) of four codes each -> four tensors (N, C) in the dtype of ``like``, float16 or bfloat16: the first codes of
+    all words, the second ones, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
+    if NO_ASSEMBLY:
+        return (_byte(words, 0, kind).to(like.dtype), _byte(words, 1, kind).to(like.dtype),
+                _byte(words, 2, kind).to(like.dtype), _byte(words, 3, kind).to(like.dtype))
+    elif like.dtype == tl.bfloat16:
+        BF16: tl.constexpr = INT8_BF16_WORDS if kind == tl.int8 else (
+            E4M3_BF16_WORDS if kind == tl.float8e4nv else E5M2_BF16_WORDS)
+        return tl.inline_asm_elementwise(BF16, "=r,=r,=r,=r,r,r", [words],
+                                         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        FP16: tl.constexpr = INT8_FP16_WORDS if kind == tl.int8 else (
+            E4M3_FP16_WORDS if kind == tl.float8e4nv else E5M2_FP16_WORDS)
+        return tl.inline_asm_elementwise(FP16, "=r,=r,=r,=r,r,r", [words],
+                                         (tl.float16, tl.float16, tl.float16, tl.float16), True, 2)
+
+
+@triton.jit
+def _byte(words, PLACE: tl.constexpr, kind: tl.constexpr):
+    return ((words >> (8 * PLACE)) & 255).to(tl.uint8).to(kind, bitcast=True)
+
+
+@triton.jit
+def joined(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS): columns of a, b, c and d in turn."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def store_heads(x, head, live, slot, cache, scales, PAGE: tl.constexpr, C_PAGE: tl.constexpr, C_TOKEN: tl.constexpr,
+                C_HEAD: tl.constexpr, S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr, QMAX: tl.constexpr,
+                LOWEST: tl.constexpr, ROUNDER: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr):
+    """Store keys (or values) x (heads, DIM_P2) of one token at its ``slot`` (64-bit, not negative): those of live ``head``s,
+    as codes with their scales if there are ``scales``. C_* and S_* are the strides of cache and scales."""
+    page = slot // PAGE
+    offset = slot % PAGE
+    columns = tl.arange(0, DIM_P2)
+    where = head.to(tl.int64)
+    if scales is not None:
+        codes, scale = encode(x, 1, QMAX, LOWEST, ROUNDER)
+        tl.store(scales + page * S_PAGE + offset * S_TOKEN + where * S_HEAD, scale, mask=live)
+        x = codes
+    tl.store(cache + page * C_PAGE + offset * C_TOKEN + (where * C_HEAD)[:, None] + columns[None, :],
+             x.to(cache.dtype.element_ty), mask=live[:, None] & (columns < DIM)[None, :])
+
+
+def rounding(dtype: torch.dtype) -> tuple[float, float, float]:
+    """QMAX, LOWEST and ROUNDER of ``encode`` for a cache's dtype; zeros for one that is not quantised."""
+    if dtype not in FORMATS:
+        return 0.0, 0.0, 0.0
+    code = FORMATS[dtype]
+    return code.qmax, 2.0**code.min_exponent, 1.5 * 2.0 ** (23 - code.mantissa)
+
+
+def scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if scale is None else scale.stride()
+
+
+__all__ = ["encode", "joined", "rounding", "scale_strides", "store_heads", "unpack", "widen"]

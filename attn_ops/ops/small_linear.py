@@ -1,0 +1,151 @@
+"""Linear layers for decode batches: a few tokens, the whole weight. ``torch.ops.quire.small_linear``.
+
+With M tokens (M <= 32) a linear layer reads N * K weights to do 2 * M * N * K operations: its time is the weight's bytes over
+the memory bandwidth, and everything else should hide behind that. So what stands before and after it in a decoder layer
+runs in the same kernel, at no cost in bytes:
+
+* before: RMSNorm. ``rms(x) * w_norm`` is a scale a row, and a scale a row commutes with the product; its sum of squares is
+  gathered from the same loads of x.
+* after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
+
+Two kernels: for M = 1 a sum of products (no matrix unit: its smallest tile would be 16 tokens), and else a tile of weight
+rows times the tokens, padded to 16 or 32, on the matrix units.
+
+Weights quantised by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTISED tokens. For up to MAX_TOKENS a third
+kernel multiplies them, whose warps divide the columns; for one token too, where that was measured to be faster. For more
+tokens several programs may share the columns of a tile, where the weight has too few rows for a GPU, and a fourth kernel
+adds up.
+
+Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager definition, which is also the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quire.attn_ops.attention import LIBRARY
+from quire.attn_ops.kernels.launch import implementations, launch
+from quire.attn_ops.tuning.small_linear import Config, config_for, padded
+
+#: dtypes of codes that the kernels multiply; above so many tokens codes are converted first, and cuBLAS multiplies.
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+MAX_TOKENS_QUANTISED = 256
+MOST_TOKENS_A_TILE = 128
+MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
+
+LIBRARY.define(
+    "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
+    "Tensor? scale=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def small_linear_eager(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
+    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
+
+    Args:
+        bias: (N,). norm_weight: (K,), of an RMSNorm applied to x first, as Llama's is written: normalised in fp32, rounded to
+            x's dtype, times the weight. eps: of the norm. residual: of the result's shape, added last.
+        swiglu: the first N / 2 rows of ``weight`` are the gate, the others the up projection.
+        scale: (N,) float32, of a quantised weight, whose codes ``weight`` holds (int8 or float8_e4m3fn).
+    """
+    if norm_weight is not None:
+        wide = x.float()
+        x = norm_weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    if scale is None:
+        out = F.linear(x, weight, bias)
+    else:
+        out = (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
+        out = out if bias is None else out + bias
+    if swiglu:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out if residual is None else residual + out
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
+          residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if swiglu else 1))
+
+
+def small_linear_cuda(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
+    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, config: Config | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTISED with scales), for fp32, and
+    where it was measured to be faster.
+
+    Args:
+        config: launch parameters; None: the measured ones (``attn_ops/tuning/small_linear.py``). pdl: see _kernels/pdl.py.
+    """
+    k = x.shape[-1]
+    m = x.numel() // max(1, k)
+    kinds = (x.dtype,) if scale is None else QUANTISED
+    most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTISED  # large tiles of unaligned rows spill
+    if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
+            or weight.dtype not in kinds or weight.stride(1) != 1 \
+            or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
+    kernels, use_pdl, launch_options = _kernels()
+    pdl = use_pdl(x.device, m) if pdl is None else pdl
+    n = weight.shape[0] // (2 if swiglu else 1)
+    x2 = _packed(x.reshape(m, k))
+    res = _packed(residual.reshape(m, n)) if residual is not None else None
+    bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
+    out = x.new_empty(m, n)
+    if config is None:
+        config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
+    if config is None:
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
+    flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,
+                             "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "PDL": pdl, **launch_options(pdl),
+                             "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "EVEN_K": k % config.block_k == 0,
+                             "num_warps": config.num_warps, "num_stages": config.num_stages}
+    pointers = (x2, weight, scale, bias, norm_weight, res, out)
+    rows = -(-n // config.block_n)
+    if m == 1 and (scale is None or config.block_n < 16):
+        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, **flags)
+    else:
+        block_m = min(padded(max(m, 2)), MOST_TOKENS_A_TILE)
+        sizes = (m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0, eps)
+        grid = (rows, -(-m // block_m))
+        if scale is not None and m <= MAX_TOKENS:
+            flags["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
+            launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **flags)
+        elif config.splits == 1 or norm_weight is not None or swiglu:  # these need whole sums in one program
+            launch(kernels.tile_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SPLITS=1, **flags)
+        else:
+            parts = x.new_empty(config.splits, m, n, dtype=torch.float32)
+            launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], parts, *sizes, BLOCK_M=block_m,
+                   SPLITS=config.splits, **flags)
+            launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), parts, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
+                   BLOCK_N=256, SPLITS=config.splits, BIAS=flags["BIAS"], RESIDUAL=flags["RESIDUAL"], PDL=pdl,
+                   **launch_options(pdl))
+    return out.view(*x.shape[:-1], n)
+
+
+def _packed(rows: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a row side by side, as the kernels read them."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@functools.cache
+def _kernels() -> Any:
+    from quire.attn_ops.kernels import pdl, small_linear
+
+    return small_linear, pdl.use_pdl, pdl.launch_options
+
+
+LIBRARY.impl("small_linear", small_linear_eager, "CPU")
+LIBRARY.impl("small_linear", small_linear_cuda, "CUDA")
+torch.library.register_fake("quire::small_linear", _fake, lib=LIBRARY)
+small_linear = torch.ops.quire.small_linear.default
+implementations[small_linear] = small_linear_cuda
+
+__all__ = ["MAX_TOKENS", "MAX_TOKENS_QUANTISED", "QUANTISED", "small_linear", "small_linear_cuda", "small_linear_eager"]

@@ -1,0 +1,104 @@
+"""Compile Triton kernels for an H100 or H200 on a machine without a GPU: what the interpreter forgives, the compiler does not.
+
+    python -m benchmarks.hopper                  # compile every kernel, print registers, spills and shared memory
+    python -m benchmarks.hopper --loops experts  # those with "experts" in their names; the instructions of their longest loop, too
+
+Inside ``compiling()`` a kernel launch compiles the kernel for compute capability 9.0, down to machine code, and returns without
+launching. Must run in a process where TRITON_INTERPRET is not set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel compiled: registers a thread, bytes spilled a thread, bytes of shared memory a program; instructions of the
+    longest loop, 0 if they were not counted."""
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    loop: int = 0
+
+
+@contextlib.contextmanager
+def compiling(loops: bool = False) -> Iterator[list[Compiled]]:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel is not None:
+            registers, spilled = _resources(kernel.asm["cubin"])
+            found.append(Compiled(self.__name__, registers, spilled, kernel.metadata.shared, kernel.metadata.num_warps,
+                                  _loop(kernel.asm["cubin"]) if loops else 0))
+        return kernel
+
+    fake = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0, get_active_torch_device=lambda: torch.device("cpu"),
+        get_device_interface=lambda: torch.cuda)
+    before = driver._active
+    driver._active = fake
+    JITFunction.run = compile_only
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
+        driver._active = before
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory) of a cubin's kernel."""
+    text = _dump(cubin, "--dump-resource-usage")
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers is not None and stack is not None, text
+    return int(registers[1]), int(stack[1])
+
+
+def _loop(cubin: bytes) -> int:
+    """Instructions between the jump back that reaches furthest and its target."""
+    found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", _dump(cubin, "--dump-sass"))
+    code = [(int(m[1], 16), m[2], m[3]) for m in found]
+    each = code[1][0] - code[0][0]
+    targets = [(at, re.search(r"0x([0-9a-f]+)", rest)) for at, name, rest in code if name.startswith("BRA")]
+    return max([(at - int(to[1], 16)) // each + 1 for at, to in targets if to and int(to[1], 16) < at], default=0)
+
+
+def _dump(cubin: bytes, what: str) -> str:
+    """What cuobjdump says, which comes with Triton."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    if os.environ.pop("TRITON_INTERPRET", None):
+        raise SystemExit(subprocess.call([sys.executable, "-m", "benchmarks.hopper", *sys.argv[1:]]))
+    from benchmarks.hopper_kernels import main
+
+    main()

@@ -1,0 +1,216 @@
+"""Which kernels a step launches on an H100 or H200, found out without one: Inductor's code for CUDA, read and never run.
+
+    python -m benchmarks.launches llama-8b                 # every distinct piece of the graph for small batches
+    python -m benchmarks.launches gemma2-9b --large --code # the graph for more tokens, with what each kernel computes
+
+The model is traced, lowered and cut on the CPU, as an engine does it. Then each piece's operations are said to be on a GPU, and
+Inductor generates its program: what it calls is a launch (or, for a custom op, what that op launches).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from quire.attn_ops.ops.small_linear import MAX_TOKENS
+from quire.attn_ops.registry import get_backend
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.compile.ahead import CompileAhead
+from quire.passes.compile.regions import compile_by_regions
+from quire.passes.compile.size_guards import watched
+from quire.passes.fx import copy_graph
+from quire.passes.options import QuireOptions
+from quire.passes.rewrite.lower import LoweringTarget
+
+CUDA = torch.device("cuda", 0)
+H200 = SimpleNamespace(
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30, regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448, L2_cache_size=50 << 20, uuid="none")
+
+
+class _Generated(Exception):
+    """Raised in the place of loading the program."""
+
+
+@contextlib.contextmanager
+def _as_if_on_an_h200() -> Iterator[None]:
+    """While inside, Inductor finds an H200 when it asks for one."""
+    import torch._inductor.scheduler as scheduler
+    from torch._dynamo.device_interface import CudaInterface
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    def always(result: Any) -> Any:
+        return lambda *args: result
+
+    active = driver._active
+    driver._active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=always(0), get_current_stream=always(0),
+        get_active_torch_device=lambda: torch.device("cpu"), get_device_interface=lambda: torch.cuda)
+    replaced: list[tuple[Any, str, Any]] = [
+        (scheduler, "has_triton", always(True)),
+        (torch.cuda, "_exchange_device", always(0)), (torch.cuda, "_maybe_exchange_device", always(0)),
+        (torch.cuda, "get_rng_state", lambda *args: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", always(None)), (torch.cuda, "synchronize", always(None)),
+        (torch.cuda, "_lazy_init", always(None)), (torch.cuda, "is_available", always(True)),
+        (torch.cuda, "current_device", always(0)), (torch.cuda, "device_count", always(1)),
+        (torch.cuda, "get_device_properties", always(H200)), (torch.cuda, "get_device_capability", always((9, 0))),
+        (torch.cuda, "get_device_name", always(H200.name)),
+        *((CudaInterface, name, staticmethod(always(result))) for name, result in (
+            ("is_available", True), ("get_device_properties", H200), ("get_compute_capability", 90), ("current_device", 0))),
+        *((CudaInterface.Worker, name, staticmethod(always(result))) for name, result in (
+            ("get_device_properties", H200), ("current_device", 0))),
+    ]
+    try:
+        with contextlib.ExitStack() as stack:
+            for where, name, what in replaced:
+                stack.enter_context(mock.patch.object(where, name, what, create=True))
+            yield
+    finally:
+        driver._active = active
+
+
+def _on_gpu(x: Any) -> Any:
+    if isinstance(x, torch.device):
+        return CUDA
+    if isinstance(x, torch.Tensor):
+        with x.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
+    return x
+
+
+def _move(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = tree_map(_on_gpu, node.args), tree_map(_on_gpu, node.kwargs)
+        node.meta = {k: tree_map(_on_gpu, v) if k == "val" else v for k, v in node.meta.items() if k != "tensor_meta"}
+    gm.recompile()
+
+
+def generate(gm: fx.GraphModule, inputs: Any) -> Any:
+    """Inductor's compile_fx, up to the program for an H200; a Dynamo backend too. What it returns runs on the CPU."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(graph: fx.GraphModule, fakes: Any, **options: Any) -> Any:
+        _move(graph)
+        with _as_if_on_an_h200():
+            return compile_fx_inner(graph, [_on_gpu(x) for x in fakes], **options)
+
+    try:
+        compile_fx(copy_graph(gm), inputs, inner_compile=inner)
+    except Exception as error:
+        if not isinstance(error.__cause__, _Generated) and "_Generated" not in repr(error):
+            raise
+    return gm.forward
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[str]]:
+    """The programs that are generated while inside."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    found: list[str] = []
+
+    def keep(self: Any) -> Any:
+        found.append(self.codegen()[0].value)
+        raise _Generated
+
+    patched = config.patch({"fx_graph_cache": False, "triton.cudagraphs": False, "compile_threads": 1})
+    with mock.patch.object(GraphLowering, "compile_to_module", keep), patched:
+        yield found
+
+
+def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", fusions: Any = "all",
+             page_size: int = 16, own_experts: bool = False) -> list[str]:
+    """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
+
+    Args:
+        small: of the graph for few tokens, else of the one for many.
+        own_experts: a mixture of experts keeps transformers' implementation, else it has quire's, as on a GPU.
+    """
+    with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
+          mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: not own_experts)):
+        paged = PagedModel(model, QuireOptions(compiler="eager", fusions=fusions), draws=True)
+    try:
+        lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), fusions, small)
+        with collecting() as found, torch.no_grad():
+            compile_by_regions(lowered, generate)
+    finally:
+        paged.close()
+    return found
+
+
+def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str = "triton", page_size: int = 16) -> None:
+    """Let ``ahead`` see both graphs of the model, as if they were compiled on an H200."""
+    with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
+          mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: True)):
+        paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"), draws=True)
+    try:
+        for small in (False, True):
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), "all", small)
+            with watched(lowered.gm.graph, []) as assumed:
+                pass
+
+            def look(nodes: list[fx.Node], values: dict[fx.Node, Any], small: bool = small, roles: Any = assumed.roles) -> None:
+                moved = {n: tree_map(_on_gpu, v) for n, v in values.items()}
+                with _as_if_on_an_h200():
+                    ahead.start(nodes, moved, roles, lambda shape: (shape.tokens <= MAX_TOKENS) == small)
+
+            compile_by_regions(lowered, lambda gm, inputs: gm.forward, always=True, look=look)
+    finally:
+        paged.close()
+
+
+def launches(program: str) -> list[str]:
+    """What a program calls that runs on the GPU, in order: custom ops and library products by name, Inductor's kernels by their
+    kind (pointwise, reduction, ...)."""
+    body = program[program.index("def call(") : program.index("runner = ")] if "runner = " in program else program
+    kinds = {"poi": "pointwise", "per": "reduction", "red": "reduction", "tem": "template", "for": "foreach"}
+    found = []
+    for line in body.splitlines():
+        kernel = re.search(r"\btriton_([a-z]{3})_(\w+)\.run\(", line)
+        called = re.search(r"\b(?:extern_kernels|torch\.ops(?:\.\w+)+)\.(\w+)\(", line)
+        op = re.search(r"= torch\.ops\.(\w+)\.(\w+)\.\w+\(", line)
+        if kernel:
+            found.append(kinds.get(kernel[1], kernel[1]))
+        elif op:
+            found.append(op[2])
+        elif called and "assert" not in line:
+            found.append(called[1])
+    return found
+
+
+def main() -> None:
+    from quire.graph_runner.bench.shapes import SHAPES, ModelSpec, skeleton
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=[*SHAPES, "tiny"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--large", action="store_true", help="the graph for more than 32 tokens")
+    parser.add_argument("--own-experts", action="store_true", help="with transformers' implementation of the experts")
+    parser.add_argument("--code", action="store_true", help="print the programs too")
+    args = parser.parse_args()
+    logging.disable()
+    model = skeleton(ModelSpec(args.model, torch.bfloat16, torch.device("cpu"), args.layers)).to_empty(device="cpu").eval()
+    for i, program in enumerate(programs(model, small=not args.large, own_experts=args.own_experts)):
+        calls = launches(program)
+        print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}")
+        print(f"         {dict(Counter(calls))}")
+        if args.code:
+            print(program)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The physical floor of a decode step: the bytes it must read from memory, over the bandwidth of a copy on it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from quire.attn_ops.kv_cache import vector_bytes
+from quire.passes.verify.quantized import num_bytes
+
+_COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
+_COPIES = 11
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy on ``device``, read and written bytes counted: the median of several copies."""
+    size = _COPY_BYTES["cuda" if device.type == "cuda" else "cpu"]
+    if device.type == "cuda":
+        size = min(size, int(torch.cuda.mem_get_info(device)[0] * 0.4) // 4096 * 4096)
+    source = torch.empty(size // 4, dtype=torch.int32, device=device).random_()
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(_COPIES + 2):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            target.copy_(source)
+            seconds.append(time.perf_counter() - began)
+    return 2 * source.numel() * 4 / statistics.median(seconds[2:])
+
+
+def weight_bytes(model: torch.nn.Module, batch: int) -> float:
+    """Bytes of weights that one step of ``batch`` tokens reads, each once.
+
+    All parameters, with two exceptions. The input embedding is a look-up of ``batch`` rows and not counted, unless it
+    is tied to the output projection, which reads all of it. Of the experts of a mixture-of-experts layer only those
+    count that some token of the batch is routed to; with E experts, k of them a token and tokens spread evenly that is
+    expected to be the share 1 - (1 - k/E)^batch of them. A quantised weight counts with the bytes it is stored in.
+    """
+    get, output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
+    embedding = getattr(get() if get else None, "weight", None)
+    tied = embedding is not None and embedding is getattr(output() if output else None, "weight", None)
+    share = _expert_share(_text_config(model), batch)
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter is embedding and not tied:
+            continue
+        size = num_bytes(parameter)
+        total += size * (share if ".experts." in name else 1.0)
+    return total
+
+
+def _expert_share(config: Any, batch: int) -> float:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((n for name in names if (n := getattr(config, name, 0))), 0)
+    active = getattr(config, "num_experts_per_tok", None) or 0
+    return 1 - (1 - active / experts) ** batch if experts and active else 1.0
+
+
+def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | None = None) -> float:
+    """Bytes of keys and values that a decode step of sequences of these lengths reads.
+
+    For each sequence and layer: min(length, window) tokens of Hkv * (D + Dv) elements; with multi-head latent attention
+    the compressed rank and the rotary part, which is all that such a layer has to keep (whatever the system keeps).
+    In a quantised ``dtype`` each of a token's key and value vectors has a float32 scale besides.
+    """
+    config = _text_config(model)
+    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dtype = dtype or next(model.parameters()).dtype
+    if getattr(config, "kv_lora_rank", None):
+        size = vector_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
+    else:
+        size = (getattr(config, "num_key_value_heads", None) or heads) * vector_bytes(dim, dim, dtype)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    tokens = sum(min(n, window) if window and kind == "sliding_attention" else n for n in contexts for kind in types)
+    return float(tokens) * size
+
+
+def step_bytes(model: torch.nn.Module, batch: int, context: int, kv_dtype: torch.dtype | None = None) -> float:
+    """Bytes of one decode step of ``batch`` sequences of ``context`` tokens: weight_bytes + kv_bytes."""
+    return weight_bytes(model, batch) + kv_bytes(model, [context] * batch, kv_dtype)
+
+
+def _text_config(model: torch.nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    get = getattr(config, "get_text_config", None)
+    return get(decoder=True) if get is not None else config
+
+
+__all__ = ["copy_bandwidth", "kv_bytes", "step_bytes", "weight_bytes"]

@@ -1,0 +1,272 @@
+"""Staging of a step's inputs: packed on the host, one copy to the device, read there at fixed addresses.
+
+All integers and floats of a step (token ids, positions, slots, new pages, lengths, sampling parameters) are packed into one
+flat buffer, so that a step costs one copy. ``StepLayout`` says where each field lies for a batch of a given shape; the
+device buffer is one and the same for all shapes, so a CUDA graph captured for a shape finds its fields where it left them.
+The host side is pinned and there are two of it: the host packs step n + 1 while the copy of step n may still be under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire.attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from quire.graph_runner.block_table import BlockTable, change_capacity
+from quire.graph_runner.request import Request, ScheduledBatch
+from quire.graph_runner.sampler import SamplingTensors
+
+# Sampling parameters: name, type, value for padding rows.
+_PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0))
+#: Bytes. Inductor takes inputs to be aligned so, and else copies them: at every call, in every compiled piece.
+ALIGNMENT = 16
+_TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
+
+
+class BatchShape(NamedTuple):
+    """Shape of a (padded) batch: tokens and rows. The key of captured graphs."""
+
+    num_tokens: int
+    num_reqs: int
+
+
+def _fields(shape: BatchShape, page_size: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, type, shape) of each field."""
+    t, b = shape
+    changes = change_capacity(t, b, page_size)
+    return [
+        ("input_ids", "i8", (t,)), ("positions", "i8", (t,)), ("slot_mapping", "i8", (t,)), ("token_source", "i8", (t,)),
+        ("logits_indices", "i8", (b,)), ("row_slot", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)),
+        ("sample_position", "i8", (b,)), ("change_at", "i8", (changes,)), ("change_page", "i4", (changes,)),
+        ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
+        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)),
+    ]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where the fields of a batch shape lie in the flat buffer: name -> (byte offset, type, shape)."""
+
+    shape: BatchShape
+    fields: dict[str, tuple[int, str, tuple[int, ...]]]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, shape: BatchShape, page_size: int) -> StepLayout:
+        """``page_size``: tokens a page, which bounds the pages that are new in a step."""
+        fields, at = {}, 0
+        for name, kind, size in _fields(shape, page_size):
+            fields[name] = (at, kind, size)
+            at += -(-int(np.prod(size)) * int(kind[1]) // ALIGNMENT) * ALIGNMENT
+        return cls(shape, fields, at)
+
+
+class HostArrays:
+    """One pinned staging buffer, seen as numpy arrays for a layout."""
+
+    def __init__(self, num_bytes: int, pin: bool) -> None:
+        self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._bytes = self.tensor.numpy()
+        self._views: dict[BatchShape, dict[str, np.ndarray]] = {}
+
+    def view(self, layout: StepLayout) -> dict[str, np.ndarray]:
+        if layout.shape not in self._views:
+            self._views[layout.shape] = {
+                name: self._bytes[at : at + int(np.prod(size)) * int(kind[1])].view(kind).reshape(size)
+                for name, (at, kind, size) in layout.fields.items()}
+        return self._views[layout.shape]
+
+
+class StepBuffers:
+    """The staging buffers of an engine.
+
+    Args:
+        max_shape: the largest batch.
+        max_pages_per_seq: width of a block table row.
+        max_num_seqs: slots; the table of newest tokens has one more, for padding rows to write to.
+        device: where the step runs.
+        graph_draws: the model's graph draws tokens of rows with a temperature itself; only filters need the sampler.
+    """
+
+    def __init__(self, max_shape: BatchShape, *, max_pages_per_seq: int, max_num_seqs: int, page_size: int,
+                 device: torch.device, graph_draws: bool = False) -> None:
+        self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
+        self.dummy_slot = max_num_seqs
+        # Mixed shapes reach max tokens and max rows at once, so this bounds every layout.
+        num_bytes = StepLayout.of(max_shape, page_size).num_bytes
+        pin = device.type == "cuda"
+        self.host = [HostArrays(num_bytes, pin) for _ in range(2)]
+        self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.table = BlockTable(max_num_seqs, max_shape.num_reqs, max_pages_per_seq, device)
+        # What a slot's request brings along, written when it gets the slot, so that a step only gathers by slot.
+        self._holder: list[list[int] | None] = [None] * max_num_seqs
+        self._params = {name: np.zeros(max_num_seqs, np.dtype(kind)) for name, kind, _ in _PARAMS}
+        self._resample = np.zeros(max_num_seqs, np.bool_)
+        self._may_end_at = np.zeros(max_num_seqs, np.int64)  # tokens from which on it may end
+        self._layouts: dict[BatchShape, StepLayout] = {}
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self._views: dict[BatchShape, dict[str, torch.Tensor]] = {}
+
+    def layout(self, shape: BatchShape) -> StepLayout:
+        if shape not in self._layouts:
+            if len(self._layouts) > 4096:  # eager steps have many shapes; the captured ones come back at once
+                self._layouts.clear()
+                self._views.clear()
+                for host in self.host:
+                    host._views.clear()
+            self._layouts[shape] = StepLayout.of(shape, self.page_size)
+        return self._layouts[shape]
+
+    def views(self, shape: BatchShape) -> dict[str, torch.Tensor]:
+        """The fields on the device, at the same addresses every time for one shape."""
+        layout = self.layout(shape)
+        if shape not in self._views:
+            self._views[shape] = {
+                name: self.device_bytes[at : at + int(np.prod(size)) * int(kind[1])].view(_TORCH[kind]).view(size)
+                for name, (at, kind, size) in layout.fields.items()}
+        return self._views[shape]
+
+    def fill(self, batch: ScheduledBatch, shape: BatchShape) -> dict[str, np.ndarray]:
+        """Pack ``batch``, padded to ``shape``, into the next host buffer. See NOTE [Padding]. Returns its arrays."""
+        host = self.host[self._turn]
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()  # the copy of two steps ago; long done
+        a = host.view(self.layout(shape))
+        rows, page, n, t = batch.rows, self.page_size, len(batch.rows), batch.num_tokens
+        slots, start, num_pages, first_id = self._columns(batch)
+        if batch.is_decode:
+            ends, total, sample_slot = np.arange(1, n + 1), start + 1, slots
+            positions = start
+            pages_of = self.table.host[slots, positions // page]
+            a["input_ids"][:n] = np.maximum(first_id, 0)
+            a["token_source"][:n] = np.where(first_id < 0, slots, -1)
+        else:
+            count = np.fromiter((r.num_new for r in rows), np.int64, n)
+            ends, total = np.cumsum(count), start + count
+            sample_slot = np.where(np.fromiter((r.samples for r in rows), np.bool_, n), slots, self.dummy_slot)
+            row_of = np.repeat(np.arange(n), count)
+            positions = np.arange(t) + np.repeat(start - (ends - count), count)
+            pages_of = self.table.host[slots[row_of], positions // page]
+            a["token_source"][:t] = -1
+            a["input_ids"][ends - count] = np.maximum(first_id, 0)
+            a["token_source"][ends - count] = np.where(first_id < 0, slots, -1)
+            for row, end in zip(rows, ends.tolist(), strict=True):
+                if row.num_new > 1:
+                    a["input_ids"][end - row.num_new : end] = row.request.token_ids[row.start : row.start + row.num_new]
+        a["input_ids"][t:], a["token_source"][t:] = 0, -1
+        a["positions"][:t], a["positions"][t:] = positions, 0
+        a["slot_mapping"][:t], a["slot_mapping"][t:] = pages_of.astype(np.int64) * page + positions % page, PAD_SLOT_ID
+        a["query_start_loc"][0], a["query_start_loc"][1 : n + 1], a["query_start_loc"][n + 1 :] = 0, ends, t
+        a["seq_lens"][:n], a["seq_lens"][n:] = total, 0
+        a["logits_indices"][:n], a["logits_indices"][n:] = ends - 1, 0
+        a["row_slot"][:n], a["row_slot"][n:] = slots, self.dummy_slot
+        a["sample_slot"][:n], a["sample_slot"][n:] = sample_slot, self.dummy_slot
+        a["sample_position"][:n], a["sample_position"][n:] = total, 0
+        for name, _, pad in _PARAMS:
+            a[name][:n], a[name][n:] = self._params[name][slots], pad
+        a["resample"][:n], a["resample"][n:] = self._resample[slots] | self._banned_rows(a, n), 0
+        self.table.pack(slots, num_pages, a["change_at"], a["change_page"])
+        return a
+
+    def _columns(self, batch: ScheduledBatch) -> list[np.ndarray]:
+        """Of each row its slot, where it starts, how many pages it has, and its first token, -1 if that is still on the
+        device. The one loop over rows; it also keeps up with slots that changed hands, and with new pages."""
+        holder, note = self._holder, self.table.note
+        slots, start, num_pages, first_id = [], [], [], []
+        for request, begin, _, _ in batch.rows:
+            slot, pages, ids = request.slot, request.pages, request.token_ids
+            if holder[slot] is not pages:  # a list of its own each time a request gets a slot, also after a preemption
+                self._new_holder(request)
+            note(slot, pages)
+            slots.append(slot)
+            start.append(begin)
+            num_pages.append(len(pages))
+            first_id.append(ids[begin] if begin < len(ids) else -1)
+        return [np.array(column, np.int64) for column in (slots, start, num_pages, first_id)]
+
+    def _new_holder(self, request: Request) -> None:
+        slot, p = request.slot, request.params
+        draws = p.temperature > 0  # a greedy row takes no filters
+        values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0, p.top_p if draws else 1.0,
+                  p.min_p if draws else 0.0)
+        for (name, _, _), number in zip(_PARAMS, values, strict=True):
+            self._params[name][slot] = number
+        filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
+        self._resample[slot] = draws and (filtered or not self.graph_draws)
+        self._may_end_at[slot] = len(request.prompt_token_ids) + p.min_tokens if p.min_tokens else 0
+        self.table.new_holder(slot)
+        self._holder[slot] = request.pages  # last: what was interrupted before is done again
+
+    def _banned_rows(self, a: dict[str, np.ndarray], n: int) -> np.ndarray:
+        """(n,) bool: rows that sample a token before their ``min_tokens``, which must not be one that ends them."""
+        return (a["seq_lens"][:n] < self._may_end_at[a["row_slot"][:n]]) & (a["sample_slot"][:n] != self.dummy_slot)
+
+    def upload(self, shape: BatchShape) -> None:
+        """Copy the buffer packed last to the device, asynchronously, and turn to the other one."""
+        num_bytes = self.layout(shape).num_bytes
+        self.device_bytes[:num_bytes].copy_(self.host[self._turn].tensor[:num_bytes], non_blocking=True)
+        if self.device.type == "cuda":
+            event = self._copied[self._turn] or torch.cuda.Event()
+            event.record()
+            self._copied[self._turn] = event
+        self._turn = 1 - self._turn
+
+    def metadata(self, shape: BatchShape, host: dict[str, np.ndarray] | None, batch: ScheduledBatch | None) -> \
+            CommonAttentionMetadata:
+        """Metadata over the device fields; host-side lengths from ``host``, or those of an all-padding batch."""
+        v = self.views(shape)
+        if host is None or batch is None:
+            start, lens = np.zeros(shape.num_reqs + 1, np.int32), np.zeros(shape.num_reqs, np.int32)
+            longest_query, longest, tokens, reqs = 1, 1, shape.num_tokens, shape.num_reqs
+        else:
+            start, lens = host["query_start_loc"], host["seq_lens"]
+            longest_query = 1 if batch.is_decode else max(r.num_new for r in batch.rows)
+            longest, tokens, reqs = int(lens.max()), batch.num_tokens, len(batch.rows)
+        return CommonAttentionMetadata(
+            query_start_loc=v["query_start_loc"], query_start_loc_cpu=torch.from_numpy(start), seq_lens=v["seq_lens"],
+            seq_lens_cpu=torch.from_numpy(lens), block_table_tensor=self.table.rows[: shape.num_reqs],
+            slot_mapping=v["slot_mapping"], num_reqs=reqs, num_actual_tokens=tokens, max_query_len=longest_query,
+            max_seq_len=longest, page_size=self.page_size)
+
+    def update_table(self, shape: BatchShape) -> None:
+        """Device work: bring the block table up to date and gather the batch's rows, where ``metadata`` has them."""
+        v = self.views(shape)
+        self.table.update(v["change_at"], v["change_page"], v["row_slot"])
+
+    def stage_padding(self, shape: BatchShape) -> None:
+        """Put a batch of nothing but padding on the device: it writes no slot, reads the null page, changes no table."""
+        self.device_bytes.zero_()
+        v = self.views(shape)
+        for name, value in (("slot_mapping", PAD_SLOT_ID), ("token_source", -1), ("sample_slot", self.dummy_slot),
+                            ("row_slot", self.dummy_slot), ("change_at", self.dummy_slot * self.width)):
+            v[name].fill_(value)
+
+    def sampling(self, shape: BatchShape, host: dict[str, np.ndarray], batch: ScheduledBatch) -> SamplingTensors | None:
+        """Sampling parameters over the device fields; None if no row needs the sampler."""
+        n = len(batch.rows)
+        if not host["resample"][:n].any():
+            return None
+        v = self.views(shape)
+        return SamplingTensors(
+            temperature=v["temperature"], top_k=v["top_k"], top_p=v["top_p"], min_p=v["min_p"], seed=v["seed"],
+            position=v["sample_position"], all_greedy=not (host["temperature"][:n] > 0).any(),
+            any_top_k=bool((host["top_k"][:n] > 0).any()), any_top_p=bool((host["top_p"][:n] < 1).any()),
+            any_min_p=bool((host["min_p"][:n] > 0).any()), banned=self._banned(host, batch))
+
+    def _banned(self, host: dict[str, np.ndarray], batch: ScheduledBatch) -> torch.Tensor | None:
+        """(row, token) pairs of the tokens that would end a request before its ``min_tokens``."""
+        rows = np.flatnonzero(self._banned_rows(host, len(batch.rows))).tolist()
+        pairs = [(i, token) for i in rows for token in batch.rows[i].request.stop_token_ids]
+        if not pairs:
+            return None
+        found = torch.tensor(pairs, dtype=torch.int64)
+        return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
+
+
+__all__ = ["BatchShape", "HostArrays", "StepBuffers", "StepLayout"]

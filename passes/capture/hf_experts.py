@@ -1,0 +1,193 @@
+"""Mixtures of experts in transformers: their experts by way of ``quire::expert_linear``.
+
+transformers' experts modules, every class under ``use_experts_implementation``, call
+``ALL_EXPERTS_FUNCTIONS[config._experts_implementation]``. An experts function of ours, registered as ``"quire"``, is there
+while a model on a GPU is traced, or runs a paged step: what transformers' ``batched_mm_experts_forward`` computes, with the op
+in the place of its two products.
+
+    before  sort, count, gather rows -> grouped_mm -> gate -> grouped_mm -> weigh, gather back, sum     (or a loop on the host)
+    after   expert_linear -> gate -> expert_linear -> weigh and sum
+
+Its own implementation is kept by a model on a CPU, where PyTorch's grouped product is the faster one; by one whose user
+chose a kernel (deepgemm, sonicmoe, ...); and by one with anything that this file does not know: weights that are no plain
+tensors, an option of the decorator that is new. "eager", transformers' loop over the experts in use, is replaced as well: it
+computes the same, and cannot be traced into one graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_linear
+
+logger = logging.getLogger(__name__)
+NAME = "quire"
+#: Implementations that compute the same, and are nobody's choice of a kernel. None: an experts module without a model.
+_REPLACED = (None, "eager", "batched_mm", "grouped_mm")
+#: Parameters of transformers' decorator; one that is not here may say something of the computation.
+_KNOWN_OPTIONS = frozenset({"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate",
+                            "has_post_expert_norm"})
+_BEFORE: dict[int, str | None] = {}  # by the id of a config that is switched over: what it said
+
+
+def experts_function(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+                     *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The experts function that transformers calls: (T, H) rows, (T, k) ids of experts and (T, k) weights -> (T, H).
+
+    Ids past the last expert (those of other devices, with expert parallelism) add nothing. Called in another way than
+    transformers' own functions, it hands over to the implementation that the model had.
+    """
+    unknown = [name for name, given in kwargs.items() if given is not None]
+    if args or unknown or hidden_states.dim() != 2 or top_k_index.dim() != 2:
+        before = _BEFORE.get(id(module.config))
+        _say(f"experts: {type(module).__name__} is called in a way that quire does not know ({len(args)} more arguments, "
+             f"{unknown}, {hidden_states.dim()}-dimensional rows); it keeps its own implementation, {before}")
+        own = _find_class(type(module)).forward.__wrapped__
+        return _interface().get_interface(before, own)(module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(module, name)
+        bias = getattr(module, name + "_bias") if module.has_bias else None
+        return expert_linear(x.to(weight.dtype), weight, bias, top_k_index, module.is_transposed)
+
+    out = linear(hidden_states, "gate_up_proj" if module.has_gate else "up_proj")  # (T * k, ...), in the order of the pairs
+    out = linear(module._apply_gate(out) if module.has_gate else module.act_fn(out), "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        out = module.post_expert_norm(out)
+    weighted = out.float().view(*top_k_index.shape, -1) * top_k_weights.float().reshape(top_k_index.shape).unsqueeze(-1)
+    return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.info(text)
+
+
+@torch.compiler.assume_constant_result
+def _say(text: str) -> None:
+    """A line of the log, while Dynamo traces too."""
+    _say_once(text)
+
+
+def _interface() -> Any:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return ALL_EXPERTS_FUNCTIONS
+
+
+def _find_class(kind: Any) -> Any:
+    """The class, ``kind`` or a base, whose forward asks transformers' interface; None if there is none."""
+    for each in kind.__mro__:
+        forward = each.__dict__.get("forward")
+        if inspect.isfunction(forward) and "experts_interface" in forward.__code__.co_freevars:
+            return each
+    return None
+
+
+_find_class_once: Any = functools.cache(_find_class)  # Dynamo ignores caches, and warns of them
+
+
+def _class_of(module: torch.nn.Module) -> Any:
+    return _find_class_once(type(module))
+
+
+def _unknown(module: torch.nn.Module) -> str | None:
+    """Why the function does not know this experts module; None if it does."""
+    kind = _class_of(module)
+    if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
+        return "it has an interface of its own"
+    missing = [n for n in ("has_gate", "has_bias", "is_transposed") if not isinstance(getattr(module, n, None), bool)]
+    if missing:
+        return f"it does not say {', '.join(missing)}"
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    tensors = [getattr(module, n, None) for n in names]
+    biases = [getattr(module, n + "_bias", None) for n in names] if module.has_bias else []
+    for tensor in (*tensors, *biases):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype not in KERNEL_DTYPES:  # type: ignore[union-attr]
+            return "its weights are not plain tensors of a dtype that the kernels know"
+    if any(w.dim() != 3 for w in tensors) or len({t.dtype for t in (*tensors, *biases)}) > 1:  # type: ignore[union-attr]
+        return "its weights are not one tensor (experts, rows, columns) each, of one dtype"
+    return None
+
+
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of ``model`` that ask transformers' interface for an implementation of their experts."""
+    return [m for m in model.modules() if _class_of(m) is not None]
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """The configs to switch over. Modules may share one: all of them must be known. Says which it leaves alone, and why."""
+    modules = experts_of(model)
+    if not modules:
+        return []
+    new = _options() - _KNOWN_OPTIONS
+    found: dict[int, Any] = {}
+    left: dict[int, tuple[torch.nn.Module, str]] = {}
+    for module in modules:
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation_internal", None) == NAME:
+            continue  # switched over already, further out
+        why = f"transformers' use_experts_implementation has {sorted(new)}, which quire does not know" if new else None
+        if not hasattr(config, "_experts_implementation_internal"):
+            why = why or "its config names no implementation"
+        elif config._experts_implementation_internal not in _REPLACED:
+            why = why or f"its implementation was chosen: {config._experts_implementation_internal}"
+        why = why or _unknown(module)
+        if why is not None:
+            left.setdefault(id(config), (module, why))
+        found[id(config)] = config
+    for module, why in left.values():
+        _say_once(f"experts: {type(module).__name__} keeps its own implementation: {why}")
+    return [config for key, config in found.items() if key not in left]
+
+
+@functools.cache
+def _options() -> frozenset[str]:
+    from transformers.integrations import moe
+
+    return frozenset(inspect.signature(moe.use_experts_implementation).parameters)
+
+
+def register() -> None:
+    """Make transformers know the name."""
+    if NAME not in _interface():
+        _interface().register(NAME, experts_function)
+
+
+def wanted(model: torch.nn.Module) -> bool:
+    """Are the op's kernels there for this model: is it on a GPU?"""
+    first = next(model.parameters(), None)
+    return first is not None and first.is_cuda
+
+
+@contextlib.contextmanager
+def experts_active(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, the experts of a model on a GPU run by the op. The old implementation names come back afterwards.
+
+    A model without experts, and all models where transformers has no such interface, are left alone.
+    """
+    configs = []
+    if wanted(model):
+        configs = _configs(model)
+    if configs:
+        register()
+    before = [c._experts_implementation_internal for c in configs]
+    for config, name in zip(configs, before, strict=True):
+        _BEFORE[id(config)] = name
+        config._experts_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._experts_implementation_internal = name
+            _BEFORE.pop(id(config), None)
+
+
+__all__ = ["NAME", "experts_active", "experts_function", "experts_of", "register", "wanted"]

@@ -1,0 +1,131 @@
+"""Route 1: the Hugging Face attention interface.
+
+transformers' models call ``ALL_ATTENTION_FUNCTIONS[config._attn_implementation]`` with query, key and value after rope, keys
+not repeated, and scale, window, softcap and sinks as values. An attention function of ours, registered as ``"quire"``, turns
+that call into the semantic op; a name without a mask function makes transformers build no mask at all. What the call
+carries and the op cannot say (a mask, a position bias, sparse indices) is refused here, where it is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from quire.attn_ops.attention import attention
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.step import current_step
+from quire.passes.eager import paged_eager
+
+NAME = "quire"
+_HERE: ContextVar[bool] = ContextVar("quire_interface_active", default=False)  # in this thread
+
+# Keyword arguments that do not change what attention computes for one call of ours: bookkeeping of transformers' own
+# caches and kernels. Anything else that is not None (or False) is refused, so that a new feature cannot be dropped.
+_HARMLESS = frozenset({
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "deterministic",
+    "output_router_logits", "position_embeddings", "past_key_values", "is_causal", "logits_to_keep",
+})
+
+
+def attention_function(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, *,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function transformers calls: (B, H, S, D) query, un-repeated key and value -> ((B, S, H, Dv), None).
+
+    Raises:
+        UnsupportedAttention: the call carries something that the semantic op cannot express.
+    """
+    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', None)})"
+    if attention_mask is not None:
+        raise UnsupportedAttention(
+            f"{where} was given an attention_mask. A paged batch is ragged: pass no mask and no padding, but explicit "
+            "position_ids; masks that carry meaning of their own (image blocks, ALiBi) are not supported.")
+    if dropout:
+        raise UnsupportedAttention(f"{where} has attention dropout {dropout}; call model.eval() first.")
+    for name, val in kwargs.items():
+        if val is not None and val is not False and name not in _HARMLESS:
+            raise UnsupportedAttention(f"{where} passes {name!r} to its attention, which quire does not know and will not "
+                                       "ignore.")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedAttention(f"{where} has no integer layer_idx; quire cannot tell its KV cache.")
+    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    window = int(sliding_window) if sliding_window is not None else None
+    cap = float(softcap) if softcap is not None else None
+    args = (query, key, value, s_aux)
+    options: dict[str, Any] = {"layer": layer, "scale": scale, "window": window, "softcap": cap, "chunk": _chunk(module, layer),
+               "causal": bool(causal)}
+    if torch.compiler.is_compiling():
+        out = attention(*args, **options)
+    elif (step := current_step()) is not None:
+        out = paged_eager(step, *args, **options)
+    elif _HERE.get():
+        out = attention(*args, **options)
+    else:
+        # No mask was built for our name, so a padded batch would come out wrong.
+        raise RuntimeError(
+            f"{where} runs with attention implementation {NAME!r} outside quire: either another thread is making an engine or "
+            "running a paged step of this model (run the model in one thread at that time), or the implementation was set by "
+            "hand (set_attn_implementation('sdpa') puts it back; quire sets it by itself).")
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _chunk(module: Any, layer: int) -> int | None:
+    """Llama 4's chunked layers say so only in the mask, which is not built here; the config has it too."""
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types and 0 <= layer < len(types) and types[layer] == "chunked_attention":
+        return int(config.attention_chunk_size)  # type: ignore[union-attr]
+    return None
+
+
+def register() -> None:
+    """Make transformers know the name. No mask function goes with it, on purpose: then none is built."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
+
+
+def uses_interface(model: torch.nn.Module) -> bool:
+    """Does this transformers model route its attention through the interface? (Models that do not keep F.sdpa.)"""
+    check = getattr(model, "_can_set_attn_implementation", None)
+    return bool(check is not None and check() and getattr(model, "_supports_attention_backend", True))
+
+
+def configs_of(model: torch.nn.Module) -> list[Any]:
+    """Every distinct transformers config that a module of the model holds (a composite model has several)."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def interface_active(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards."""
+    register()
+    configs = configs_of(model)
+    before = [c._attn_implementation_internal for c in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    token = _HERE.set(True)
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+
+
+__all__ = ["NAME", "attention_function", "configs_of", "interface_active", "register", "uses_interface"]

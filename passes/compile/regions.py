@@ -1,0 +1,381 @@
+"""Compile each distinct layer once: a lowered graph is cut behind every attention op, and equal pieces share one compilation.
+
+A model of 32 equal layers has 33 pieces, but only three different ones: up to the first attention, from one attention to the
+next, and from the last to the logits. So the compiler sees three small graphs and not one of 32 layers::
+
+    prepared = prepare(...)                           run as it is, before all pieces
+    piece 0: embed, norm, q/k/v, rope, attention      compiled
+    piece 1: o, residual, norm, mlp, residual, norm, q/k/v, rope, attention      compiled
+    piece 2 to 31: the code of piece 1, given the weights and caches of other layers
+    piece 32: o, residual, norm, mlp, residual, norm, LM head      compiled
+
+Nothing is lost at the cuts: an attention op is opaque to the compiler, which fuses nothing across it.
+
+Two pieces are equal if they run the same operations with the same constants on inputs of the same dtypes, devices, strides and
+(symbolic) sizes: ``_signature``. Compiled whole, with the reason logged: graphs whose pieces all differ, graphs that change in
+place what another piece made (a compiler of pieces does not see all users of that memory), graphs with nested graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from quire.passes.fx import ancestors, placeholders, value, written_by
+from quire.passes.rewrite.lower import Lowered, any_sizes, fake_input
+
+logger = logging.getLogger(__name__)
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Look = Callable[[list[fx.Node], dict[fx.Node, Any]], None]
+
+
+class _Whole(Exception):
+    """The graph cannot be cut; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some nodes in graph order, what they read from before, and what later nodes read from them."""
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False, look: Look | None = None
+                       ) -> Callable[..., Any]:
+    """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable.
+
+    Args:
+        always: cut the graph also if no two of its pieces are equal.
+        look: called before anything is compiled, with the nodes of one piece of each kind, and the fake values of all nodes.
+
+    Returns:
+        A callable like the graph: its placeholders' values in order, then what its output node gives.
+    """
+    graph = lowered.gm.graph
+    try:
+        values = _Values(lowered)
+        place = _places(lowered)
+        before, members = _members(graph, place)
+        values.compute(before, _BEFORE)
+        pieces: list[tuple[_Piece, _Signature]] = []
+        first: dict[_Signature, _Piece] = {}
+        for at, nodes in enumerate(members):
+            piece = _piece(graph, nodes, values.of)
+            signature = _signature(piece, values)
+            if signature not in first:
+                values.compute(piece.nodes, at)
+                first[signature] = piece
+            elif not values.copy(piece, first[signature], at):
+                values.compute(piece.nodes, at)
+            _check_outputs(piece, values)
+            pieces.append((piece, signature))
+        if len(first) == len(pieces) and not always:
+            raise _Whole(f"its {len(first)} pieces all differ")
+    except _Whole as why:
+        logger.info("regions: compiled whole: %s", why)
+        return compile(lowered.gm, [value(n) for n in placeholders(graph)])
+    if look is not None:
+        look([n for piece in first.values() for n in piece.nodes], values.of)
+    compiled = {signature: compile(_graph_of(piece, values.of), [values.of[n] for n in piece.inputs])
+                for signature, piece in first.items()}
+    logger.info("regions: %d pieces, %d different", len(pieces), len(first))
+    return _Joined(graph, before, [piece for piece, _ in pieces], [compiled[signature] for _, signature in pieces])
+
+
+# -- where each node goes ---------------------------------------------------------------------------------------------------
+
+_BEFORE = -1  # the place of what runs uncompiled, before all pieces
+
+
+def _places(lowered: Lowered) -> dict[fx.Node, int]:
+    """The number of each node's piece. A part of a tuple goes where the tuple is made, so that only tensors cross."""
+    place: dict[fx.Node, int] = {}
+    at = 0
+    for node in lowered.gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise _Whole(f"it holds a constant or a nested graph ({node.op} {node.target})")
+        if node.op in ("placeholder", "output") or _is_size(node):
+            continue
+        source = node.args[0] if node.target is operator.getitem else None
+        if node.target is lowered.target.backend.prepare:
+            place[node] = _BEFORE
+        elif isinstance(source, fx.Node) and source in place and not isinstance(value(source), torch.Tensor):
+            place[node] = place[source]
+        else:
+            place[node] = at
+        at += node.target in lowered.target.backend.ops
+    return place
+
+
+def _is_size(node: fx.Node) -> bool:
+    """A number computed from the graph's sizes alone. Dynamo computes each of them once, where it is first needed; every piece
+    that needs one computes it for itself, or the first of equal pieces would be unlike the others."""
+    return (node.op == "call_function" and isinstance(value(node), (int, torch.SymInt)) and bool(node.all_input_nodes)
+            and all(n.op == "placeholder" and isinstance(value(n), torch.SymInt) or _is_size(n) for n in node.all_input_nodes))
+
+
+def _members(graph: fx.Graph, place: dict[fx.Node, int]) -> tuple[list[fx.Node], list[list[fx.Node]]]:
+    """The nodes that run before all pieces, and those of each piece, the sizes that it needs first."""
+    nodes: dict[int, list[fx.Node]] = {}
+    for node, at in place.items():
+        nodes.setdefault(at, []).append(node)
+    if any(_is_size(n) for n in graph.output_node().all_input_nodes):
+        raise _Whole("it returns a size")
+    before, members = nodes.pop(_BEFORE, []), []
+    for at in sorted(nodes):
+        sizes = {s for n in nodes[at] for i in n.all_input_nodes if _is_size(i) for s in ancestors(i) if _is_size(s)}
+        members.append([n for n in graph.nodes if n in sizes] + nodes[at] if sizes else nodes[at])
+    return before, members
+
+
+def _piece(graph: fx.Graph, nodes: list[fx.Node], values: dict[fx.Node, Any]) -> _Piece:
+    """``values``: of what the nodes read from before."""
+    own = set(nodes)
+    read = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own)
+    # A size that the tensors have only inside an expression must reach the piece as a number of its own.
+    sized = {str(s) for n in read for s in _symbols(values[n])}
+    symbols = [n for n in placeholders(graph) if isinstance(values[n], torch.SymInt) and str(values[n]) in sized]
+    read = dict.fromkeys([*symbols, *read])
+    return _Piece(nodes, list(read), [n for n in nodes if not _is_size(n) and any(u not in own for u in n.users)])
+
+
+def _symbols(x: Any) -> set[Any]:
+    """Of a tensor's sizes and strides."""
+    return {s for n in _numbers(x) if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols} if _is_tensor(x) else set()
+
+
+def _same_symbols(x: Any, y: Any) -> set[Any]:
+    """Those of numbers that are the same in both, of which one is like the other up to symbols."""
+    return {s for a, b in zip(_numbers(x), _numbers(y), strict=True) if isinstance(a, torch.SymInt) and str(a) == str(b)
+            for s in a.node.expr.free_symbols}
+
+
+def _numbers(x: Any) -> tuple[Any, ...]:
+    return (*x.shape, *x.stride()) if _is_tensor(x) else (x,)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------------
+
+
+class _Values:
+    """The fake value of every node, computed anew: those that passes left behind may have other strides.
+
+    Of pieces that are equal the first is computed, and of the others only what later pieces read (``copy``): computing with
+    symbolic sizes takes a millisecond a node, which for dozens of layers is seconds.
+
+    Attributes:
+        of: node -> value.
+    """
+
+    def __init__(self, lowered: Lowered) -> None:
+        self._lowered = lowered
+        self._fake: Any = lowered.example_inputs[0].fake_mode  # type: ignore[attr-defined]
+        self.of: dict[fx.Node, Any] = {n: value(n) for n in placeholders(lowered.gm.graph)}
+        self._caches = {_storage(t) for t in lowered.example_inputs}
+        self._made_in: dict[int, int] = {}  # storage -> the piece that made it
+
+    def is_cache(self, tensor: torch.Tensor) -> bool:
+        """May a piece change it, though it did not make it?"""
+        return _storage(tensor) in self._caches
+
+    def compute(self, nodes: Sequence[fx.Node], at: int) -> None:
+        """Of the nodes of piece ``at``, in order. What they read is known."""
+        interpreter = fx.Interpreter(self._lowered.gm)
+        interpreter.env = self.of
+        with self._fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(self._fake):
+            for n in nodes:
+                for written in written_by(n):
+                    if not self.is_cache(self.of[written]) and self._made_in.get(_storage(self.of[written])) != at:
+                        raise _Whole(f"{n.name} changes in place what it did not make")
+                result = interpreter.run_node(n)
+                if n.target is self._lowered.target.backend.prepare:
+                    result = [_of_any_size(t, f"quire_prepared_{i}", self._fake) for i, t in enumerate(result)]
+                self.of[n] = result
+                for t in tree_leaves(result):
+                    if isinstance(t, torch.Tensor):
+                        self._made_in.setdefault(_storage(t), at)
+
+    def copy(self, piece: _Piece, like: _Piece, at: int) -> bool:
+        """Give the outputs of piece ``at`` fakes like those of an equal one. False, and nothing done, where they might be
+        wrong: outputs that share memory with anything else, or whose sizes are other symbols here, or made by the piece."""
+        outputs = [self.of[n] for n in like.outputs]
+        if any(type(t) is not FakeTensor or t.requires_grad for t in outputs):
+            return False
+        read = {s for n in like.inputs for s in _storages(self.of[n])}
+        made = {_storage(t) for t in outputs}
+        if len(made) < len(outputs) or made & read or any(t.storage_offset() != 0 for t in outputs):
+            return False
+        same: set[Any] = set()
+        for here, there in zip(piece.inputs, like.inputs, strict=True):
+            same |= _same_symbols(self.of[here], self.of[there])
+        if any(not _symbols(t) <= same for t in outputs):
+            return False
+        with self._fake, torch.no_grad():
+            for node, t in zip(piece.outputs, outputs, strict=True):
+                self.of[node] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                self._made_in[_storage(self.of[node])] = at
+        return True
+
+
+_SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
+
+
+def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
+    """A fake like ``tensor``, a result of prepare, whose sizes may depend on data: a piece takes it as an input."""
+    dynamic = tuple(isinstance(s, torch.SymInt) for s in tensor.shape)
+    shape = [next(_SIZES) if d else s for s, d in zip(tensor.shape, dynamic, strict=True)]
+    return fake_input(fake, name, torch.empty(shape, dtype=tensor.dtype, device="meta"), dynamic, tensor.device)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _storages(x: Any) -> set[int]:
+    """Of what a value is made of."""
+    if _is_tensor(x) and is_traceable_wrapper_subclass(x):
+        return {s for name in x.__tensor_flatten__()[0] for s in _storages(getattr(x, name))}
+    return {_storage(t) for t in tree_leaves(x) if _is_tensor(t)}
+
+
+def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
+    """The piece as a graph of its own, which returns the tuple of its outputs."""
+    graph, new = fx.Graph(), {}
+    for i, node in enumerate(piece.inputs):
+        holder = new[node] = graph.placeholder(f"in_{i}")
+        holder.meta["example_value"] = values[node]
+        holder._dynamo_source = getattr(node, "_dynamo_source", None) or ConstantSource(f"quire_{node.name}")
+    for node in piece.nodes:
+        new[node] = graph.node_copy(node, lambda n: new[n])
+        new[node].meta["example_value"] = values[node]  # AOTAutograd caches no graph in which one is missing
+    graph.output(tuple(new[n] for n in piece.outputs))
+    return fx.GraphModule({}, graph)
+
+
+def _check_outputs(piece: _Piece, values: _Values) -> None:
+    for x in map(values.of.get, piece.outputs):
+        if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not (
+                _is_tensor(x) and is_traceable_wrapper_subclass(x)):
+            raise _Whole(f"a {type(x).__name__} crosses a cut")
+
+
+# -- which pieces are equal -------------------------------------------------------------------------------------------------
+
+
+_Signature = tuple[Any, ...]
+
+
+def _signature(piece: _Piece, values: _Values) -> _Signature:
+    """Equal for two pieces only if the compiled code of one is right for the other. Made of what the piece reads and does, from
+    which all else follows; the values of its own nodes need not be known."""
+    names: dict[str, str] = {}
+    storages: dict[int, int] = {}
+    number = {n: i for i, n in enumerate([*piece.inputs, *piece.nodes])}
+
+    def sizes(numbers: Sequence[Any]) -> str:  # names of symbols do not matter, but which of them are the same
+        return re.sub(r"\b[a-z]+\d+\b", lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
+
+    def described(x: Any) -> tuple[Any, ...]:
+        if isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x):  # what it wraps is what code is compiled for
+            names, context = x.__tensor_flatten__()
+            inner = tuple((name, described(getattr(x, name))) for name in names)
+            return type(x), x.dtype, sizes([*x.shape, *x.stride()]), x.requires_grad, repr(context), inner
+        if isinstance(x, torch.Tensor) and type(x) in _PLAIN:
+            alias = storages.setdefault(_storage(x), len(storages))
+            where = sizes([*x.shape, *x.stride(), x.storage_offset()])
+            return type(x), x.dtype, x.device, x.requires_grad, alias, where, values.is_cache(x)
+        return type(x), sizes([x])
+
+    def argument(a: Any) -> Any:
+        if isinstance(a, fx.Node):
+            return fx.Node, number[a]
+        if isinstance(a, (list, tuple)):
+            return (type(a), *map(argument, a))
+        if isinstance(a, dict):
+            return (dict, *((k, argument(x)) for k, x in a.items()))
+        if isinstance(a, slice):
+            return slice, argument(a.start), argument(a.stop), argument(a.step)
+        if isinstance(a, float):
+            return float, a.hex()  # 0.0 is not -0.0
+        if a is None or a is Ellipsis or isinstance(a, _CONSTANTS):
+            return type(a), a
+        raise _Whole(f"an operation has an argument of type {type(a).__name__}")
+
+    inputs = tuple(described(values.of[n]) for n in piece.inputs)
+    nodes = tuple((n.op, n.target, argument(n.args), argument(n.kwargs)) for n in piece.nodes)
+    return inputs, nodes, tuple(number[n] for n in piece.outputs)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+# -- running ----------------------------------------------------------------------------------------------------------------
+
+
+class _Joined:
+    """The pieces as one callable. Values live in a list by number, and are dropped after their last reader."""
+
+    def __init__(self, graph: fx.Graph, before: list[fx.Node], pieces: list[_Piece], compiled: list[Callable[..., Any]]
+                 ) -> None:
+        output = graph.output_node()
+        number = {n: i for i, n in enumerate([*placeholders(graph), *before, *(n for p in pieces for n in p.outputs)])}
+        self._size = len(number)
+
+        def slots(arg: Any) -> Any:
+            return fx.node.map_arg(arg, lambda x: _Slot(number[x]))
+
+        self._before: list[tuple[Any, int, Any, Any]] = [(n.target, number[n], slots(n.args), slots(n.kwargs)) for n in before]
+        last = {n: i for i, p in enumerate(pieces) for n in p.inputs}
+        kept = {*output.all_input_nodes, *placeholders(graph)}
+        self._steps = [(fn, [number[n] for n in p.inputs], [number[n] for n in p.outputs],
+                        [number[n] for n in p.inputs if last[n] == i and n not in kept])
+                       for i, (fn, p) in enumerate(zip(compiled, pieces, strict=True))]
+        self._result = slots(output.args[0])
+
+    def __call__(self, *args: Any) -> Any:
+        values = [*args, *[None] * (self._size - len(args))]
+        for target, slot, a, k in self._before:
+            values[slot] = target(*_filled(a, values), **_filled(k, values))
+        for fn, reads, writes, dead in self._steps:
+            for slot, result in zip(writes, fn(*[values[i] for i in reads]), strict=True):
+                values[slot] = result
+            for slot in dead:
+                values[slot] = None
+        return _filled(self._result, values)
+
+
+class _Slot(int):
+    """Stands for a value in the arguments of what runs outside the pieces."""
+
+
+def _filled(arg: Any, values: list[Any]) -> Any:
+    if isinstance(arg, _Slot):
+        return values[arg]
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_filled(a, values) for a in arg)
+    if isinstance(arg, dict):
+        return {k: _filled(a, values) for k, a in arg.items()}
+    return arg
+
+
+__all__ = ["Compile", "Look", "compile_by_regions"]

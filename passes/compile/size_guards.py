@@ -1,0 +1,131 @@
+"""What a compiler assumed about sizes, checked at each call.
+
+One graph serves every batch shape, so Dynamo's guards are dropped. But a compiler may decide something by a size (or by a
+float that Dynamo made an input) while it compiles, and note it as a guard: that a buffer is small enough for 32-bit offsets,
+say. ``checked`` makes the compiled graph test those assumptions, once for every new combination of sizes, and refuse a batch
+that breaks one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._sympy.printers import PythonPrinter
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fx import placeholders, value
+
+
+@dataclass
+class Assumptions:
+    """Conditions on the inputs' sizes, as Python source over names of symbols.
+
+    Args:
+        origins: of each symbol, how to read its number off the inputs.
+        roles: of each symbol, what it counts, in words.
+    """
+
+    origins: dict[str, Callable[..., Any]]
+    roles: dict[str, str]
+    conditions: list[str] = field(default_factory=list)
+    symbols: set[str] = field(default_factory=set)
+
+    def broken(self, sizes: dict[str, Any]) -> str | None:
+        """The first condition that does not hold for ``sizes`` (of symbols), in words; those on other symbols are left out."""
+        for condition in self.conditions:
+            names = set(re.findall(r"\b[a-z]+\d+\b", condition)) & self.origins.keys()
+            if names <= sizes.keys() and not eval(condition, {"math": math, "torch": torch}, sizes):
+                return re.sub(r"\b[a-z]+\d+\b", lambda match: self.roles.get(match[0], match[0]), condition)
+        return None
+
+
+@contextlib.contextmanager
+def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
+    """The assumptions that are made while inside about the inputs of ``graph``.
+
+    Args:
+        earlier: guards of compilations before, of graphs with the same symbols; the new ones are added. What was assumed once
+            is not noted a second time, so all of them count for this graph too.
+
+    Raises:
+        UnsupportedAttention: something was assumed about a size that no input has, so that nobody could check it.
+    """
+    found = Assumptions(*_origins(graph))  # now: a symbol that gets specialised is no longer called by its name
+    env = next((m.shape_env for n in placeholders(graph) if (m := getattr(value(n), "fake_mode", None)) is not None), None)
+    before = len(env.guards) if env is not None else 0
+    yield found
+    new = [guard.expr for guard in (env.guards[before:] if env is not None else ())]
+    for expr in new:
+        unknown = [s for s in map(str, expr.free_symbols) if s not in found.origins and not s.startswith("u")]  # u: unbacked
+        if unknown:
+            raise UnsupportedAttention(f"the compiler assumes {expr}, and no input of the graph has the size {unknown[0]}, so "
+                                       "this could not be checked; compiler='eager' runs the graph as it is.")
+    earlier += new
+    for expr in dict.fromkeys(earlier):
+        names = {str(s) for s in expr.free_symbols}
+        if names <= found.origins.keys():  # else about a value made inside the graph, which the graph itself asserts
+            found.conditions.append(PythonPrinter().doprint(expr))
+            found.symbols |= names
+
+
+def _origins(graph: fx.Graph) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
+    found: dict[str, Callable[..., Any]] = {}
+    roles: dict[str, str] = {}
+    for i, node in enumerate(placeholders(graph)):
+        x = value(node)
+        if isinstance(x, torch.SymInt):
+            found.setdefault(str(x), lambda args, i=i: args[i])
+        elif isinstance(x, torch.Tensor):
+            for dim, size in enumerate(x.shape):
+                if isinstance(size, torch.SymInt):
+                    found.setdefault(str(size), lambda args, i=i, dim=dim: args[i].shape[dim])
+                    role = next((words for name, at, words in _ROLES if name in node.name and at in (dim, None)), None)
+                    if role is not None:
+                        roles.setdefault(str(size), role)
+            for user in node.users:  # a float comes as a tensor on the CPU
+                if user.target == "item" and isinstance(value(user), torch.SymFloat):
+                    found.setdefault(str(value(user)), lambda args, i=i: args[i].item())
+    return found, roles
+
+
+#: (part of an input's name, dimension or None for any, what it counts)
+_ROLES = (("input_ids", None, "tokens"), ("position_ids", None, "tokens"), ("slot_mapping", 0, "tokens"),
+          ("seq_lens", 0, "rows"), ("logits_indices", 0, "rows"), ("block_table", 1, "pages_of_a_row"))
+
+
+def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]:
+    """``run``, which first checks what was assumed about its arguments.
+
+    Raises (when called):
+        RuntimeError: a condition does not hold; gives the condition and the sizes.
+    """
+    if not assumed.conditions:
+        return run
+    names = sorted(assumed.symbols)
+    readers = [assumed.origins[n] for n in names]
+    seen: set[tuple[Any, ...]] = set()
+
+    def guarded(*args: Any) -> Any:
+        sizes = tuple(read(args) for read in readers)
+        if sizes not in seen:
+            given = dict(zip(names, sizes, strict=True))
+            condition = assumed.broken(given)
+            if condition is not None:
+                raise RuntimeError(
+                    f"the compiled graph assumes {condition}, and this batch has "
+                    f"{', '.join(f'{assumed.roles.get(n, n)} = {size}' for n, size in given.items())}. Schedule fewer tokens a "
+                    "step (max_num_batched_tokens), or run with compiler='eager'.")
+            seen.add(sizes)
+        return run(*args)
+
+    return guarded
+
+
+__all__ = ["Assumptions", "checked", "watched"]

@@ -1,0 +1,91 @@
+"""Weights that are tensor subclasses, as quantisation libraries make them (torchao): what the passes must know of them.
+
+Such a parameter wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary ``linear``;
+what the layer computes stays hidden in the subclass until AOTAutograd or eager execution unwraps it. So two things that quire
+reads off a graph it must find out here by other means: where the weights lie, and whether tokens meet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fx import module_path
+
+logger = logging.getLogger(__name__)
+_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+_ROWS = 32  # of the probe; some integer matrix products need more than 16
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold ``tensor``'s data: itself, or what a wrapper subclass wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [inner for name in names for inner in parts(getattr(tensor, name))]
+
+
+def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where the data lie. (``data_ptr()`` of a wrapper subclass is 0, wherever they are.)"""
+    return tuple(part.data_ptr() for part in parts(tensor))
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the data take; of a quantised weight: its integers and scales, not what its shape and dtype suggest."""
+    return sum(part.numel() * part.element_size() for part in parts(tensor))
+
+
+def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
+    """Refuse a quantised linear layer in which the tokens of a batch meet, such as one that scales all activations by the
+    largest of them (per-tensor dynamic quantisation): what a sequence gets would depend on what runs beside it.
+
+    Each kind of weight is tried on random rows, twice, with one row changed in between: the others must not change.
+
+    Args:
+        graph: the traced graph.
+        real: the tensors behind its placeholders.
+
+    Raises:
+        UnsupportedAttention: names the layer.
+    """
+    tried: set[Any] = set()
+    for node in graph.nodes:
+        weight = real.get(node.args[1]) if node.target in _LINEAR and len(node.args) > 1 else None
+        if not isinstance(weight, torch.Tensor) or not is_traceable_wrapper_subclass(weight):
+            continue
+        kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))
+        if kind not in tried:
+            tried.add(kind)
+            _check_rows(weight, module_path(node) or node.name)
+    if tried:
+        logger.info("quantised weights: %d kinds, rows do not meet in any", len(tried))
+
+
+def _check_rows(weight: torch.Tensor, where: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(_ROWS, weight.shape[1], generator=generator) * 1e-3).to(weight.device, weight.dtype)
+    changed = rows.clone()
+    changed[-1] *= 1e6  # scaled by it, the other rows would be nothing
+    kind = type(weight).__name__
+    try:
+        with torch.no_grad():
+            alone = torch.nn.functional.linear(rows, weight)[:-1].float()
+            beside = torch.nn.functional.linear(changed, weight)[:-1].float()
+    except Exception as error:
+        raise UnsupportedAttention(f"{where}: its quantised weight ({kind}) cannot be multiplied on {weight.device}: "
+                                   f"{type(error).__name__}: {error}") from error
+    # The same kernel on the same numbers: equal, unless rows meet. Some libraries' kernels add up in any order.
+    if (alone - beside).abs().max() > 0.01 * alone.abs().max():
+        raise UnsupportedAttention(
+            f"{where} mixes the tokens of the batch outside attention: its weight ({kind}) quantises the activations of all "
+            "tokens by one scale, so sequences of a packed batch would change each other. Quantise with a scale for each token "
+            "(torchao: granularity=PerRow()) or the weights only.")
+
+
+__all__ = ["addresses", "check_rows", "num_bytes", "parts"]

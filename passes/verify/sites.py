@@ -1,0 +1,264 @@
+"""The attention sites of a traced model, and the verification that none is missing, doubled or different from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from quire.attn_ops.attention import AttentionSite, attention
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fx import ancestors, constant, module_path, placeholders, source_name, symbolic, value
+from quire.passes.rewrite.raise_sdpa import find_sdpa
+
+#: Layer types of a transformers config that keep no state beside keys and values.
+STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def site_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of the semantic op, in graph order."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in (attention, torch.ops.quire.attention)]
+
+
+def site_of(node: fx.Node) -> AttentionSite:
+    """The static facts of one node of the semantic op."""
+    q, k, v = (value(node.args[i]) for i in range(3))
+    path = module_path(node)
+    try:
+        opts = {name: constant(option) for name, option in node.kwargs.items()}
+    except ValueError as error:
+        raise UnsupportedAttention(f"the attention call at {path or node.name} has an option that is not constant: {error}; "
+                                   "compile with fixed options, e.g. after torch._dynamo.reset()") from error
+    return AttentionSite(
+        layer=opts["layer"], num_heads=int(q.shape[1]), num_kv_heads=int(k.shape[1]), head_dim=int(q.shape[3]),
+        head_dim_v=int(v.shape[3]), dtype=q.dtype, scale=opts["scale"], window=opts["window"], softcap=opts["softcap"],
+        chunk=opts["chunk"], sinks=node.args[3] is not None, causal=opts["causal"], name=path,
+        route=node.meta.get("quire_route") or ("interface" if path else "op"),
+    )
+
+
+def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
+    """Refuse a traced model whose attention is not wholly in ``sites``.
+
+    Args:
+        graph: the traced graph, after raising.
+        config: the model's transformers config, or None for a module that has none.
+        refusals: from the raising pass, reason by module path.
+
+    Raises:
+        UnsupportedAttention: says which layer, what was expected and what was found.
+    """
+    left = find_sdpa(graph)
+    if left or refusals:
+        lines = [f"\n  {where}: {why}" for where, why in refusals.items()] or [f"\n  {module_path(n)}" for n in left]
+        raise UnsupportedAttention("some scaled_dot_product_attention calls cannot be paged:" + "".join(lines))
+    layers = [s.layer for s in sites]
+    doubled = sorted({n for n in layers if layers.count(n) > 1})
+    if doubled:
+        raise UnsupportedAttention(f"layers {doubled} attend more than once in one forward; quire keeps one KV cache a layer")
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op == "call_function" and name.startswith(("conv1d", "conv_transpose1d", "causal_conv1d")):
+            raise UnsupportedAttention(
+                f"{module_path(node) or node.name} is a convolution over tokens: its state would leak between the "
+                "sequences of a packed batch. Models with convolution, SSM or linear-attention layers are not supported.")
+    if config is None:
+        if not sites:
+            raise UnsupportedAttention("no attention was found: the model neither calls F.scaled_dot_product_attention nor "
+                                       "torch.ops.quire.attention")
+        return
+    _verify_config(sites, config)
+
+
+def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
+    """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence. And
+    one that takes positions, but whose own begin elsewhere.
+
+    Args:
+        graph: the traced graph after raising, when what only served a mask is gone.
+        tokens: the size of the token dimension.
+        has_config: it is a transformers model.
+
+    Raises:
+        UnsupportedAttention: the graph makes something as long as the row out of nothing, or looks positions up in a table with
+            an entry for padding.
+    """
+
+    def long_as_row(n: Any) -> bool:
+        val = value(n)
+        return isinstance(val, torch.Tensor) and any(str(s) == str(tokens) for s in val.shape)
+
+    ids = [n for n in placeholders(graph) if n.users and long_as_row(n) and not value(n).is_floating_point()]
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "embedding" and isinstance(
+                _argument(node, 2, "padding_idx"), int):
+            leaves = {n for n in ancestors(node.args[0]) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)}
+            if leaves and all("pos" in source_name(n) for n in leaves):  # RoBERTa and its kin
+                raise UnsupportedAttention(
+                    f"the positions at {module_path(node) or node.name} are looked up in a table with an entry for padding, so "
+                    "that the model's own count begins behind it and not at 0, where quire's positions begin.")
+    reads = len(ids) > 1 or any("pos" in source_name(n) for n in ids)
+    if (reads and has_config) or not symbolic(tokens):  # a transformers model that reads positions may also number tokens
+        return
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        cut = name in ("getitem", "narrow") and isinstance(value(node.args[0]), torch.Tensor)  # of a stored table
+        made = (cut or name in ("arange", "linspace")) and not any(long_as_row(n) for n in node.all_input_nodes)
+        if node.op.startswith("call") and node.users and long_as_row(node) and (made or name == "cumsum"):
+            raise UnsupportedAttention(
+                f"the model makes positions of its own ({name} at {module_path(node) or node.name}); in a "
+                "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
+
+
+def _argument(node: fx.Node, index: int, name: str) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
+
+
+_ALONG = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "sort", "argsort", "softmax",
+                    "log_softmax", "diff", "unfold", "mean", "sum", "amax", "amin", "prod", "std", "var", "norm", "logsumexp",
+                    "median", "max", "min", "aminmax"})
+_ARITHMETIC = frozenset({"add", "iadd", "sub", "isub", "rsub", "mul", "imul", "div", "truediv", "itruediv", "pow"})
+
+
+def check_mixing(graph: fx.Graph, tokens: Any) -> None:
+    """Refuse a graph in which tokens of the row still meet outside the attention sites: sequences would see each other.
+
+    Seen are: a tensor of (tokens, tokens); sums, means, scans, sorts and shifts along the row; a row cut, padded or
+    lengthened; arithmetic with the length of the row.
+
+    Args:
+        graph: the traced graph after raising, when what only served a mask is gone.
+        tokens: the size of the token dimension; nothing can be told if it is a number.
+
+    Raises:
+        UnsupportedAttention: names the operation and the module.
+    """
+    if not symbolic(tokens):
+        return
+    for node in graph.nodes:
+        if node.op.startswith("call") and node.users and (how := _mixes(node, tokens)) is not None:
+            raise UnsupportedAttention(
+                f"{module_path(node) or 'the model'} mixes the tokens of the batch outside attention ({node.name}: {how}), so "
+                "sequences of a packed batch would see each other. Is it attention, a convolution or a recurrence by hand?")
+
+
+def _mixes(node: fx.Node, tokens: Any) -> str | None:
+    """How an operation makes tokens of the row meet; None if it treats each token for itself, as far as can be seen."""
+    val = value(node)
+    symbol = tokens.node.expr
+    if isinstance(val, torch.Tensor):
+        if sum(str(s) == str(tokens) for s in val.shape) > 1:
+            return f"shape {tuple(val.shape)}"
+        size: Any
+        for size in val.shape:
+            if symbolic(size) and symbol in size.node.expr.free_symbols and (size.node.expr / symbol).free_symbols:
+                return f"a row of {size} tokens"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    data = node.args[0] if node.args else None
+    before = value(data) if isinstance(data, fx.Node) else None
+    if not isinstance(before, torch.Tensor):
+        return None
+    along = [d for d, size in enumerate(before.shape) if str(size) == str(tokens)]
+    if not along:
+        return None
+    if name in _ALONG and before.is_floating_point() | (name in ("roll", "cumsum", "flip", "diff")):
+        given = node.kwargs.get("dim", node.kwargs.get("dims", node.kwargs.get("dimension")))
+        if name in ("max", "min") and len(node.args) > 1 and isinstance(value(node.args[1]), torch.Tensor):
+            return None  # the larger one of two tensors, element by element
+        place = 2 if name in ("roll", "diff") else 1
+        given = node.args[place] if given is None and len(node.args) > place else given
+        dims = [given] if isinstance(given, int) else list(given) if isinstance(given, (list, tuple)) else None
+        if dims is None or any(isinstance(d, int) and d % before.dim() in along for d in dims):
+            return f"{name} along the row"
+    if name == "getitem" and isinstance(val, torch.Tensor):
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if Ellipsis not in index and not any(isinstance(i, fx.Node) for i in index) and None not in index:
+            at = index[along[0]] if along[0] < len(index) else slice(None)
+            if isinstance(at, int) or (isinstance(at, slice) and (at.start, at.stop, at.step) != (None, None, None)
+                                       and not any(str(s) == str(tokens) for s in val.shape)):
+                return "one token taken for the whole row"
+    numbers = [value(a) for a in node.args if isinstance(value(a), (torch.SymInt, torch.SymFloat))]
+    if name in _ARITHMETIC and any(symbol in n.node.expr.free_symbols for n in numbers):  # not a scale that is a symbol
+        return "arithmetic with the length of the row"
+    return None
+
+
+def check_config(config: Any, max_length: int | None = None) -> None:
+    """What can be told from a transformers config before any tracing.
+
+    Args:
+        max_length: no sequence will be longer than this; None: unknown.
+
+    Raises:
+        UnsupportedAttention: the model cannot be served.
+    """
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedAttention(f"{kind} is an encoder-decoder model; quire serves decoder-only models.")
+    text = text_config(config)
+    types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    other = sorted(set(types) - STATELESS_LAYERS - {"attention", "full"})
+    if other:
+        raise UnsupportedAttention(
+            f"{kind} has layers of type {other}: they keep state that is not keys and values (SSM, convolution, linear "
+            f"attention), which a packed batch would leak between sequences. quire serves {sorted(STATELESS_LAYERS)}.")
+    if getattr(text, "use_bidirectional_attention", None):
+        raise UnsupportedAttention(f"{kind} is configured with bidirectional attention; quire serves causal models.")
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for each in [rope, *(r for r in rope.values() if isinstance(r, dict))] if isinstance(rope, dict) else []:
+        name = each.get("rope_type") or each.get("type")
+        if name == "dynamic":
+            raise UnsupportedAttention(f"{kind} has rope_type 'dynamic', whose frequencies depend on the longest sequence of "
+                                       "the batch; set another rope_type (yarn, linear, llama3) to serve it.")
+        short = each.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        if name == "longrope" and (max_length is None or short is None or max_length > short):
+            raise UnsupportedAttention(
+                f"{kind} has rope_type 'longrope', which takes other frequencies for all sequences of a batch once one of them "
+                f"is longer than {short} tokens; quire serves it up to that length: max_model_len={short}.")
+
+
+def text_config(config: Any) -> Any:
+    get = getattr(config, "get_text_config", None)
+    return get(decoder=True) if get is not None else config
+
+
+def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
+    kind = getattr(config, "model_type", type(config).__name__)
+    text = text_config(config)
+    expected = getattr(text, "num_hidden_layers", None)
+    if expected is not None and len(sites) != expected:
+        raise UnsupportedAttention(
+            f"{kind} has {expected} layers but {len(sites)} attention sites were found. The rest either attends in a way that "
+            "quire does not see (attention written out by hand, outside transformers' attention interface and "
+            "F.scaled_dot_product_attention) or is not attention (SSM, convolution, linear attention).")
+    cap = getattr(text, "attn_logit_softcapping", None)
+    if cap and any(s.softcap is None for s in sites):
+        raise UnsupportedAttention(f"{kind} is configured with attn_logit_softcapping={cap}, but this version of transformers "
+                                   "does not hand it to the attention call; update transformers.")
+    types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if window and not types and any(s.window is None for s in sites):
+        raise UnsupportedAttention(f"{kind} is configured with sliding_window={window}, but it did not reach every attention "
+                                   "site (a trace shorter than the window reads as plain causal); use quire.paged or "
+                                   "quire.Engine")
+    for s in sites:
+        kind_of = types[s.layer] if types and s.layer < len(types) else None
+        if kind_of == "sliding_attention" and s.window is None:
+            raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a sliding_attention layer, but its window did not "
+                                       "reach the attention call")
+        if kind_of == "chunked_attention" and s.chunk is None:
+            raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a chunked_attention layer, but its chunk is unknown")
+
+
+def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None = None) -> str:
+    """A plain table, one row a site: what `explain` prints and snapshots compare."""
+    head = ["layer", "module", "route", "needs", "scale"] + (["lowered to"] if decision is not None else [])
+    rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] +
+            ([decision[i]] if decision is not None else []) for i, s in enumerate(sites)]
+    widths = [max(len(r[c]) for r in [head, *rows]) for c in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
+
+
+__all__ = ["check_config", "check_mixing", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]

@@ -1,0 +1,503 @@
+"""Backend ``flashinfer`` without FlashInfer: what it declares, its host-side arithmetic, and how it drives the library.
+
+The library's part is played by ``Decode`` and ``Prefill``, which have its signatures, follow its documented rules about
+buffers, and attend with the oracle. The Triton kernels run in Triton's interpreter. tests/gpu has the real thing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import logging
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import InterpretedFunction
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import CudagraphSupport, UnsupportedAttention
+from quire.attn_ops.backends import flashinfer
+from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group, leading_decodes, page_table
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, StepLimits, running
+from tests.attn_ops.cases import check_case, check_output, fast_oracle, make_case
+
+CUDA = torch.device("cuda")
+
+
+class _Wrapper:
+    """What both of FlashInfer's wrappers do: keep the plan; at run, read the page table from the *device* buffers."""
+
+    def _keep(self, indptr, indices, last_page_len, heads, kv_heads, dim, page_size, window_left, logits_soft_cap,
+              sm_scale, q_data_type, kv_data_type):
+        for tensor in (indptr, last_page_len):
+            assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+        assert indices.dtype == torch.int32 and len(indptr) == len(last_page_len) + 1
+        pages = indptr.diff()
+        assert (pages >= 1).all(), "the decode planner miscounts rows without pages"
+        assert (last_page_len <= page_size).all() and (last_page_len >= 0).all()
+        assert kv_data_type == q_data_type
+        self.planned = indptr.tolist(), last_page_len.tolist()
+        self.shape = heads, kv_heads, dim, page_size
+        self.mask = dict(scale=sm_scale, window=None if window_left < 0 else window_left + 1,
+                         softcap=logits_soft_cap or None)
+        self.plans = getattr(self, "plans", 0) + 1
+
+    def _attend(self, q, caches, out, query_start):
+        heads, kv_heads, dim, page_size = self.shape
+        k_cache, v_cache = caches
+        assert k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous() and q.stride(2) == 1
+        if self.layout == "HND":
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        assert k_cache.shape[1:] == (page_size, kv_heads, dim) and q.shape[1:] == (heads, dim) and out.shape == q.shape
+        indptr, last = self.indptr.tolist(), self.last_page_len.tolist()
+        assert (indptr, last) == self.planned, "the device buffers and the plan disagree"
+        assert query_start[-1] == q.shape[0]
+        for row in range(len(last)):
+            pages = self.indices[indptr[row] : indptr[row + 1]].long()
+            length = (len(pages) - 1) * page_size + last[row]
+            own = slice(query_start[row], query_start[row + 1])
+            if length == 0:
+                out[own] = 0
+                continue
+            keys, values = (c[pages].flatten(0, 1)[:length] for c in (k_cache, v_cache))
+            out[own] = fast_oracle(q[own], keys, values, **self.mask).to(out.dtype)
+
+
+class Decode(_Wrapper):
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+                 paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
+                 backend="auto"):
+        self.workspace, self.layout, self.graph, self.tensor_cores = (
+            float_workspace_buffer, kv_layout, use_cuda_graph, use_tensor_cores)
+        if use_cuda_graph:
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+            self.indptr, self.indices, self.last_page_len = (
+                paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        self.fast_plans = 0
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        self.workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
+
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, window_left=-1,
+             logits_soft_cap=None, q_data_type="float16", kv_data_type=None, sm_scale=None):
+        if self.graph:
+            assert len(last_page_len) == len(self.last_page_len), "the batch size is fixed"
+            self.indptr.copy_(indptr)
+            self.last_page_len.copy_(last_page_len)
+            self.indices[: len(indices)].copy_(indices)
+        else:
+            self.indptr, self.indices, self.last_page_len = indptr.clone(), indices, last_page_len.clone()
+        self._keep(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left,
+                   logits_soft_cap, sm_scale, q_data_type, kv_data_type)
+
+    def run(self, q, paged_kv_cache, *, out=None):
+        assert q.shape[0] == len(self.last_page_len)
+        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1))
+
+
+class Prefill(_Wrapper):
+    broken: tuple[str, ...] = ()
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto"):
+        self.layout, self.backend = kv_layout, backend
+
+    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+             head_dim_qk, page_size, *, causal=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
+             q_data_type="float16", kv_data_type=None, max_token_per_sequence=None):
+        if self.backend in self.broken:
+            raise RuntimeError("no such kernel")
+        assert causal and qo_indptr[0] == 0 and qo_indptr.dtype == torch.int32
+        assert len(qo_indptr) == len(paged_kv_indptr)
+        self.query_start = qo_indptr.tolist()
+        self.indptr, self.indices, self.last_page_len = (
+            paged_kv_indptr.clone(), paged_kv_indices, paged_kv_last_page_len.clone())
+        self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
+                   page_size, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
+
+    def run(self, q, paged_kv_cache, *, out=None):
+        self._attend(q, paged_kv_cache, out, self.query_start)
+
+
+def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,
+                     window_left=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None, sm_scale=None,
+                     global_override_indptr_cpu=None):
+    assert self.graph and self.plans and len(last_page_len) == len(self.last_page_len)
+    self._keep(global_override_indptr_cpu, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+               window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
+    self.fast_plans += 1
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The backend on a CPU: ``Decode`` and ``Prefill`` for FlashInfer, the interpreter for its Triton kernels."""
+    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
+                              fast_decode_plan=fast_decode_plan)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    for kernel in ("_append", "_gather_pages"):
+        function = getattr(flashinfer, kernel)
+        monkeypatch.setattr(flashinfer, kernel, InterpretedFunction(function.fn))
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
+    gpu = SimpleNamespace(multi_processor_count=8, major=9)
+    for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),
+                        ("current_stream", lambda device: None), ("is_current_stream_capturing", lambda: False)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(flashinfer, "MIN_WORKSPACE", 16)
+    monkeypatch.setattr(Prefill, "broken", ())
+    return dataclasses.replace(BACKEND, op=flashinfer.paged_attention)
+
+
+# What it declares.
+
+
+def site(**changes) -> AttentionSite:
+    facts = dict(layer=0, num_heads=8, num_kv_heads=2, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=0.1)
+    return AttentionSite(**(facts | changes))
+
+
+def test_importable_without_flashinfer_and_without_touching_the_gpu() -> None:
+    code = ("import sys; sys.modules['flashinfer'] = None\n"
+            "from quire.attn_ops.backends.flashinfer import BACKEND\nimport torch\n"
+            "print(BACKEND.available(torch.device('cuda')), BACKEND.op)\n"
+            "assert not torch.cuda.is_initialized()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'quire[flashinfer]'" in done.stdout and "flashinfer_paged_attention" in done.stdout
+
+
+@pytest.mark.parametrize("installed, nvcc, reason", [
+    ((), True, "flashinfer is not installed: pip install 'quire[flashinfer]'"),
+    (("flashinfer",), False, "flashinfer compiles its kernels at first use, and there is no nvcc"),
+    (("flashinfer",), True, None),
+    (("flashinfer", "flashinfer_jit_cache"), False, None),
+])
+def test_available(monkeypatch, installed, nvcc, reason) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(flashinfer.shutil, "which", lambda *args, **kwargs: "nvcc" if nvcc else None)
+    found = BACKEND.available(CUDA)
+    assert found == reason or found.startswith(reason)
+    assert BACKEND.available(torch.device("cpu")) == "runs on cuda, not cpu"
+
+
+@pytest.mark.parametrize("changes, reason", [
+    (dict(sinks=True), "no sinks"),
+    (dict(chunk=64), "no chunk"),
+    (dict(causal=False), "no non-causal attention"),
+    (dict(head_dim_v=64), "head dims 128/64 (has 64, 128 and 256, the same for values)"),
+    (dict(head_dim=80, head_dim_v=80), "head dims 80/80 (has 64, 128 and 256, the same for values)"),
+    (dict(dtype=torch.float32), "dtype float32 (has bfloat16, float16)"),
+])
+def test_refuses(changes, reason) -> None:
+    assert reason in BACKEND.capabilities.reasons_against(site(**changes), device=CUDA)
+
+
+def test_accepts() -> None:
+    for changes in (dict(), dict(window=128, softcap=30.0), dict(num_kv_heads=8), dict(num_kv_heads=1),
+                    dict(head_dim=256, head_dim_v=256, dtype=torch.float16)):
+        for layout in ("NHD", "HND"):
+            assert BACKEND.capabilities.reasons_against(site(**changes), device=CUDA, page_size=1, layout=layout) == []
+    assert "runs on cuda, not cpu" in BACKEND.capabilities.reasons_against(site(), device=torch.device("cpu"))
+    assert BACKEND.capabilities.cudagraph_support == CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert BACKEND.capabilities.needs_plan and BACKEND.capabilities.min_compute_capability == (8, 0)
+    assert BACKEND.priority == {"cuda": 20}
+
+
+# Host-side arithmetic.
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+def test_page_table_covers_exactly_the_keys_that_queries_see(page_size, window) -> None:
+    seq_lens = np.array([1, page_size - 1, page_size, page_size + 1, 0, 50, 50, 50, 0], dtype=np.int32)
+    query_lens = np.array([1, max(page_size - 1, 0), 1, 2, 0, 1, 50, 7, 0], dtype=np.int32)
+    indptr, last, first = page_table(seq_lens, query_lens, page_size, window)
+    assert indptr[0] == 0 and indptr.dtype == np.int32
+    for row, (seq, query) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
+        pages = range(first[row], first[row] + indptr[row + 1] - indptr[row])
+        assert len(pages) >= 1
+        end = (pages[-1]) * page_size + last[row]
+        assert end == seq, "the last key is the sequence's last token"
+        lowest = 0 if window is None else max(0, seq - max(query, 1) - window + 1)
+        assert pages[0] * page_size <= lowest or seq == 0, "the first query's window is covered"
+        if seq:
+            assert lowest < (pages[0] + 1) * page_size, "no page is read in vain"
+            assert 1 <= last[row] <= page_size
+
+
+def test_page_table_of_nothing() -> None:
+    indptr, last, first = page_table(*np.zeros((2, 0), dtype=np.int32), 16, 5)
+    assert indptr.tolist() == [0] and last.size == first.size == 0
+
+
+@pytest.mark.parametrize("query_lens", [[], [1], [1, 1, 1], [1, 1, 0, 0], [0, 1], [2, 1], [1, 2, 1], [1, 0, 1]])
+def test_leading_decodes(query_lens) -> None:
+    expected = 0
+    while expected < len(query_lens) and query_lens[expected] == 1:
+        expected += 1
+    assert leading_decodes(np.cumsum([0, *query_lens])) == expected
+
+
+def test_workspace_bytes() -> None:
+    """Against FlashInfer's planner: tmp_v is (heads, tiles, queries a tile, dim) float32 and tmp_s has no dim."""
+    llama = Group(32, 8, 128, torch.bfloat16, 0.1, None, None)
+    assert llama.workspace_bytes(1, 132) >= 32 * 33 * 128 * 129 * 4  # prefill: 264 // 8 tiles of 128
+    tiles = math.ceil(512 * 4 / 16) + 512 - 1  # decode in a graph of 512 rows
+    assert tiles * 32 * 16 * 129 * 4 <= llama.workspace_bytes(512, 132) < 1.01 * tiles * 32 * 16 * 129 * 4
+    multi_query = Group(24, 1, 64, torch.bfloat16, 0.1, None, None)  # 24 packed queries: tiles of 64
+    assert multi_query.workspace_bytes(1, 132) >= 24 * 264 * 128 * 65 * 4
+
+
+# How it drives the library.
+
+BATCHES = {
+    "decode": ([1, 1, 1, 1], [1, 17, 40, 16]),
+    "prefill": ([5, 33, 16], [5, 33, 40]),
+    "mixed": ([1, 1, 7, 1, 20], [9, 33, 7, 50, 37]),
+    "prefill first": ([7, 1, 1], [20, 5, 18]),
+    "with idle rows": ([1, 0, 3, 0], [5, 12, 3, 40]),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("options", [
+    dict(page_size=16), dict(page_size=1, window=6), dict(page_size=3, layout="HND", softcap=2.0, window=17),
+    dict(page_size=16, strided=True, pad_tokens=3, pad_reqs=2, num_kv_heads=1),
+    dict(page_size=8, write=False, window=1),
+    dict(page_size=4, layout="HND", num_kv_heads=4, scale=0.7, table_width=60)], ids=str)
+def test_batches(on_cpu, batch, options) -> None:
+    check_case(on_cpu, make_case(*BATCHES[batch], **(dict(num_heads=4, num_kv_heads=2, head_dim=16) | options)))
+
+
+def test_a_batch_of_padding_only(on_cpu) -> None:
+    make = dict(num_heads=2, num_kv_heads=1, head_dim=16, page_size=4)
+    check_case(on_cpu, make_case([], [], pad_tokens=4, pad_reqs=2, **make))
+
+
+def state_for(case, *more: AttentionSite, rows: int = 8) -> FlashInferState:
+    return BACKEND.make_state([case.site, *more], case.cache, StepLimits(rows, 64, 16))
+
+
+def test_decode_rows_at_the_head_go_to_the_decode_kernel(on_cpu) -> None:
+    case = make_case(*BATCHES["mixed"], num_heads=8, num_kv_heads=2, head_dim=16, page_size=16)
+    state = state_for(case)
+    step = Step(case.cache, case.metadata, states={"flashinfer": state})
+    BACKEND.plan(case.metadata, step)
+    (segments,) = state.planned.values()
+    assert [(type(w), begin, end) for w, begin, end in segments] == [(Decode, 0, 2), (Prefill, 2, 30)]
+    assert segments[0][0].tensor_cores and segments[1][0].backend == "fa3"
+    with running(step):
+        check_output(flashinfer.paged_attention(*case.arguments(), **case.options), case)
+
+
+@pytest.mark.parametrize("heads, kv_heads, tensor_cores", [(8, 8, False), (6, 2, False), (8, 2, True), (7, 1, True)])
+def test_tensor_cores_from_four_query_heads_a_key_head(on_cpu, heads, kv_heads, tensor_cores) -> None:
+    case = make_case([1], [5], num_heads=heads, num_kv_heads=kv_heads, head_dim=16, page_size=16)
+    state = state_for(case)
+    BACKEND.plan(case.metadata, Step(case.cache, case.metadata, states={"flashinfer": state}))
+    assert [w.tensor_cores for w in state.wrappers.values()] == [tensor_cores]
+
+
+def test_layers_share_plans_and_groups_are_met_late(on_cpu) -> None:
+    """Gemma-like: windowed and full layers. Only the first layer's site is known when the state is made."""
+    make = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
+    local = make_case([1, 6], [40, 30], window=8, **make)
+    full = make_case([1, 6], [40, 30], **make)  # same seed: same queries, keys and pages
+    assert torch.equal(local.cache.k[0], full.cache.k[0])
+    state = state_for(local)
+    step = Step(local.cache, local.metadata, states={"flashinfer": state})
+    BACKEND.plan(local.metadata, step)
+    with running(step):
+        for case in (local, full, local, full):
+            check_output(flashinfer.paged_attention(*case.arguments(), **case.options), case)
+    assert len(state.groups) == 2 and len(state.tables) == 2
+    assert [w.plans for w in state.wrappers.values()] == [1, 1, 1, 1]
+    assert len({w.workspace.data_ptr() for w in state.wrappers.values() if isinstance(w, Decode)}) == 1
+    windowed = state.tables[8].host[0, 1]
+    assert windowed == 2 and state.tables[None].host[0, 1] == 10, "pages before the window are left out"
+    BACKEND.plan(local.metadata, step)
+    assert [w.plans for w in state.wrappers.values()] == [2, 2, 2, 2], "a group met late is planned with the others"
+
+
+def test_groups_of_one_window_share_its_page_table(on_cpu, monkeypatch) -> None:
+    fills = []
+    fill = flashinfer.PageTable.fill
+    monkeypatch.setattr(flashinfer.PageTable, "fill", lambda self, *args: (fills.append(args[-1]), fill(self, *args)))
+    case = make_case([1, 6], [40, 30], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, window=8)
+    state = state_for(case, dataclasses.replace(case.site, softcap=3.0), dataclasses.replace(case.site, window=None))
+    step = Step(case.cache, case.metadata, states={"flashinfer": state})
+    for _ in range(2):
+        BACKEND.plan(case.metadata, step)
+        assert len(state.planned) == 3 and fills == [8, None]
+        fills.clear()
+
+
+def test_fa2_serves_where_fa3_fails_and_says_so_once(on_cpu, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(Prefill, "broken", ("fa3",))
+    case = make_case([5], [5], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
+    state = state_for(case)
+    step = Step(case.cache, case.metadata, states={"flashinfer": state})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            BACKEND.plan(case.metadata, step)
+    assert [w.backend for w in state.wrappers.values()] == ["fa2"]
+    assert len(caplog.records) == 1 and "RuntimeError: no such kernel" in caplog.text
+    monkeypatch.setattr(Prefill, "broken", ("fa3", "fa2"))
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        BACKEND.plan(case.metadata, step)
+
+
+# CUDA graphs: the "graph" is the wrapper's run, called again on the same tensors.
+
+
+def decode_metadata(seq_lens, table, page_size, *, rows, device="cpu") -> CommonAttentionMetadata:
+    built = CommonAttentionMetadata.build([1] * len(seq_lens), seq_lens, table, page_size=page_size, device=device)
+    wide = torch.zeros(len(seq_lens), 16, dtype=torch.int32, device=device)
+    wide[:, : built.block_table_tensor.shape[1]] = built.block_table_tensor
+    return dataclasses.replace(built, block_table_tensor=wide).padded(rows, rows)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_replay_reads_the_new_plan_from_the_same_buffers(on_cpu, window) -> None:
+    page_size, rows, limits = 4, 4, StepLimits(8, 8, 16)
+    facts = dict(num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, scale=0.25)
+    cache = PagedKVCache(num_layers=1, num_pages=40, page_size=page_size, num_kv_heads=2, head_dim=16,
+                         dtype=torch.float32, device="cpu")
+    cache.k[0].normal_()
+    cache.v[0].normal_()
+    state = BACKEND.make_state([site(window=window, **facts)], cache, limits)
+    q = torch.randn(rows, 4, 16)
+    out = torch.full_like(q, math.nan)
+    options = dict(scale=0.25, window=window, softcap=None, chunk=None)
+
+    first = decode_metadata([1, 1, 1, 1], [[1], [2], [3], [4]], page_size, rows=rows)
+    step = Step(cache, first, states={"flashinfer": state}, graph_key=("decode", 4), capturing=True)
+    BACKEND.plan(first, step)
+    (group,) = state.groups
+    wrapper = state.wrappers[group, ("decode", 4)]
+    assert wrapper.graph and wrapper.int_workspace is state.groups[group]
+    with running(step):
+        captured = flashinfer.paged_attention(
+            q, None, None, *cache.of_layer(0), first.slot_mapping, first.block_table_tensor, first.query_start_loc,
+            first.seq_lens, None, [], **options)
+    assert torch.isfinite(captured).all()
+    addresses = [t.data_ptr() for t in (wrapper.indptr, wrapper.indices, wrapper.last_page_len)]
+
+    long, short = [list(range(1, 11)), list(range(11, 26))], [[9], [1, 2, 3, 4], [7, 8]]
+    for lengths, table in (([37, 60], long), ([2, 16, 5], short)):
+        metadata = decode_metadata(lengths, table, page_size, rows=rows)
+        step = Step(cache, metadata, states={"flashinfer": state}, graph_key=("decode", 4))
+        BACKEND.plan(metadata, step)
+        q.normal_()
+        q[len(lengths):] = math.nan
+        wrapper.run(q, (cache.k[0], cache.v[0]), out=out)
+        for row, (length, pages) in enumerate(zip(lengths, table, strict=True)):
+            keys, values = (c[torch.tensor(pages)].flatten(0, 1)[:length] for c in (cache.k[0], cache.v[0]))
+            expected = fast_oracle(q[row : row + 1], keys, values, scale=0.25, window=window)
+            torch.testing.assert_close(out[row : row + 1].double(), expected, rtol=1e-5, atol=1e-5)
+        assert not out[len(lengths):].any(), "padding rows come out as zeros, whatever their queries are"
+    assert addresses == [t.data_ptr() for t in (wrapper.indptr, wrapper.indices, wrapper.last_page_len)]
+    assert wrapper.plans == 3 and wrapper.fast_plans == 2
+    assert state.wrappers == {(group, ("decode", 4)): wrapper}
+
+
+def test_graph_errors(on_cpu, monkeypatch) -> None:
+    case = make_case([1, 1, 1], [9, 3, 4], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
+    state = state_for(case)
+
+    def plan(metadata, key, capturing=False) -> None:
+        states = {"flashinfer": state}
+        BACKEND.plan(metadata, Step(case.cache, metadata, states=states, graph_key=key, capturing=capturing))
+
+    with pytest.raises(RuntimeError, match="graph 'a' was not captured with a plan of flashinfer; these were: none"):
+        plan(case.metadata, "a")
+    plan(case.metadata, "a", capturing=True)
+    plan(case.metadata, "a")
+    with pytest.raises(RuntimeError, match="was captured for 3 sequences, padding included; the batch has 4"):
+        plan(case.metadata.padded(4, 4), "a")
+    with pytest.raises(RuntimeError, match="'b' was not captured with a plan of flashinfer; these were: 'a'"):
+        plan(case.metadata, "b")
+    mixed = make_case([1, 2], [9, 3], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4).metadata
+    with pytest.raises(RuntimeError, match="for one token a sequence; graph 'a' was given 3 tokens of 2 sequences"):
+        plan(mixed, "a")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    step = Step(case.cache, case.metadata, states={"flashinfer": state})
+    BACKEND.plan(case.metadata, step)
+    with running(step), pytest.raises(RuntimeError, match="a CUDA graph is being captured, but none was planned for"):
+        flashinfer.paged_attention(*case.arguments(), **case.options)
+
+
+# Errors.
+
+
+def test_op_errors(on_cpu) -> None:
+    case = make_case([1, 1], [9, 3], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
+    arguments, options = case.arguments(), case.options
+    with pytest.raises(RuntimeError, match="needs a paged step that was planned"):
+        flashinfer.paged_attention(*arguments, **options)
+    step = Step(case.cache, case.metadata)
+    with pytest.raises(RuntimeError, match="no state; set step.states"):
+        BACKEND.plan(case.metadata, step)
+    step.states["flashinfer"] = state = state_for(case)
+    with running(step), pytest.raises(RuntimeError, match="needs a paged step that was planned"):
+        flashinfer.paged_attention(*arguments, **options)
+    BACKEND.plan(case.metadata, step)
+    other = Step(case.cache, case.metadata, states={"flashinfer": state})
+    with running(other), pytest.raises(RuntimeError, match="needs a paged step that was planned"):
+        flashinfer.paged_attention(*arguments, **options)
+    with running(step):
+        with pytest.raises(RuntimeError, match="planned for 2 tokens, q has 1"):
+            flashinfer.paged_attention(arguments[0][:1], *arguments[1:], **options)
+        for wrong in (dict(chunk=8), dict(sinks=torch.zeros(4))):
+            changed = [*arguments[:11], wrong.pop("sinks", None), []]
+            with pytest.raises(UnsupportedAttention, match="neither sinks nor chunked attention"):
+                flashinfer.paged_attention(*changed, **(options | wrong))
+        with pytest.raises(UnsupportedAttention, match="no quantised KV cache: its kernels take one scale for a whole cache"):
+            flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
+
+
+def test_batches_larger_than_the_limits(on_cpu) -> None:
+    case = make_case([1, 1], [9, 3], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
+    for limits in (StepLimits(1, 64, 16), StepLimits(2, 64, 1)):
+        step = Step(case.cache, case.metadata)
+        step.states["flashinfer"] = BACKEND.make_state([case.site], case.cache, limits)
+        with pytest.raises(ValueError, match="2 sequences on 4 pages, at most 3 each, exceeds the StepLimits"):
+            BACKEND.plan(case.metadata, step)
+    narrow = dataclasses.replace(case.metadata, block_table_tensor=case.metadata.block_table_tensor[:, :2])
+    step = Step(case.cache, narrow, states={"flashinfer": state_for(case)})
+    with pytest.raises(ValueError, match="block_table, which has 2 columns"):
+        BACKEND.plan(narrow, step)
+
+
+def test_a_failed_plan_leaves_no_plan(on_cpu) -> None:
+    case = make_case([1, 1], [9, 3], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
+    state = state_for(case, rows=2)
+    step = Step(case.cache, case.metadata, states={"flashinfer": state})
+    BACKEND.plan(case.metadata, step)
+    large = make_case([1, 1, 1], [9, 3, 1], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4).metadata
+    with pytest.raises(ValueError, match="StepLimits"):
+        BACKEND.plan(large, step)
+    with running(step), pytest.raises(RuntimeError, match="needs a paged step that was planned"):
+        flashinfer.paged_attention(*case.arguments(), **case.options)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")
+def test_the_stand_ins_have_the_signatures_of_the_library() -> None:
+    import flashinfer as library
+
+    for ours, theirs in ((Decode.__init__, library.BatchDecodeWithPagedKVCacheWrapper.__init__),
+                         (Decode.plan, library.BatchDecodeWithPagedKVCacheWrapper._plan_impl),
+                         (Decode.run, library.BatchDecodeWithPagedKVCacheWrapper.run),
+                         (Prefill.plan, library.BatchPrefillWithPagedKVCacheWrapper.plan),
+                         (Prefill.run, library.BatchPrefillWithPagedKVCacheWrapper.run),
+                         (fast_decode_plan, library.fast_decode_plan)):
+        assert set(inspect.signature(ours).parameters) <= set(inspect.signature(theirs).parameters)

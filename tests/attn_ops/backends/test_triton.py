@@ -1,0 +1,506 @@
+"""The Triton backend against the oracle. Runs on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.attn_ops.backends.triton import BACKEND, _load, available
+from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
+from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
+from tests.attn_ops.oracle import oracle_attention
+from tests.attn_ops.scheduling import in_pieces, steps_of
+
+triton = pytest.importorskip("triton")  # tests/conftest.py has set TRITON_INTERPRET by now, where there is no GPU
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
+    pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: set it outside, or run this file alone",
+                allow_module_level=True)
+common, decode, extend, write = _load()
+SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
+
+
+def boundary(page: int, window: int | None = None) -> list[int]:
+    lens = {1, page - 1, page, page + 1, 2 * page}
+    return sorted(n for n in (lens | {window, window + 1} if window else lens) if n)
+
+
+def test_fast_oracle_equals_the_plain_one():
+    torch.manual_seed(0)
+    q, keys, values = torch.randn(5, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 6)
+    for options in ({}, dict(window=3), dict(softcap=2.0), dict(chunk=4), dict(sinks=torch.randn(4)),
+                    dict(window=5, softcap=3.0, chunk=8, sinks=torch.randn(4))):
+        expected = oracle_attention(q, keys, values, scale=0.3, **options)
+        got = fast_oracle(q, keys, values, scale=0.3, rows=2, **options)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+# Reference match over boundary shapes.
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_boundary_lengths(page_size, layout):
+    shape = {**SMALL, "page_size": page_size, "layout": layout}
+    lens = boundary(page_size)
+    check_case(BACKEND, make_case([1] * len(lens), lens, **shape))  # decode
+    check_case(BACKEND, make_case(lens, lens, **shape))  # prefill
+    check_case(BACKEND, make_case([3] * len(lens), [n + 3 for n in lens], **shape))  # prefill over a cached prefix
+
+
+def test_page_size_that_is_no_power_of_two():
+    check_case(BACKEND, make_case([1, 7, 1], [40, 20, 3], **{**SMALL, "page_size": 12}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
+    (2, 2, 16, 16), (4, 1, 64, 64), (8, 2, 80, 80), (6, 2, 96, 96), (8, 1, 128, 128), (2, 2, 256, 256), (4, 4, 24, 16),
+    (4, 2, 192, 128), (5, 1, 16, 24), (16, 1, 64, 64), (71, 1, 16, 16),
+])
+def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16, dtype=dtype,
+                 device=DEVICE)
+    check_case(BACKEND, make_case([1, 1, 1], [33, 1, 90], **shape))
+    check_case(BACKEND, make_case([1, 9, 20], [70, 9, 40], layout="HND", **shape))
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="Triton's interpreter multiplies bfloat16 wrongly")
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_bfloat16(dim):
+    shape = dict(num_heads=8, num_kv_heads=2, head_dim=dim, page_size=16, dtype=torch.bfloat16, device=DEVICE)
+    check_case(BACKEND, make_case([1, 1, 1], [33, 1, 900], **shape))
+    check_case(BACKEND, make_case([1, 90, 20], [700, 90, 400], **shape))
+
+
+FEATURES = {
+    "window": dict(window=6), "window1": dict(window=1), "softcap": dict(softcap=2.0), "sinks": dict(sinks=True),
+    "chunk": dict(chunk=8), "scale": dict(scale=0.7), "window+chunk": dict(window=6, chunk=16),
+    "all": dict(window=11, softcap=3.0, sinks=True, chunk=32, scale=0.4),
+}
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_features(features):
+    lens = sorted({*boundary(4, features.get("window", 6)), 8, 9, 40, 75})
+    check_case(BACKEND, make_case([1] * len(lens), lens, **SMALL, **features))
+    check_case(BACKEND, make_case(lens, lens, **SMALL, **features))
+    check_case(BACKEND, make_case([5, 1, 0, 70], [80, 77, 3, 90], **SMALL, **features))
+    check_case(BACKEND, make_case([5, 1, 1], [80, 77, 3], **{**SMALL, "dtype": torch.float16}, **features))
+    check_case(BACKEND, make_case([9, *[0] * 9], [80, *[0] * 9], **SMALL, **features))  # T <= B, and no decode batch
+
+
+def test_window_and_chunk_visit_no_key_outside():
+    """Keys and values that no query may see are NaN: reading one, even with weight 0, would show."""
+    for features, query, seq, unseen in (
+        (dict(window=9), 1, 100, 88), (dict(window=9), 12, 100, 76), (dict(chunk=32), 1, 100, 96),
+        (dict(chunk=32), 3, 100, 96),
+    ):
+        case = make_case([query, 1], [seq, 1], **SMALL, **features)
+        pages = case.metadata.block_table_tensor[0, : unseen // 4].long()
+        for cache in (case.cache.k[0], case.cache.v[0]):
+            cache[pages] = float("nan")
+        check_output(run_case(BACKEND, case), case)
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [
+    ([1, 17, 1, 0, 5], [50, 40, 1, 0, 5]),  # decode, chunked prefill, first token, nothing, prefill
+    ([0, 0, 9], [0, 12, 30]), ([0, 1, 0, 1, 0], [0, 30, 4, 7, 0]), ([3, 0, 0, 1], [30, 0, 2, 60]),
+    ([4], [4]), ([1], [40]), ([64], [100]), ([0, 2], [5, 2]),
+])
+@pytest.mark.parametrize("padding", [(0, 0), (3, 0), (0, 4), (5, 3), (2, 9)])
+def test_ragged_batches_and_padding(query_lens, seq_lens, padding):
+    case = make_case(query_lens, seq_lens, **SMALL, pad_tokens=padding[0], pad_reqs=padding[1], sinks=True)
+    check_case(BACKEND, case)
+
+
+def test_empty_batches():
+    for query_lens in ([0, 0], []):
+        for padding in ((0, 0), (3, 0), (3, 5)):
+            case = make_case(query_lens, [4] * len(query_lens), **SMALL, pad_tokens=padding[0], pad_reqs=padding[1])
+            check_case(BACKEND, case)
+
+
+def test_nan_in_slots_of_nobody():
+    for query_lens in ([1, 1], [1, 6], [9]):
+        check_case(BACKEND, make_case(query_lens, [n + 18 for n in query_lens], **SMALL, poison=float("nan"),
+                                      pad_tokens=2, pad_reqs=1))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
+def test_slot_minus_1_is_not_written(query_lens):
+    """Of a token that is no padding, too. What it attends to then is not defined."""
+    case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL)
+    case.metadata.slot_mapping[0] = -1
+    page, slots = SMALL["page_size"], case.metadata.slot_mapping[1:]
+    before = [case.cache.k[0].clone(), case.cache.v[0].clone()]
+    run_case(BACKEND, case)
+    for old, cache, new in zip(before, (case.cache.k[0], case.cache.v[0]), (case.new_k, case.new_v), strict=True):
+        old[slots // page, slots % page] = new[1:]
+        assert torch.equal(cache, old)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
+def test_without_new_keys(query_lens):
+    """k and v None: the keys of the step are read from the cache, and nothing is written."""
+    check_case(BACKEND, make_case(query_lens, [n + 18 for n in query_lens], **SMALL, write=False, window=7))
+    check_case(BACKEND, make_case(query_lens, [n for n in query_lens], **SMALL, write=False, pad_tokens=1, pad_reqs=1))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
+def test_strided_inputs(query_lens):
+    case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL, head_dim_v=32, strided=True)
+    assert not case.q.is_contiguous()
+    check_case(BACKEND, case)
+    case.q = case.q.permute(2, 0, 1).contiguous().permute(1, 2, 0)  # the last dim is not contiguous either
+    check_output(run_case(BACKEND, case), case)
+
+
+@pytest.mark.parametrize("num_heads", [2, 4, 6, 8])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_half_precision_goes_to_the_tensor_cores(num_heads, head_dim):
+    """One query head a key head too: sums of products read keys at a fifth of the memory's rate (timed in tests/gpu)."""
+    for slots in (1, 16, 100, 1000):
+        dim = 1 << (head_dim - 1).bit_length()
+        assert decode.config(dim, dim, 2, num_heads // 2, slots, torch.device(DEVICE)).dot
+
+
+# Keys divided among programs.
+
+SPLITS = [dict(atomic=a, dot=d) for a in (True, False) for d in (True, False)]
+
+
+@pytest.mark.parametrize("params", SPLITS, ids=str)
+@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=70, sinks=True),
+                                      dict(write=False)], ids=str)
+def test_split_decode(params, features):
+    shape = dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=16, page_size=4, device=DEVICE)
+    with decode.overridden(block_n=16, chunk_min=16, max_splits=7, **params):
+        shape |= features
+        check_case(BACKEND, make_case([1] * 5, [1, 16, 17, 33, 150], **shape, pad_tokens=1, pad_reqs=1))
+        check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, pad_tokens=2, pad_reqs=1))
+
+
+@pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=40, sinks=True), dict(chunk=32)],
+                         ids=str)
+def test_split_extend(features):
+    with extend.overridden(block_m=16, block_n=16, chunk_min=16, max_splits=5):
+        check_case(BACKEND, make_case([9], [120], **SMALL, **features))
+        check_case(BACKEND, make_case([9, 1, 0, 20], [120, 60, 7, 20], **SMALL, **features, pad_tokens=3, pad_reqs=1))
+
+
+def test_one_forward_shares_its_counters():
+    """Every launch leaves the counters at zero, so the next layer can use them."""
+    case = make_case([1, 1], [150, 20], **SMALL)
+    m = case.metadata
+    prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
+    with decode.overridden(block_n=16, chunk_min=16):
+        for _ in range(3):
+            check_output(BACKEND.op(*case.arguments(prepared), **case.options), case)
+            assert not prepared[0].any()
+
+
+class Launches:
+    """Stands in for a kernel, and notes its grids."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("query_lens", [[[1, 1, 1], [1, 0, 1]], [[4, 1, 1], [2, 2, 2], [6, 0, 0]]], ids=str)
+def test_grids_depend_on_shapes_only(query_lens, monkeypatch):
+    launches = Launches()
+    for module, name in ((decode, "decode_kernel"), (extend, "extend_kernel"), (write, "write_kernel")):
+        monkeypatch.setattr(module, name, launches)
+    seen = []
+    for lens in query_lens:
+        for context in (1, 300):
+            launches.grids = []
+            case = make_case(lens, [n + context for n in lens], **SMALL, num_pages=400, table_width=100,
+                             pad_tokens=6 - sum(lens), pad_reqs=4 if sum(query_lens[0]) == 3 else 0, expect=False)
+            run_case(BACKEND, case)
+            seen.append(launches.grids)
+    assert seen[0] and all(grids == seen[0] for grids in seen)
+
+
+def test_offsets_beyond_32_bits():
+    """The pages lie more than 2**31 elements into the cache. Memory that nothing touches is never committed."""
+    for query_lens in ([1, 1], [1, 6], [9]):
+        case = make_case(query_lens, [n + 30 for n in query_lens], **{**SMALL, "dtype": torch.float16})
+        used, page, heads, dim = case.cache.k[0].shape
+        ahead = 2**31 // (page * heads * dim)
+        for caches in (case.cache.k, case.cache.v):
+            huge = torch.empty(ahead + used, page, heads, dim, dtype=torch.float16, device=DEVICE)
+            huge[ahead:] = caches[0]
+            caches[0] = huge
+        case.metadata.block_table_tensor.add_(ahead)
+        case.metadata.slot_mapping.add_(ahead * page)
+        check_output(run_case(BACKEND, case), case)
+        slots = case.metadata.slot_mapping
+        assert torch.equal(case.cache.k[0][slots // page, slots % page], case.new_k)
+        assert torch.equal(case.cache.v[0][slots // page, slots % page], case.new_v)
+
+
+# Rotary embedding in front.
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(norm=True), dict(rotary=8), dict(rotary=6, norm=True), dict(window=11, softcap=3.0, sinks=True, chunk=32),
+    dict(kv_dtype=torch.int8, norm=True), dict(head_dim=24, head_dim_v=40, num_heads=6), dict(strided=True, page_size=1),
+    dict(dtype=torch.float16, layout="HND"), dict(num_heads=16, num_kv_heads=1, head_dim=80),
+    dict(form=RopeForm(interleaved=True), rotary=8), dict(form=RopeForm(half_tables=True), sinks=True, window=11),
+    dict(form=RopeForm(True, True, True), norm=True, chunk=32), dict(form=RopeForm(norm_offset=1.0), norm=True),
+], ids=str)
+@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [1] * 6, [3, 0, 0, 0], [5, 1, 0, 30]], ids=str)
+@pytest.mark.parametrize("splits", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_rope(query_lens, options, splits):
+    """The same as rotating first, in one launch and in two: outputs, caches and scales."""
+    norm, rotary, form = options.get("norm", False), options.get("rotary"), options.get("form", RopeForm())
+    options = {k: v for k, v in options.items() if k not in ("norm", "rotary", "form")}
+    shape = {**SMALL, **options}
+    pad = dict(pad_tokens=1, pad_reqs=2) if sum(query_lens) > 1 else {}
+    case, other = (make_case(query_lens, [n + 40 for n in query_lens], **shape, **pad, expect=False) for _ in range(2))
+    dim, dtype, tokens = shape["head_dim"], case.q.dtype, case.q.shape[0]
+    angles = torch.rand(tokens, (rotary or dim) // 2, device=DEVICE).mul(6.3)
+    if not form.half_tables:
+        angles = angles.repeat_interleave(2, dim=1) if form.interleaved else angles.repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    weights = [(torch.rand(dim, device=DEVICE) + 0.5).to(dtype) if norm else None for _ in range(2)]
+    rope = (cos, sin, *weights, 1e-6)
+    m = other.metadata
+    rotated = rope_kv_write_eager(other.q, other.k, other.v, *rope, *other.cache.of_layer(0), m.slot_mapping, **form.options())
+    prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
+    with decode.overridden(block_n=16, chunk_min=16, max_splits=splits):
+        expected = BACKEND.op(rotated, None, None, *other.arguments(prepared)[3:], **other.options)
+        got = BACKEND.rope_op(case.q, case.k, case.v, *rope, *case.arguments(prepared)[3:], **case.options, **form.options())
+    # float32: one rotation and one softmax, each to some 1e-6 of numbers of order 10; float16: rounded to 2**-11 twice. A key
+    # whose last bit differs may get the next int8 code: 1/127 of its largest number.
+    tolerance = 0.05 if "kv_dtype" in options else 2e-2 if dtype == torch.float16 else 2e-5
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    assert got[: sum(query_lens)].abs().amax(-1).gt(0).all() and not got[sum(query_lens) :].any()
+    for mine, theirs in zip(case.cache.of_layer(0), other.cache.of_layer(0), strict=True):
+        if mine is not None:
+            step = 1 if mine.dtype == torch.int8 else tolerance
+            torch.testing.assert_close(mine.float(), theirs.float(), atol=step, rtol=tolerance)
+
+
+def test_rope_opcheck():
+    case = make_case([1, 1], [5, 9], **SMALL)
+    cos, sin = torch.ones(2, 16, device=DEVICE), torch.zeros(2, 16, device=DEVICE)
+    torch.library.opcheck(BACKEND.rope_op, (case.q, case.k, case.v, cos, sin, None, None, 0.0, *case.arguments()[3:]),
+                          case.options)
+    torch.library.opcheck(BACKEND.rope_op, (case.q, case.k, case.v, cos[:, :8], sin[:, :8], None, None, 0.0,
+                                            *case.arguments()[3:]), {**case.options, "interleaved": True, "half_tables": True})
+
+
+# Quantised caches. Codes and scales must be bit for bit those of the oracle.
+
+QUANT = pytest.mark.parametrize("kv_dtype", [
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind == torch.float8_e5m2)) for kind in sorted(QUANTISED, key=str)], ids=str)
+INT8_FIRST = pytest.mark.parametrize("kv_dtype", [  # where the kinds differ in conversions only, which others test
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind != torch.int8)) for kind in sorted(QUANTISED, key=str)], ids=str)
+
+
+@QUANT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_quantised(layout, dtype, kv_dtype):
+    shape = {**SMALL, "layout": layout, "dtype": dtype, "kv_dtype": kv_dtype}
+    for query_lens, seq_lens in (([1] * 4, [1, 15, 17, 40]), ([5, 16, 33], [5, 16, 40]), ([1, 7, 0, 1], [20, 9, 5, 40]),
+                                 ([9, *[0] * 9], [40, *[0] * 9])):  # the last: T <= B, and no decode batch
+        case = make_case(query_lens, seq_lens, **shape, pad_tokens=2, pad_reqs=2)
+        check_drift(check_case(BACKEND, case), case)
+
+
+@QUANT
+@pytest.mark.parametrize("features", [dict(window=11, softcap=3.0, sinks=True, chunk=32), dict(write=False),
+                                      dict(strided=True), dict(poison=float("nan")),
+                                      dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=40, page_size=1),
+                                      dict(num_heads=16, num_kv_heads=1, head_dim=80)], ids=str)
+def test_quantised_features(features, kv_dtype):
+    shape = {**SMALL, **features, "kv_dtype": kv_dtype}
+    check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
+    check_case(BACKEND, make_case([5, 1, 0, 30], [70, 40, 3, 40], **shape, pad_tokens=2, pad_reqs=1))
+
+
+@QUANT
+@pytest.mark.parametrize("params", SPLITS, ids=str)
+def test_quantised_splits(params, kv_dtype):
+    with decode.overridden(block_n=16, chunk_min=16, max_splits=7, **params):
+        check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **SMALL, kv_dtype=kv_dtype, sinks=True))
+        check_case(BACKEND, make_case([1, 9, 1], [150, 40, 2], **SMALL, kv_dtype=kv_dtype, pad_tokens=1))
+    with extend.overridden(block_m=16, block_n=16, chunk_min=16, max_splits=5):
+        check_case(BACKEND, make_case([9, 1], [120, 3], **SMALL, kv_dtype=kv_dtype, window=70))
+
+
+@pytest.mark.parametrize("large", [1e-3, 1.0, 2e4])
+@QUANT
+def test_quantised_values_of_any_size_in_float16(kv_dtype, large):
+    """Neither do weights times a small scale vanish in float16, nor do large values overflow: the bound is relative."""
+    for query_lens in ([1, 1], [9, 1]):
+        case = make_case(query_lens, [200, 30], **{**SMALL, "dtype": torch.float16}, kv_dtype=kv_dtype)
+        case.v.mul_(large)
+        case.cache.v_scale[0].mul_(large)
+        reference = _reference(case)
+        out = run_case(BACKEND, case)
+        # A weight and the output are rounded once each, as in ``cases.make_case``, and 1e-5 of the largest for sums.
+        assert (out.double() - reference).abs().max() <= 2 * torch.finfo(torch.float16).eps * large * 4
+
+
+def _reference(case):
+    from quire.attn_ops.backends.torch_native import BACKEND as NATIVE
+
+    held = [tensor.clone() for tensor in case.cache.of_layer(0)]
+    wide = [tensor.float() for tensor in (case.q, case.k, case.v)]
+    m = case.metadata
+    return NATIVE.op(*wide, *held, m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, None, [],
+                     **case.options).double()
+
+
+@INT8_FIRST
+def test_quantised_how_a_sequence_is_cut_does_not_matter(kv_dtype):
+    """Pieces of 1 run the decode kernel with the newest key in registers, larger ones ``write`` and ``extend``; with more
+    rows than tokens, pieces of 3 run the decode kernel too, the step's earlier keys in registers."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(37, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    whole, cache = in_pieces(BACKEND, q, k, v, [37], kv_dtype)
+    for size, rows in ((1, 1), (3, 1), (3, 4), (16, 1), (16, 20)):
+        out, again = in_pieces(BACKEND, q, k, v, steps_of(37, size), kv_dtype, rows=rows)
+        torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
+        for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+
+
+WORDS = dict(num_heads=8, num_kv_heads=2, head_dim=64, page_size=4, dtype=torch.float16, device=DEVICE)
+
+
+def by_words(monkeypatch) -> list[bool]:
+    """What decoding chose, for each of its launches: see NOTE [Values by words]."""
+    chosen, launch = [], decode.launch
+    place = list(inspect.signature(decode.decode_kernel.fn).parameters).index("WORDS")
+    monkeypatch.setattr(decode, "launch", lambda kernel, grid, *args, **options: (
+        chosen.append(args[place]) if kernel is decode.decode_kernel else None, launch(kernel, grid, *args, **options)))
+    return chosen
+
+
+@INT8_FIRST
+@pytest.mark.parametrize("features", [
+    dict(head_dim=80), dict(head_dim=96, layout="HND"), dict(head_dim=57, head_dim_v=64), dict(head_dim=16, head_dim_v=36),
+    dict(head_dim=128, page_size=1, strided=True), dict(num_heads=17, num_kv_heads=1, head_dim=256), dict(page_size=12),
+    dict(window=11, softcap=3.0, sinks=True, chunk=32, layout="HND"), dict(window=1), dict(chunk=8, write=False),
+    dict(poison=float("nan"), sinks=True, write=False), dict(num_heads=4), dict(num_heads=2),
+], ids=str)
+def test_values_by_words(features, kv_dtype, monkeypatch):
+    chosen = by_words(monkeypatch)
+    shape = {**WORDS, **features, "kv_dtype": kv_dtype}
+    check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
+    check_case(BACKEND, make_case([3, 1, 0, 1], [20, 40, 3, 70], **shape, pad_tokens=2, pad_reqs=1))
+    check_case(BACKEND, make_case([9, *[0] * 9], [40, *[0] * 9], **shape))  # T <= B, and no decode batch
+    with decode.overridden(block_n=16, chunk_min=16, max_splits=7):
+        check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **shape))
+    assert chosen and all(chosen)
+
+
+@pytest.mark.parametrize("features", [dict(head_dim=65), dict(head_dim=66, layout="HND"), dict(head_dim=64, head_dim_v=63),
+                                      dict(dtype=torch.float32), dict(head_dim=32), dict(num_heads=66)], ids=str)
+def test_values_not_by_words(features, monkeypatch):
+    chosen = by_words(monkeypatch)
+    check_case(BACKEND, make_case([1, 1], [20, 70], **{**WORDS, **features}, kv_dtype=torch.int8))
+    assert chosen == [False]
+
+
+@pytest.mark.parametrize(("offset", "row", "page"), [(1, 64, 512), (6, 64, 512), (4, 64, 512), (0, 66, 528), (0, 64, 514)])
+def test_values_by_words_only_where_words_lie(offset, row, page, monkeypatch):
+    """A slice of a larger tensor may begin anywhere: a GPU loads a word from a multiple of four bytes only."""
+    chosen = by_words(monkeypatch)
+    case = make_case([1, 1], [20, 70], **WORDS, kv_dtype=torch.int8)
+    v = case.cache.v[0]
+    case.cache.v[0] = torch.zeros(offset + len(v) * page, dtype=v.dtype, device=DEVICE).as_strided(
+        v.shape, (page, 2 * row, row, 1), offset)
+    case.cache.v[0].copy_(v)
+    check_case(BACKEND, case)
+    assert chosen == [(offset, row, page) == (4, 64, 512)]
+
+
+@QUANT
+@pytest.mark.parametrize("query_lens", [[1, 1], [5, 12]])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_quantised_what_is_not_finite_is_not_hidden(bad, query_lens, kv_dtype):
+    for which in ("k", "v"):
+        case = make_case(query_lens, [9, 17], **SMALL, kv_dtype=kv_dtype)
+        last = query_lens[0] - 1
+        (case.k if which == "k" else case.v)[last, 1, 3] = bad
+        out = run_case(BACKEND, case)
+        assert out[last, 2:].isnan().all() and out[last, :2].isfinite().all() and out[query_lens[0] :].isfinite().all()
+        slot = int(case.metadata.slot_mapping[last])
+        scale = (case.cache.k_scale if which == "k" else case.cache.v_scale)[0][slot // 4, slot % 4]
+        assert scale.isnan().tolist() == [False, True]
+
+
+def test_scales_must_lie_alike():
+    case = make_case([1], [5], **SMALL, kv_dtype=torch.int8)
+    case.cache.v_scale[0] = case.cache.v_scale[0].contiguous()
+    with pytest.raises(ValueError, match="k_scale and v_scale of the same strides"):
+        run_case(BACKEND, case)
+    case.cache.k_scale[0] = case.cache.v_scale[0] = None
+    with pytest.raises(ValueError, match="needs k_scale and v_scale"):
+        run_case(BACKEND, case)
+
+
+# Registration, availability, errors.
+
+
+@pytest.mark.parametrize("case", [
+    dict(query_lens=[1, 1]), dict(query_lens=[1, 6], sinks=True, window=5), dict(query_lens=[5], write=False),
+    dict(query_lens=[1, 1], write=False, softcap=3.0, pad_tokens=1, pad_reqs=2),
+    dict(query_lens=[1, 1], kv_dtype=torch.int8), dict(query_lens=[1, 6], kv_dtype=torch.int8),
+], ids=str)
+def test_opcheck(case):
+    query_lens = case.pop("query_lens")
+    made = make_case(query_lens, [n + 18 for n in query_lens], **SMALL, **case)
+    m = made.metadata
+    # Padding tokens are NaN in the case, and NaN differs from itself: opcheck would take that for a mutation.
+    for tensor in (made.q, made.new_k, made.new_v):
+        tensor.nan_to_num_()
+    prepare = (m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
+    torch.library.opcheck(BACKEND.prepare, prepare)
+    for prepared in ((), BACKEND.prepare(*prepare)):
+        torch.library.opcheck(BACKEND.op, made.arguments(prepared), made.options)
+
+
+def test_cache_with_a_strided_last_dim_is_refused():
+    case = make_case([1], [5], **SMALL)
+    case.cache.k[0] = case.cache.k[0].transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(ValueError, match="last dim is contiguous"):
+        run_case(BACKEND, case)
+
+
+def test_available_says_why_not(monkeypatch):
+    assert available(DEVICE) is None
+    assert "not on meta" in available(torch.device("meta"))
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(common, "INTERPRETED", False)
+        assert "after the kernels were loaded" in available(DEVICE)
+        assert "no CUDA device" in available(torch.device("cuda"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "TRITON_INTERPRET=1" in available(torch.device("cpu"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install triton" in available(DEVICE)
+
+
+def test_import_without_triton_and_without_cuda_context():
+    code = ("import sys; sys.modules['triton'] = None\n"
+            "import torch; from quire.attn_ops.backends.triton import BACKEND\n"
+            "assert 'pip install triton' in BACKEND.available(torch.device('cuda'))\n"
+            "assert not torch.cuda.is_initialized()")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

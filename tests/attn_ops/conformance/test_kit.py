@@ -1,0 +1,392 @@
+"""The conformance kit: it passes a right backend, and catches each way to be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quire.attn_ops import backend as registry
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.backends import torch_native
+from quire.attn_ops.conformance import kit as conformance
+from quire.attn_ops.conformance.kit import Kit, main, oracle, run
+from quire.attn_ops.kv_quant import dequantise, quantise
+from quire.attn_ops.ops.rope import rotate
+from quire.attn_ops.registry import get_backend, register_backend
+from quire.attn_ops.step import current_step
+from tests.attn_ops.oracle import oracle_attention
+
+NATIVE = get_backend("torch_native")
+NAMES = ("q", "k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping", "block_table", "query_start_loc",
+         "seq_lens", "sinks", "prepared")
+
+
+def broken(change: Callable[[dict], object], **capabilities) -> AttentionBackend:
+    """torch_native, after ``change`` has spoilt the op's arguments; what it returns, unless None, is the result."""
+
+    def op(*args, **options):
+        given = {**dict(zip(NAMES, args, strict=True)), **options}
+        result = change(given)
+        return result if result is not None else torch_native.paged_attention(**given)
+
+    caps = dataclasses.replace(NATIVE.capabilities, **capabilities)
+    return dataclasses.replace(NATIVE, name="broken", op=op, capabilities=caps)
+
+
+def statuses(backend: AttentionBackend, only: str = "", **options) -> dict[str, str]:
+    """Results by check, without those of ``opcheck``, which needs a registered op."""
+    return {r.check: r.status for r in run(backend, only=only, **options) if r.check != "opcheck"}
+
+
+def failures(backend: AttentionBackend, only: str = "") -> set[str]:
+    return {name for name, status in statuses(backend, only).items() if status == "FAIL"}
+
+
+@pytest.mark.parametrize("way, status", [(1, "ok"), (-1, "FAIL"), (0, "FAIL")])
+def test_rope_op(way: int, status: str) -> None:
+    """Rotating the wrong way, or not at all, is seen."""
+    def rope_op(q, k, v, cos, sin, q_norm, k_norm, eps, *args, **options):
+        if way:
+            q, k = rotate(q, cos, way * sin), rotate(k, cos, way * sin)
+        return torch_native.paged_attention(q, k, v, *args, **options)
+
+    assert statuses(dataclasses.replace(NATIVE, rope_op=rope_op), "rotary") == {"rotary embedding (rope_op)": status}
+
+
+@pytest.mark.parametrize("honoured, declared, status", [
+    (("interleaved", "half_tables"), True, "ok"), ((), False, "ok"), (("interleaved",), True, "FAIL"),
+    (("half_tables",), True, "FAIL")], ids=str)
+def test_rope_forms(honoured: tuple[str, ...], declared: bool, status: str) -> None:
+    """A form that is declared and not honoured is seen; what is not declared is not asked for."""
+    def rope_op(q, k, v, cos, sin, q_norm, k_norm, eps, *args, interleaved=False, half_tables=False, **options):
+        given = dict(interleaved=interleaved, half_tables=half_tables)
+        form = {name: flag for name, flag in given.items() if name in honoured}
+        if half_tables and "half_tables" not in honoured:
+            cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)  # the wrong way, for neighbours
+        q, k = rotate(q, cos, sin, **form), rotate(k, cos, sin, **form)
+        return torch_native.paged_attention(q, k, v, *args, **options)
+
+    backend = dataclasses.replace(NATIVE, rope_op=rope_op, rope_forms=declared)
+    assert statuses(backend, "rotary") == {"rotary embedding (rope_op)": status}
+
+
+def test_the_oracle_is_the_plain_one() -> None:
+    torch.manual_seed(0)
+    q, keys, values, sinks = torch.randn(5, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 6), torch.randn(4)
+    for options in (dict(), dict(window=3), dict(softcap=2.0), dict(chunk=4), dict(window=5, softcap=3.0, chunk=8)):
+        for sink in (None, sinks):
+            expected = oracle_attention(q, keys, values, scale=0.3, sinks=sink, **options)
+            options = {"window": None, "softcap": None, "chunk": None, **options}
+            torch.testing.assert_close(oracle(q, keys, values, sink, scale=0.3, **options), expected, rtol=1e-9, atol=1e-9)
+            options = {k: v for k, v in options.items() if v is not None}
+
+
+# A right backend.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torch_native_passes(dtype) -> None:
+    results = run(NATIVE, "cpu", dtype, only="" if dtype == torch.float32 else "ch")  # those with batch, chunk, ...
+    assert not [r for r in results if r.status == "FAIL"]
+    skipped = {r.check: r.detail for r in results if r.status == "skip"}
+    if dtype == torch.float32:
+        assert skipped == {"rotary embedding (rope_op)": "it has no rope_op; a kernel before it rotates", **dict.fromkeys(
+            ["no synchronisation", "CUDA graph of a decode batch", "CUDA graph of a mixed batch"], "a cpu has none")}
+
+
+def test_triton_passes_in_the_interpreter() -> None:
+    triton = get_backend("triton")
+    why = triton.available(torch.device("cpu"))
+    if why:
+        pytest.skip(why)
+    assert not [r for r in run(triton, "cpu", only="batch") if r.status == "FAIL"]
+
+
+# Wrong ones.
+
+
+def spoil(**changes):
+    def change(given):
+        for name, function in changes.items():
+            given[name] = function(given)
+
+    return change
+
+
+def clone_caches(given):
+    given["k_cache"], given["v_cache"] = given["k_cache"].clone(), given["v_cache"].clone()
+
+
+def write_padding_to_slot_0(given):
+    """Slot -1 read as slot 0: a kernel that clamps."""
+    if given["k"] is not None:
+        for name in ("k", "v"):
+            cache, live = given[f"{name}_cache"], given["slot_mapping"] < 0
+            if live.any():
+                cache[0, 0] = given[name][live][0]
+
+
+def write_one_slot_too_many(given):
+    slots = given["slot_mapping"]
+    if len(slots) and given["k"] is not None and slots.max() >= 0:
+        size, last = given["k_cache"].shape[1], int(slots.max()) + 1
+        if last // size < given["k_cache"].shape[0]:
+            given["k_cache"][last // size, last % size] = 0.0
+
+
+def read_the_next_page_too(given):
+    given["seq_lens"], given["prepared"] = torch.where(given["seq_lens"] > 0, given["seq_lens"] + 1, 0), []
+
+
+def no_zeros_for_padding(given):
+    out = torch_native.paged_attention(**given)
+    live = int(given["query_start_loc"][-1])
+    out[live:] = 1.0
+    return out
+
+
+def leak_garbage(given):
+    """0 * NaN: the values past a sequence's end take part with weight zero."""
+    out = torch_native.paged_attention(**given)
+    pages = given["block_table"].long().flatten()
+    return out + 0 * given["v_cache"][pages].sum()
+
+
+def pages_in_physical_order(given):
+    given["block_table"] = given["block_table"].sort(dim=1, descending=True).values
+
+
+@pytest.mark.parametrize("change, caught_by", [
+    (spoil(window=lambda g: None), {"feature window", "features together"}),
+    (spoil(window=lambda g: g["window"] and g["window"] + 1), {"feature window", "features together"}),
+    (spoil(softcap=lambda g: None), {"feature softcap", "features together"}),
+    (spoil(chunk=lambda g: None), {"feature chunk", "features together"}),
+    (spoil(sinks=lambda g: None), {"feature sinks", "features together"}),
+    (spoil(scale=lambda g: 1.0), {"decode batch", "mixed batch"}),
+    (clone_caches, {"decode batch", "mixed batch", "prefill batch"}),
+    (write_padding_to_slot_0, {"padding"}),
+    (write_one_slot_too_many, {"decode batch", "mixed batch"}),
+    (read_the_next_page_too, {"decode batch", "mixed batch"}),
+    (no_zeros_for_padding, {"padding", "stale metadata in padding"}),
+    (leak_garbage, {"garbage in unused slots"}),
+    (pages_in_physical_order, {"decode batch", "mixed batch"}),
+    (spoil(k=lambda g: g["k"] if g["k"] is not None else torch.zeros_like(g["q"][:, : g["k_cache"].shape[2]]),
+           v=lambda g: g["v"] if g["v"] is not None else torch.zeros_like(g["q"][:, : g["k_cache"].shape[2]])),
+     {"shared cache (no k, v)"}),
+    (lambda g: torch_native.paged_attention(**g).double(), {"decode batch"}),
+    (lambda g: torch_native.paged_attention(**g)[:-1], {"decode batch", "padding"}),
+], ids=["no_window", "window_off_by_one", "no_softcap", "no_chunk", "no_sinks", "scale", "functional", "slot_minus_one",
+        "one_slot_more", "one_key_more", "padding_not_zero", "nan", "page_order", "writes_when_shared", "dtype", "shape"])
+def test_a_broken_backend_fails(change, caught_by) -> None:
+    assert caught_by <= failures(broken(change))
+
+
+def scale_of_one(given):
+    """Codes without their scales: what an fp8 cache without calibration does."""
+    if given["k_scale"] is not None and given["k"] is not None:
+        torch_native.paged_attention(**given)
+        given["k_scale"][given["k_scale"] != 0] = 1.0
+        given["k"] = given["v"] = None
+
+
+def newest_as_it_was(given):
+    """The step's own keys and values are attended to before they are rounded, and rounded in the cache."""
+    if given["k_scale"] is not None and given["k"] is not None:
+        exact = {**given, "k_scale": None, "v_scale": None}
+        for name in ("k", "v"):
+            exact[f"{name}_cache"] = dequantise(given[f"{name}_cache"], given[f"{name}_scale"])
+        torch_native.paged_attention(**given)
+        return torch_native.paged_attention(**exact)
+
+
+def hide_nan(given):
+    for name in ("k", "v"):
+        if given["k_scale"] is not None and given[name] is not None:
+            given[name] = given[name].nan_to_num(nan=0.0)
+
+
+def truncate(given):
+    """Codes rounded towards zero."""
+    if given["k_scale"] is not None and given["k"] is not None:
+        codes, scale = quantise(given["k"], given["k_cache"].dtype)
+        exact = given["k"].float() / scale[..., None]
+        given["k"] = (exact.trunc() * scale[..., None]).to(given["k"].dtype)
+
+
+@pytest.mark.parametrize("change", [scale_of_one, newest_as_it_was, hide_nan, truncate], ids=lambda f: f.__name__)
+def test_a_backend_that_quantises_in_its_own_way_fails(change) -> None:
+    names = {"KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
+    assert failures(broken(change)) == names
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_all_checks_on_a_quantised_cache(kv_dtype) -> None:
+    results = run(NATIVE, "cpu", kv_dtype=kv_dtype)
+    assert {r.status for r in results} == {"ok", "skip"} and len(results) > 30
+    only = run(broken(spoil(window=lambda g: None)), "cpu", only="feature window", kv_dtype=kv_dtype)
+    assert [r.status for r in only] == ["FAIL"]
+    (result,) = run(broken(lambda given: None, kv_dtypes=frozenset()), "cpu", kv_dtype=kv_dtype)
+    assert result.status == "FAIL" and result.detail == f"KV cache dtype {kv_dtype} is not declared"
+
+
+def test_only_the_spoilt_feature_fails() -> None:
+    assert failures(broken(spoil(window=lambda g: None))) == {
+        "feature window", "features together", "garbage in unused slots",  # the last ones have all features, too
+        "KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
+
+
+def test_wrong_with_grouped_heads_only() -> None:
+    """Query head h reads key head h % Hkv."""
+
+    def change(given):
+        kv_heads = given["k_cache"].shape[2]
+        order = torch.arange(given["q"].shape[1]).view(kv_heads, -1).T.flatten()
+        if kv_heads > 1:
+            given["q"] = given["q"][:, order]
+
+    assert {"decode batch", "query heads a key head"} <= failures(broken(change))
+
+
+def test_wrong_with_one_layout_only() -> None:
+    def change(given):
+        if given["k_cache"].stride(1) < given["k_cache"].stride(2):
+            given["v_cache"] = given["v_cache"].flip(1)
+
+    assert "layout HND" in failures(broken(change), "layout") and "layout NHD" not in failures(broken(change), "layout")
+
+
+def test_an_exception_is_a_failure_with_its_place() -> None:
+    def change(given):
+        raise ZeroDivisionError("kernel")
+
+    (result,) = run(broken(change), only="decode batch")[:1]
+    assert result.status == "FAIL" and result.detail.startswith("ZeroDivisionError: kernel (")
+    assert "test_kit.py:" in result.detail
+
+
+def test_undeclared_features_must_be_refused() -> None:
+    plain = broken(lambda given: None, window=False, sinks=False, kv_dtypes=frozenset({torch.float8_e5m2}),
+                   layouts=frozenset({"NHD"}),
+                   page_sizes=lambda p: p == 16, page_sizes_note="16")
+    results = {r.check: r for r in run(plain)}
+    assert not [r for r in results.values() if r.status == "FAIL" and r.check != "opcheck"]
+    assert results["KV cache float8_e5m2"].detail == ""
+    for name in ("feature window", "feature sinks", "layout HND", "page size 4", "KV cache int8"):
+        assert results[name].detail == "not declared: refused"
+
+    class Careless(AttentionCapabilities):
+        def reasons_against(self, site, **options):
+            return []
+
+    fields = {f.name: getattr(plain.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
+    careless = dataclasses.replace(plain, capabilities=Careless(**fields))
+    assert {"feature window", "feature sinks", "layout HND", "page size 4", "non-causal",
+            "KV cache int8"} <= failures(careless)
+
+
+def test_a_declaration_that_cannot_be_kept() -> None:
+    assert "non-causal" in failures(broken(lambda given: None, non_causal=True), "non-causal")
+
+
+def test_opcheck_catches_an_undeclared_mutation() -> None:
+    """An op that changes its queries: numbers and cache are right, the schema is a lie."""
+    def op(q, *rest, **options):
+        out = torch_native.paged_attention(q, *rest, **options)
+        q.add_(1)
+        return out
+
+    liar = dataclasses.replace(NATIVE, name="liar", op=define_paged_op("liar_for_test", op, devices=("CPU",)))
+    (result,) = run(liar, only="opcheck")
+    assert result.status == "FAIL" and "q is not defined as mutable but was mutated" in result.detail
+
+
+# State, plan, and CUDA graphs.
+
+
+def test_a_backend_that_plans() -> None:
+    """Its state is made for the batch's limits, its plan runs once a step, and the op finds both in the step."""
+    plans = []
+
+    def make_state(sites, cache, limits):
+        assert isinstance(sites[0], AttentionSite) and cache.num_layers == 1
+        return {"limits": limits}
+
+    def plan(metadata, step):
+        assert current_step() is step and step.states["planner"]["limits"].max_num_tokens == metadata.num_tokens
+        plans.append(metadata)
+        step.states["planner"]["planned"] = metadata
+
+    def op(*args, **options):
+        step = current_step()
+        assert step.states["planner"]["planned"] is step.metadata
+        return torch_native.paged_attention(*args, **options)
+
+    planner = dataclasses.replace(NATIVE, name="planner", op=op, make_state=make_state, plan=plan)
+    assert {r.status for r in run(planner, only="batch")} == {"ok", "skip"}
+    assert plans
+
+
+def test_graphs_are_skipped_with_the_reason() -> None:
+    never = broken(lambda given: None, cudagraph_support=CudagraphSupport.NEVER)
+    assert [r.detail for r in run(never, only="CUDA graph")] == ["the backend declares NEVER"] * 2
+    decode = broken(lambda given: None, cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    assert [r.detail for r in run(decode, only="CUDA graph")] == [
+        "a cpu has none", "the backend declares UNIFORM_SINGLE_TOKEN_DECODE"]
+
+
+@pytest.mark.parametrize("change, dtype, detail", [
+    (dict(available=lambda device: "needs a left-handed GPU"), None, "needs a left-handed GPU"),
+    (dict(capabilities=dataclasses.replace(NATIVE.capabilities, devices=frozenset({"cuda"}))), None, "runs on cuda"),
+    (dict(), torch.float64, "dtype torch.float64 is not declared"),
+    (dict(capabilities=dataclasses.replace(NATIVE.capabilities, head_dims=lambda d, dv: d == 7)), None, "no head dims"),
+    (dict(capabilities=dataclasses.replace(NATIVE.capabilities, page_sizes=lambda p: p == 7)), None, "no page size among"),
+    (dict(capabilities=dataclasses.replace(NATIVE.capabilities, layouts=frozenset())), None, "no layout is declared"),
+])
+def test_a_backend_that_cannot_be_checked_fails(change, dtype, detail) -> None:
+    (result,) = run(dataclasses.replace(NATIVE, **change), "cpu", dtype)
+    assert result.status == "FAIL" and detail in result.detail
+
+
+def test_batches_are_reproducible() -> None:
+    kit = Kit(NATIVE, torch.device("cpu"), torch.float32)
+    first, second = (kit.batch(conformance.MIXED, pad=(2, 1)) for _ in range(2))
+    assert torch.equal(first.cache.k[0], second.cache.k[0]) and torch.equal(first.expected, second.expected)
+
+
+# The command line.
+
+
+def test_main(capsys, monkeypatch) -> None:
+    assert main(["--backend", "torch_native", "--device", "cpu", "--only", "batch"]) == 0
+    out = capsys.readouterr().out
+    assert "attention backend torch_native on cpu" in out and "mixed batch" in out
+    assert "3 passed, 0 failed, 2 skipped" in out
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # as if rich were not installed
+    assert main(["--backend", "torch_native", "--device", "cpu", "--dtype", "float16", "--only", "decode batch"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  decode batch {18}ok {7}\d\.\d s", out, re.MULTILINE)
+
+
+def test_main_fails(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry.all_backends()))
+    register_backend(broken(spoil(window=lambda g: None)))
+    assert main(["--backend", "broken", "--only", "feature window"]) == 1
+    assert "1 failed" in capsys.readouterr().out
+    assert main(["--backend", "nobody"]) == 1
+    assert "unknown attention backend 'nobody'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--backend", "broken", "--dtype", "int4"])
+    assert main(["--backend", "broken", "--only", "layout", "--kv-dtype", "float8_e5m2"]) == 0
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "quire.attn_ops.conformance", "--backend", "torch_native", "--only", "decode b"],
+                          capture_output=True, text=True, timeout=300, cwd=str(torch_native.__file__).split("attn_ops")[0])
+    assert done.returncode == 0 and "1 passed, 0 failed" in done.stdout, done.stderr

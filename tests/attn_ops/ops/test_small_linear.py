@@ -1,0 +1,148 @@
+"""The linear layer for decode batches, against its definition in fp32; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.attn_ops.kv_quant import quantise
+from quire.attn_ops.ops.small_linear import (
+    MAX_TOKENS,
+    MAX_TOKENS_QUANTISED,
+    QUANTISED,
+    small_linear,
+    small_linear_cuda,
+    small_linear_eager,
+)
+from quire.attn_ops.tuning.small_linear import Config
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+
+
+def case(tokens, n, k, *, norm=False, bias=False, residual=False, swiglu=False, dtype=torch.float16):
+    torch.manual_seed(tokens + n + k)
+    made = dict(dtype=dtype, device=DEVICE)
+    rows = 2 * n if swiglu else n
+    return (torch.randn(1, tokens, k, **made), torch.randn(rows, k, **made) * k**-0.5,
+            torch.randn(rows, **made) if bias else None, torch.rand(k, **made) + 0.5 if norm else None, EPS,
+            torch.randn(1, tokens, n, **made) if residual else None, swiglu)
+
+
+def close(out, args) -> None:
+    """Two fp16 roundings of results of order 1 (the norm's, the sum's) and their reach through SwiGLU: 4e-3 is 8 ulp."""
+    wide = small_linear_eager(*[a.float() if isinstance(a, torch.Tensor) else a for a in args])
+    assert out.shape == wide.shape and out.dtype == args[0].dtype
+    torch.testing.assert_close(out.float(), wide, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(norm=True), dict(bias=True), dict(residual=True), dict(swiglu=True),
+    dict(norm=True, bias=True, residual=True, swiglu=True),
+], ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize("tokens, n, k", [(1, 64, 128), (1, 40, 200), (3, 64, 128), (16, 40, 200), (17, 64, 128)])
+def test_kernel(tokens, n, k, options) -> None:
+    args = case(tokens, n, k, **options)
+    close(small_linear_cuda(*args), args)
+
+
+def quantised(args, kind):
+    """The same with a weight of codes, as attn_ops/kv_quant.py rounds them, and their scales."""
+    codes, scale = quantise(args[1], kind)
+    return (args[0], codes, *args[2:], scale)
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=str)
+@pytest.mark.parametrize("options", [{}, dict(norm=True, bias=True, residual=True, swiglu=True)], ids=len)
+@pytest.mark.parametrize("tokens, n, k", [
+    (1, 64, 128), (1, 40, 200), (16, 40, 200), (40, 64, 128), (130, 72, 72), (257, 8, 16),
+])
+def test_quantised(tokens, n, k, options, kind) -> None:
+    """The codes are exact in both: what differs is rounding, as without codes."""
+    args = quantised(case(tokens, n, k, **options), kind)
+    out = small_linear_cuda(*args)
+    close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
+    assert tokens <= MAX_TOKENS_QUANTISED or torch.equal(out, small_linear_eager(*args))
+
+
+@pytest.mark.parametrize("tokens, n, k", [(40, 64, 128), (130, 72, 200), (33, 8, 16)])
+@pytest.mark.parametrize("splits", [2, 3])
+def test_programs_share_the_columns(tokens, n, k, splits) -> None:
+    """Also where a share is empty, and where columns or rows end within a tile."""
+    args = quantised(case(tokens, n, k, bias=True, residual=True), torch.int8)
+    out = small_linear_cuda(*args, config=Config(16, 32, 4, 2, splits))
+    close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
+
+
+@pytest.mark.parametrize("options", [dict(norm=True), dict(swiglu=True)], ids=str)
+def test_whole_sums_are_not_shared(options) -> None:
+    args = quantised(case(40, 64, 128, **options), torch.int8)
+    assert torch.equal(small_linear_cuda(*args, config=Config(16, 32, 4, 2, 2)),
+                       small_linear_cuda(*args, config=Config(16, 32, 4, 2)))
+
+
+def test_codes_are_multiplied_not_numbers_near_them() -> None:
+    """All codes of int8, each alone: the products are exact."""
+    codes = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(256, 1).expand(256, 16).contiguous()
+    scale = torch.full((256,), 0.5, device=DEVICE)
+    for tokens in (1, 3):
+        x = torch.zeros(tokens, 16, dtype=torch.float16, device=DEVICE)
+        x[:, 5] = 2
+        out = small_linear_cuda(x, codes, None, None, 0.0, None, False, scale)
+        assert torch.equal(out, codes[:, 0].half().expand(tokens, 256))
+
+
+@pytest.mark.parametrize("config", [Config(1, 64, 4, 1), Config(4, 256, 4, 2), Config(16, 64, 4, 2), Config(64, 128, 4, 3)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_any_tile(tokens, config) -> None:
+    if tokens > 1 and config.block_n < 16:
+        pytest.skip("the matrix unit's smallest tile is 16 rows")
+    args = case(tokens, 40, 96, norm=True, residual=True)
+    close(small_linear_cuda(*args, config=config), args)
+
+
+@pytest.mark.parametrize("tokens, dtype", [(MAX_TOKENS + 1, torch.float16), (2, torch.float32), (0, torch.float16)])
+def test_outside_its_range_it_is_the_definition(tokens, dtype) -> None:
+    args = case(tokens, 8, 16, norm=True, dtype=dtype)
+    assert torch.equal(small_linear_cuda(*args), small_linear_eager(*args))
+
+
+def test_a_weight_that_is_a_view_of_a_larger_one() -> None:
+    args = list(case(2, 32, 64))
+    args[1] = torch.cat([args[1], args[1]])[16:48]
+    close(small_linear_cuda(*args), args)
+
+
+def apart(t):
+    """The same numbers, not side by side."""
+    return t if t is None or not isinstance(t, torch.Tensor) else torch.stack([t, t + 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("tokens, codes", [(1, False), (1, True), (5, False), (5, True), (40, True)])
+def test_numbers_that_do_not_lie_side_by_side(tokens, codes) -> None:
+    args = case(tokens, 40, 64, norm=True, bias=True, residual=True)
+    args = quantised(args, torch.int8) if codes else args
+    out = small_linear_cuda(*[t if i == 1 else apart(t) for i, t in enumerate(args)])
+    assert torch.equal(out, small_linear_cuda(*args))
+    out = small_linear_cuda(args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
+    assert torch.equal(out, small_linear_cuda(*args))
+
+
+def test_other_dtypes_are_left_to_the_definition() -> None:
+    args = list(case(3, 8, 16, residual=True))
+    args[5] = args[5].float()
+    assert torch.equal(small_linear_cuda(*args), small_linear_eager(*args)) and small_linear_cuda(*args).dtype == torch.float32
+
+
+def test_leading_dimensions_are_kept() -> None:
+    x, *rest = case(6, 32, 64)
+    out = small_linear_cuda(x.view(2, 3, 64), *rest)
+    assert out.shape == (2, 3, 32)
+    assert torch.equal(out.view(1, 6, 32), small_linear_cuda(x, *rest))
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(small_linear, case(3, 16, 32, norm=True, bias=True, residual=True, swiglu=True))
+    torch.library.opcheck(small_linear, case(3, 16, 32))
+    torch.library.opcheck(small_linear, quantised(case(3, 16, 32), torch.int8))

@@ -1,0 +1,105 @@
+"""``quire.backends()``: one row a backend, in the order of attention="auto", with the reason where it is unusable."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import quire.attn_ops.backend
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.registry import BackendRow, BackendTable, all_backends, backends, get_backend
+
+
+def fake(name: str, *, reason: str | None = None, priority: dict[str, int] | None = None, **caps) -> AttentionBackend:
+    options = {"devices": frozenset({"cpu"}), "dtypes": frozenset({torch.float32})} | caps
+    return AttentionBackend(name, AttentionCapabilities(**options), lambda device: reason, None, priority=priority)
+
+
+FAKES = {b.name: b for b in (
+    fake("on_request"),
+    fake("second", priority={"cpu": 10, "cuda": 1}, dtypes=frozenset({torch.float16, torch.bfloat16}), window=True,
+         sinks=True, kv_dtypes=frozenset({torch.int8, torch.float32}),
+         head_dims_note="64, 128", page_sizes_note="16", cudagraph_support=CudagraphSupport.ALWAYS),
+    fake("missing", priority={"cpu": 5}, reason="package x is not installed: pip install x"),
+    fake("gpu_only", priority={"cuda": 0}, devices=frozenset({"cuda", "xpu"}), reason="never asked on a CPU"),
+    fake("first", priority={"cpu": 0}),
+)}
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    all_backends()  # loads the real ones, once, before their registry is put aside
+    monkeypatch.setattr(quire.attn_ops.backend, "_BACKENDS", dict(FAKES))
+    monkeypatch.setattr(quire.attn_ops.backend, "_BROKEN", {"broken": "failed to load: ImportError: no module y"})
+
+
+def test_rows_and_order(fakes) -> None:
+    table = backends("cpu")
+    assert isinstance(table, BackendTable) and table.device == torch.device("cpu")
+    assert [(r.name, r.usable, r.priority) for r in table] == [
+        ("first", True, 0), ("missing", False, 5), ("second", True, 10), ("on_request", True, None),
+        ("gpu_only", False, None), ("broken", False, None)]
+    assert [r.reason for r in table if not r.usable] == [
+        "package x is not installed: pip install x", "runs on cuda, xpu", "failed to load: ImportError: no module y"]
+    assert [r.name for r in backends(torch.device("cuda"))][:2] == ["gpu_only", "second"]
+    assert table[-1].capabilities is None and table[0].capabilities is FAKES["first"].capabilities
+
+
+def test_text(fakes) -> None:
+    assert_expected_inline(str(backends("cpu")), """\
+backend     usable  dtypes             quantised KV  head dims  page sizes  features       CUDA graphs
+first       yes     float32            none          any        any         none           NEVER
+missing     no      float32            none          any        any         none           NEVER
+second      yes     bfloat16, float16  int8          64, 128    16          window, sinks  ALWAYS
+on_request  yes     float32            none          any        any         none           NEVER
+gpu_only    no      float32            none          any        any         none           NEVER
+broken      no
+missing: not usable on cpu: package x is not installed: pip install x
+gpu_only: not usable on cpu: runs on cuda, xpu
+broken: not usable on cpu: failed to load: ImportError: no module y
+attention="auto" goes by the order above: nothing is measured on this device (run `quire bench attention --save`)""")
+    assert repr(backends("cpu")) == str(backends("cpu"))
+
+
+def test_rows_are_frozen(fakes) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        backends("cpu")[0].name = "other"
+    assert BackendRow("x", None, None, None).usable and not BackendRow("x", "why", None, None).usable
+
+
+def test_empty_table() -> None:
+    text = str(BackendTable([], torch.device("cpu")))
+    assert text.split() == "backend usable dtypes quantised KV head dims page sizes features CUDA graphs".split()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_backends_here(device) -> None:
+    """Every backend has a row that agrees with its own record, whatever this machine has."""
+    table = backends(device)
+    assert {r.name for r in table} >= {"torch_native", "triton", "flashinfer"}
+    text = str(table)
+    for row in table:
+        if row.capabilities is None:
+            continue
+        backend = get_backend(row.name)
+        assert row.capabilities is backend.capabilities
+        serves = device in backend.capabilities.devices
+        expected = backend.available(torch.device(device)) if serves else "not for this device"
+        assert row.usable == (expected is None)
+        assert re.search(rf"^{row.name} +{'yes' if row.usable else 'no'} ", text, re.MULTILINE)
+        if not row.usable:
+            assert f"{row.name}: not usable on {device}: {row.reason}" in text
+    assert set(all_backends()) <= {r.name for r in table}
+
+
+def test_torch_native_is_always_usable() -> None:
+    (row,) = [r for r in backends("cpu") if r.name == "torch_native"]
+    assert row.usable and row.priority == 0
+
+
+def test_default_device() -> None:
+    assert backends().device.type == ("cuda" if torch.cuda.is_available() else "cpu")

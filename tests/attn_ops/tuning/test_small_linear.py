@@ -1,0 +1,196 @@
+"""Launch parameters: measured once, kept, found again; the files, the rule, and when the definition wins."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+import torch
+
+from quire.attn_ops.kernels.launch import noting
+from quire.attn_ops.ops.small_linear import small_linear_cuda, small_linear_eager
+from quire.attn_ops.tuning import small_linear as tuning
+from quire.attn_ops.tuning.small_linear import (
+    CANDIDATES,
+    TABLE,
+    Config,
+    LinearShape,
+    config_for,
+    key,
+    missing,
+    parsed,
+    tune,
+    user_file,
+)
+
+triton = pytest.importorskip("triton")
+CPU = torch.device("cpu")
+SHAPE = LinearShape(32, 64, True, False, False, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_COLD", 0)  # two weights do
+    tuning._known.cache_clear()
+    yield tmp_path
+    tuning._known.cache_clear()
+
+
+class Timer:
+    """Gives out times in order: of the definition, then of each candidate; runs what it is to time."""
+
+    def __init__(self, *times: float) -> None:
+        self.times, self.calls = list(times), 0
+
+    def __call__(self, run, calls: int) -> float:
+        run()
+        self.calls += 1
+        return self.times[(self.calls - 1) % len(self.times)]
+
+
+def test_measured_once_and_kept() -> None:
+    timer = Timer(9.0, 5.0, 3.0, 4.0)  # the second candidate wins, for each of the three sizes
+    assert [m for _, m in missing([SHAPE], CPU)] == [1, 8, 32]
+    seen = []
+    assert tune([SHAPE, SHAPE], CPU, timer=timer, progress=lambda items: iter(seen.append(len(items)) or items)) == 3
+    assert timer.calls == 12 and seen == [3] and not missing([SHAPE], CPU)
+    for tokens in (1, 2, 8, 16, 17, 32):
+        assert config_for(tokens, 32, 64, False, CPU) == CANDIDATES[tokens == 1][1]
+    assert tune([SHAPE], CPU, timer=timer) == 0 and timer.calls == 12
+    tuning._known.cache_clear()  # as in another process
+    assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+def test_codes_are_measured_apart(codes: torch.dtype) -> None:
+    """For more tokens too: those run without what is folded in for few (passes/fusions/small_linear.py)."""
+    shape = SHAPE._replace(n=64, residual=True, swiglu=True, norm=False, codes=codes)
+    sizes = missing([shape], CPU)
+    assert [m for _, m in sizes] == [1, 8, 32, 64, 128, 256]
+    assert [(s.swiglu, s.residual) for s, _ in sizes] == [(True, True)] * 3 + [(False, False)] * 3
+    timed = []
+    timer = lambda run, calls: timed.append(run()) or 9.0 - len(timed) % 4  # noqa: E731
+    assert tune([shape], CPU, timer=timer) == 6 and not missing([shape], CPU)
+    assert len(timed) == sum(1 + len(tuning.candidates(m, codes)) for _, m in sizes), "a candidate failed or erred"
+    assert len(missing([shape._replace(codes=None, swiglu=False)], CPU)) == 3
+    other = torch.int8 if codes != torch.int8 else torch.float8_e4m3fn
+    assert len(missing([shape._replace(codes=other)], CPU)) == 6
+    for tokens, swiglu in ((1, True), (32, True), (33, False), (200, False)):
+        found = config_for(tokens, 64, 64, swiglu, CPU, codes)
+        assert found in (None, *tuning.candidates(tokens, codes)) and found == config_for(tokens, 64, 64, swiglu, CPU, codes)
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
+    shape = SHAPE._replace(norm=False, codes=codes)
+    for tokens in (1, 8):
+        (call,) = tuning.arguments(shape, tokens, CPU, 1)
+        for config in tuning.candidates(tokens, codes):
+            tuning._known.cache_clear()
+            tuning._known(CPU)[key(tokens, shape.n, shape.k, False, codes)] = list(config)
+            with noting() as launched:
+                small_linear_cuda(*call)
+            with noting() as wanted:
+                small_linear_cuda(*call, config=config)
+            assert launched == wanted and len(launched) == 1
+
+
+def test_what_is_compiled_ahead_is_what_measuring_launches() -> None:
+    shapes = [SHAPE, SHAPE._replace(n=64, residual=True), SHAPE._replace(swiglu=True), SHAPE._replace(codes=torch.int8)]
+    ahead = tuning.launches(shapes, CPU)
+    with noting() as launched:  # results are not there, so nothing is timed: every candidate is called once
+        tune(shapes, CPU, timer=Timer(1.0))
+    assert ahead == launched and len(ahead) >= len(CANDIDATES[True]) + len(CANDIDATES[False])
+    assert not tuning.launches(shapes, CPU), "all is measured now"
+
+
+def test_nothing_to_measure_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning._known.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert tune([], CPU) == 0
+
+
+@pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, 6)])
+def test_how_many_weights_are_gone_through(cold: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough not to fit into the cache, but no more than so many: a small model's weights are in the cache anyway."""
+    monkeypatch.setattr(tuning, "_COLD", cold)
+    monkeypatch.setattr(tuning, "MOST_COPIES", 6)
+    calls = set()
+    tuning.fastest(SHAPE, 1, CPU, lambda run, n: float(calls.add(n) or len(run())))
+    assert calls == {copies}
+
+
+def test_the_definition_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was faster, the op runs it: bit for bit."""
+    tune([SHAPE], CPU, timer=Timer(1.0, 5.0, 3.0, 4.0))
+    assert config_for(8, 32, 64, False, CPU) is None
+    args = (torch.randn(8, 64).half(), torch.randn(32, 64).half(), None, torch.rand(64).half(), 1e-5, None, False)
+    assert torch.equal(small_linear_cuda(*args), small_linear_eager(*args))
+
+
+def test_a_candidate_that_fails_or_errs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args, config):
+        if config == CANDIDATES[False][0]:
+            raise RuntimeError("too much shared memory")
+        return small_linear_cuda(*args, config=config) * (2 if config == CANDIDATES[False][1] else 1)
+
+    monkeypatch.setattr("quire.attn_ops.ops.small_linear.small_linear_cuda", broken)
+    best = tuning.fastest(SHAPE, 8, CPU, Timer(9.0, 5.0))
+    assert best == CANDIDATES[False][2]
+
+
+def test_other_shapes_go_by_the_rule() -> None:
+    tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
+    for tokens, n, k, swiglu in ((1, 64, 64, False), (8, 32, 128, False), (8, 32, 64, True)):
+        found = config_for(tokens, n, k, swiglu, CPU)
+        assert found is not None and (tokens == 1 or found.block_n >= 16)
+
+
+@pytest.mark.parametrize("text", [
+    "{", '{"format": 9, "devices": {}}', '{"format": 1, "devices": {"x": {"1x2x3": [1, 2]}}}', "[]"])
+def test_a_file_that_cannot_be_read(text, caplog) -> None:
+    """Ignored with a warning, and replaced by the next measurement."""
+    user_file().write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert len(missing([SHAPE], CPU)) == 3
+    assert "are ignored" in caplog.text
+    tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
+    tuning._known.cache_clear()
+    assert not missing([SHAPE], CPU)
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, folder, caplog) -> None:
+    """The process goes on with what it measured."""
+    (folder / "file").write_text("")
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(folder / "file"))
+    assert tune([SHAPE], CPU, timer=Timer(9.0, 5.0)) == 3
+    assert "could not be kept" in caplog.text
+    assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][0]
+
+
+def test_other_devices_and_versions_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
+    monkeypatch.setattr(tuning, "_device_key", lambda device: "another GPU, triton 9")
+    tuning._known.cache_clear()
+    assert len(missing([SHAPE], CPU)) == 3
+    tune([SHAPE], CPU, timer=Timer(1.0, 5.0))
+    assert len(json.loads(user_file().read_text())["devices"]) == 2
+
+
+def test_the_table_that_ships() -> None:
+    for device, configs in json.loads(TABLE.read_text()).items():
+        assert device.startswith("NVIDIA")
+        for name, values in configs.items():
+            tokens, *_ = shape = parsed(name)
+            assert key(*shape) == name
+            config = Config(*values)
+            assert all(v & (v - 1) == 0 for v in config[:3]) and (tokens == 1 or config.block_n >= 16)
+
+
+@pytest.mark.parametrize("shape", [
+    (1, 64, 128, False, None), (32, 8, 8, True, torch.int8), (128, 8, 8, False, torch.float8_e4m3fn)], ids=str)
+def test_keys_say_what_they_are_of(shape) -> None:
+    assert parsed(key(*shape)) == shape

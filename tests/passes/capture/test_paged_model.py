@@ -1,0 +1,284 @@
+"""``PagedModel``: one trace that serves every batch shape, several models side by side, and what is put back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.paged_model import PagedModel, QuireOptions, find_sites
+from quire.passes.verify.sites import check_config, format_sites
+from tests.passes.models import Attention, Tiny, tiny
+from tests.zoo.configs import SERVED, Served, build
+from tests.zoo.harness import TOLERANCE, error, reference, serve
+
+EAGER = QuireOptions(compiler="eager")
+
+
+@pytest.mark.slow
+def test_many_models_in_one_process() -> None:
+    """Dynamo traces one code object at most eight times, and keeps its cache by code object."""
+    first = PagedModel(build(SERVED["llama"]), EAGER)
+    others = [PagedModel(build(SERVED["llama"], seed=seed), EAGER) for seed in range(1, 10)]
+    for seed, model in [(0, first), (9, others[-1]), (4, others[3])]:
+        batch = reference(build(SERVED["llama"], seed=seed, attention="eager"))
+        assert error(serve(model, batch, page_size=4), batch) <= TOLERANCE
+
+
+def test_numbers_that_differ_between_models_stay_numbers() -> None:
+    """Dynamo makes a symbol of an attribute that it has seen with another value; scales and windows must be constants."""
+    for head_dim, window in [(16, 8), (8, 4), (32, 6)]:
+        options = {**SERVED["mistral"].options, "head_dim": head_dim, "sliding_window": window}
+        for site in find_sites(build(Served("MistralConfig", options))):
+            assert (site.scale, site.window, site.head_dim) == (head_dim**-0.5, window, head_dim)
+            assert isinstance(site.scale, float) and isinstance(site.window, int)
+
+
+def test_one_trace_serves_all_shapes_even_one_token() -> None:
+    model = PagedModel(build(SERVED["qwen2"]), EAGER)
+    batch = reference(model.model)
+    for page_size in (1, 7):  # a second trace would be refused
+        assert error(serve(model, batch, page_size=page_size), batch) <= TOLERANCE
+
+
+def test_no_cache_of_transformers_in_the_trace() -> None:
+    """granitemoe's forward takes use_cache among its **kwargs, and its config says True."""
+    model = PagedModel(build(SERVED["granitemoe"]), EAGER)
+    joined = [n for n in model.graph.traced.gm.graph.nodes if n.target is torch.cat and n.kwargs.get("dim") == -2]
+    assert joined == []  # a cache appends keys along the tokens
+
+
+class OwnModel(Tiny):
+    """Not from transformers: no config, logits as a tensor, no logits_to_keep."""
+
+
+def test_a_model_of_ones_own() -> None:
+    model = OwnModel(Attention(4, 2, is_causal=True), Attention(4, 2, is_causal=True))
+    model.train()
+    paged = PagedModel(model, EAGER)  # traced in eval mode, or dropout would be in the graph
+    assert model.training and model.layers[0].training
+    assert [s.name for s in paged.sites] == ["layers.0", "layers.1"]
+    paged.close()
+    assert model.training and model.layers[0].training
+
+
+def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
+    model = OwnModel(Attention(4, 2, is_causal=True, dropout_p=0.1)).train()
+    with pytest.raises(UnsupportedAttention, match="dropout"):
+        PagedModel(model, EAGER)
+    assert model.training
+
+
+def test_find_sites_leaves_the_model_alone() -> None:
+    model = build(SERVED["gemma2"])
+    before, config = dict(model.state_dict(keep_vars=True)), model.config.to_dict()
+    sites = find_sites(model)
+    assert format_sites(sites) == """\
+layer  module                    route      needs                                     scale
+0      model.layers.0.self_attn  interface  GQA 4:2x16, float32, window=8, softcap=5  0.0625
+1      model.layers.1.self_attn  interface  GQA 4:2x16, float32, softcap=5            0.0625"""
+    assert all(t is before[n] for n, t in model.state_dict(keep_vars=True).items())
+    assert model.config.to_dict() == config
+
+
+class NoPositions(nn.Module):
+    def forward(self, input_ids):
+        return input_ids
+
+
+class TwoLogits(Tiny):
+    def forward(self, input_ids, position_ids):
+        return (super().forward(input_ids, position_ids),)
+
+
+class Breaks(Tiny):
+    def forward(self, input_ids, position_ids):
+        print("a graph break")
+        torch._dynamo.graph_break()
+        return super().forward(input_ids, position_ids)
+
+
+class OwnPositions(Tiny):
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids, torch.arange(input_ids.shape[1])[None])
+
+
+class CausalIf(Tiny):
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)[:, None]
+        return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 1)[:, 0])
+
+
+@pytest.mark.parametrize("model, message", [
+    (NoPositions(), "NoPositions.forward takes no position_ids; a ragged batch cannot be given to it"),
+    (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
+    (CausalIf(), r"CausalIf could not be traced .*argument 'is_causal' must be bool, not SymBool; File .*test_capture.py"),
+    (OwnPositions(Attention(4, 2, is_causal=True)), "the model makes positions of its own .*must take position_ids"),
+    (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"),
+    (Tiny(), "no attention was found"),
+])
+def test_refused(model, message) -> None:
+    with pytest.raises(UnsupportedAttention, match=message):
+        PagedModel(model, EAGER)
+
+
+RECORDED: list[object] = []
+
+
+def to_closure(model):
+    seen = []
+    model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
+
+
+def to_global(model):
+    model.layers[0].register_forward_hook(lambda module, args, out: RECORDED.append(out.shape))
+
+
+def to_module(model):
+    model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0]))
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
+                    reason="this torch cannot tell")
+@pytest.mark.parametrize("record, what", [
+    (to_closure, "what a hook of model.layers.0 holds"), (to_global, "RECORDED"), (to_module, "model.layers.0"),
+], ids=lambda x: getattr(x, "__name__", ""))
+def test_hooks_that_record_are_refused(record, what) -> None:
+    model = tiny(is_causal=True)
+    record(model)
+    with pytest.raises(UnsupportedAttention, match=f"changes what outlives the call: {what}[.] It runs"):
+        PagedModel(model, EAGER)
+    assert RECORDED == []
+
+
+def test_hooks_that_change_outputs_are_not_refused() -> None:
+    model, factors = tiny(is_causal=True), {"last": [2.0]}
+    model.layers[0].register_forward_hook(lambda module, args, out: out * factors["last"][-1])
+    assert len(PagedModel(model, EAGER).sites) == 2
+
+
+def test_a_model_dropped_unclosed_has_weights_of_their_own() -> None:
+    model = build(SERVED["llama"])
+
+    def storages():
+        return {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    before, count = {n: p.clone() for n, p in model.named_parameters()}, len(storages())
+    paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all", page_size=4))
+    assert len(storages()) < count
+    with FakeTensorMode():  # as in another model's trace
+        del paged
+        gc.collect()
+    assert len(storages()) == count
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_an_error_of_ours_while_tracing_comes_out_as_it_is() -> None:
+    """Dynamo wraps it in pages of text."""
+    model = build(SERVED["llama"])
+    model.model.layers[1].self_attn.layer_idx = None
+    with pytest.raises(UnsupportedAttention) as refused:
+        PagedModel(model, EAGER)
+    assert str(refused.value) == "LlamaAttention (layer None) has no integer layer_idx; quire cannot tell its KV cache."
+
+
+def test_logits_may_come_in_a_tuple() -> None:
+    model = TwoLogits(Attention(4, 2, is_causal=True)).eval()
+    assert len(PagedModel(model, EAGER).sites) == 1
+
+
+def test_chosen_ahead_of_the_first_step() -> None:
+    model = PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager", page_size=8))
+    assert model.selection.backend.name == "torch_native"
+
+
+@pytest.mark.parametrize("name, changes, message", [
+    ("llama", dict(is_encoder_decoder=True), "llama is an encoder-decoder model; quire serves decoder-only models"),
+    ("llama", dict(layer_types=["conv", "full_attention"]), r"llama has layers of type \['conv'\]"),
+    ("llama", dict(use_bidirectional_attention=True), "configured with bidirectional attention"),
+    ("llama", dict(rope_parameters={"rope_type": "dynamic"}), "rope_type 'dynamic'"),
+])
+def test_configs_refused_before_tracing(name, changes, message) -> None:
+    config = build(SERVED[name]).config
+    check_config(config)
+    for key, value in changes.items():
+        object.__setattr__(config, key, value)
+    with pytest.raises(UnsupportedAttention, match=message):
+        check_config(config)
+
+
+@pytest.mark.parametrize("name, changes, message", [
+    ("llama", dict(num_hidden_layers=3), "llama has 3 layers but 2 attention sites were found"),
+    ("llama", dict(attn_logit_softcapping=30.0), "configured with attn_logit_softcapping=30.0, but this version"),
+    ("llama", dict(sliding_window=8), "configured with sliding_window=8, but it did not reach every attention site"),
+    ("gemma2", dict(layer_types=["sliding_attention"] * 2), r"layer 1 \(model.layers.1.self_attn\) is a sliding_attention"),
+])
+def test_what_was_found_must_agree_with_the_config(name, changes, message) -> None:
+    model = build(SERVED[name])
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    with pytest.raises(UnsupportedAttention, match=message):
+        PagedModel(model, EAGER)
+
+
+class Mixing(torch.nn.Module):
+    """One attention layer, and before it something that lets tokens meet, or something they need each other for."""
+
+    def __init__(self, before) -> None:
+        super().__init__()
+        self.embed, self.place = torch.nn.Embedding(32, 16), torch.nn.Embedding(64, 16)
+        self.qkv, self.head, self.before = torch.nn.Linear(16, 48), torch.nn.Linear(16, 32), before
+
+    def forward(self, input_ids, position_ids):
+        x = self.before(self, self.embed(input_ids) + self.place(position_ids), position_ids)
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("before", [
+    lambda m, x, p: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1],
+    lambda m, x, p: torch.roll(x, 1, 1),
+    lambda m, x, p: x.cumsum(1),
+    lambda m, x, p: x - x.mean(1, keepdim=True),
+    lambda m, x, p: x + x[:, :1],
+    lambda m, x, p: x + m.place(torch.arange(x.shape[1])),
+    lambda m, x, p: x * (x.shape[1] ** 0.25),
+    lambda m, x, p: x + m.place(p - p[:, :1]),
+    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
+], ids=["shift", "pad", "roll", "cumsum", "mean", "first", "arange", "length", "relative", "unfold"])
+def test_tokens_that_meet_outside_attention_are_refused(before) -> None:
+    with pytest.raises(UnsupportedAttention, match="mixes the tokens of the batch|positions of its own"):
+        PagedModel(Mixing(before).eval(), EAGER)
+
+
+def test_token_wise_work_is_not_refused() -> None:
+    paged = PagedModel(Mixing(lambda m, x, p: (x - x.mean(-1, keepdim=True)).softmax(-1) * p[..., None]).eval(), EAGER)
+    assert len(paged.sites) == 1
+    paged.close()
+
+
+@pytest.mark.parametrize("length", [None, 41, 40])
+def test_longrope_is_served_up_to_its_short_length(length) -> None:
+    """Its frequencies depend on the longest sequence of the batch from then on."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
+        num_key_value_heads=2, original_max_position_embeddings=40, max_position_embeddings=160,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40,
+                         "short_factor": [1.0] * 4, "long_factor": [4.0] * 4})).eval()
+    options = QuireOptions(compiler="eager", max_model_len=length)
+    if length != 40:
+        with pytest.raises(UnsupportedAttention, match="'longrope'.*max_model_len=40"):
+            PagedModel(model, options)
+    elif tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18):  # decides by the positions on the device
+        with pytest.raises(UnsupportedAttention, match="could not be traced into one graph"):
+            PagedModel(model, options)
+    else:
+        PagedModel(model, options).close()

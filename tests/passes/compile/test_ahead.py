@@ -1,0 +1,341 @@
+"""Kernels compiled ahead: those that are noted are those that steps launch, and their first launch finds them compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+pytest.importorskip("triton")
+
+from quire.attn_ops.kernels.launch import Launch, TensorArgument, _side_stream, implementations, launch, noting, side_stream
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.step import Step
+from quire.attn_ops.tuning import small_linear as tuning
+from quire.attn_ops.tuning.small_linear import LinearShape
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.compile.ahead import CompileAhead, StepShape, _Batch, as_inductor_will, launches_of
+from quire.passes.options import QuireOptions
+from tests.tiny import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 8
+
+
+def kernel(x, n, m, SIZE: tl.constexpr, scale=1.0):  # noqa: F821
+    raise AssertionError("launched")
+
+
+class Kernel:
+    fn = staticmethod(kernel)
+    launched: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self.launched.append((grid, args, options))
+
+
+def test_a_launch_is_noted_up_to_what_its_code_depends_on() -> None:
+    def noted(*args: Any, **options: Any) -> Launch:
+        with noting() as found:
+            launch(Kernel(), (3,), *args, **options)
+        (one,) = found
+        return one
+
+    x = torch.zeros(64, dtype=torch.float16)
+    one = noted(x, 32, 5, 7, 0.25, num_warps=4)
+    assert one.name == "kernel" and one.arguments == (TensorArgument(torch.float16, True), 16, 17, 7, 0.5)
+    assert one.options == (("num_warps", 4),)
+    assert one == noted(x[8:], 48, 6, 7, 3.0, num_warps=4)
+    others = [(x[1:], 32, 5, 7, 0.25), (x, 33, 5, 7, 0.25), (x, 32, 1, 7, 0.25), (x, 32, 5, 9, 0.25), (x, 2**35, 5, 7, 0.25),
+              (x.float(), 32, 5, 7, 0.25), (None, 32, 5, 7, 0.25)]
+    assert len({one, *(noted(*args, num_warps=4) for args in others), noted(x, 32, 5, 7, 0.25, num_warps=8)}) == 9
+    assert not Kernel.launched
+    launch(Kernel(), (3,), x, 1, 2, 3)
+    assert Kernel.launched == [((3,), (x, 1, 2, 3), {})]
+
+
+def test_one_side_stream_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the device is named with its index or not, and whatever the current one was before."""
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: [device])
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+    _side_stream.cache_clear()
+    for current in (0, 1):
+        assert side_stream(torch.device("cuda")) is side_stream(torch.device("cuda", current)) == [current]
+    _side_stream.cache_clear()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the attention kernels, which run in the interpreter as they do on a GPU."""
+    backend = get_backend("triton")
+    why = backend.available(torch.device("cpu"))
+    if why:
+        pytest.skip(why)
+    model = load_model()
+    ahead = CompileAhead([], ("cuda", 90, 32), 1)
+    noted: dict[StepShape, set[Launch]] = {}
+    shapes = [StepShape(3, 3, WIDTH), StepShape(1, 1, WIDTH), StepShape(9, 3, WIDTH), StepShape(12, 1, WIDTH)]
+
+    def start(nodes: Any, values: Any, roles: Any, fits: Any) -> None:
+        for shape in shapes:
+            for node in nodes:
+                if node.target in backend.ops:
+                    noted.setdefault(shape, set()).update(launches_of(node, values, roles, [shape]))
+
+    monkeypatch.setattr(ahead, "start", start)
+    # Its compiler is Inductor, which would need no kernel of the backend here: what is compiled does not matter.
+    monkeypatch.setattr("quire.passes.compile.inductor.inductor", lambda gm, inputs: gm.forward)
+    paged = PagedModel(model, QuireOptions(attention="triton", page_size=16, layout=layout), ahead=ahead)
+    from quire.attn_ops.backends.triton import decode, extend, write
+
+    launched: set[Launch] = set()
+    for module in (decode, extend, write):
+        def record(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+            launched.add(Launch.of(kernel, args, options))
+            launch(kernel, grid, *args, **options)
+
+        monkeypatch.setattr(module, "launch", record)
+    cache = PagedKVCache.for_sites(paged.sites, num_pages=40, page_size=16, layout=layout, device="cpu")
+    for shape, lengths in zip(shapes, ([1, 1, 1], [1], [1, 6, 2], [12]), strict=True):
+        launched.clear()
+        table = [[1 + i * WIDTH + j for j in range(WIDTH)] for i in range(shape.rows)]
+        meta = CommonAttentionMetadata.build(lengths, [n + 30 for n in lengths], table, page_size=16)
+        ids = torch.arange(shape.tokens)
+        paged(Step(cache, meta, backend), ids, meta.positions, torch.arange(shape.rows))
+        assert launched == noted[shape] and len(launched) >= 1
+    paged.close()
+
+
+def test_an_op_that_fails_with_fakes_keeps_what_it_noted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+                                                         ) -> None:
+    """In steps of one shape; those of others count, and so do other ops."""
+    op = torch.ops.aten.relu.default
+
+    def implementation(x: torch.Tensor) -> torch.Tensor:
+        launch(Kernel(), (1,), x, len(x), 3, 7)
+        if len(x) > 8:
+            raise RuntimeError("no such thing as a fake")
+        launch(Kernel(), (1,), x, len(x), 3, 9)
+        return x
+
+    monkeypatch.setitem(implementations, op, implementation)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(op, (x,))
+    with caplog.at_level("INFO"):
+        for tokens, sizes in ((4, [7, 9]), (16, [7])):
+            found = launches_of(node, {x: torch.empty(tokens)}, {}, [StepShape(tokens, 1, 1)])
+            assert sorted(one.arguments[3] for one in found) == sizes
+    assert caplog.text.count("are left to their first launch: RuntimeError: no such thing as a fake") == 1
+
+
+SCRIPT = """
+import json, os, random, sys
+import torch
+from quire.attn_ops.kernels import compile_worker
+from quire.passes.compile.ahead import CompileAhead, StepShape
+from benchmarks.launches import _as_if_on_an_h200, compile_ahead
+from tests.tiny import load_model
+
+def kernels():
+    return sorted(f for _, _, files in os.walk(os.environ["TRITON_CACHE_DIR"]) for f in files if f.endswith(".cubin"))
+
+model = load_model(dtype=torch.bfloat16)
+shapes = [StepShape(*s, 64) for s in ((1, 1), (64, 64), (70, 5))]
+ahead = CompileAhead(shapes, ("cuda", 90, 32), 2)
+compile_ahead(model, ahead)
+batches = list(ahead._batches)
+processes = [len(b.processes) for b in batches]
+launches = [one for b in batches for one in b.launches]
+ahead.wait()
+first = kernels()
+again = CompileAhead(shapes, ("cuda", 90, 32), 2)
+compile_ahead(model, again)
+more = len(again._batches)
+again.close()
+random.shuffle(launches)  # whatever is launched first
+with _as_if_on_an_h200():
+    for one in launches:
+        compile_worker.compile_launch(one)
+print(json.dumps({"processes": processes, "names": sorted({one.name for one in launches}), "first": first, "more": more,
+                  "after": kernels()}))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_launch_finds_them(tmp_path: Path) -> None:
+    """For an H200, without one: in processes of their own, and then here; nothing is compiled twice."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["processes"]) == 2 and all(1 <= n <= 2 for n in found["processes"])
+    assert {"decode_kernel", "extend_kernel", "rope_kv_write_kernel", "vector_kernel", "draw_kernel"} <= set(found["names"])
+    assert len(found["first"]) >= len(found["names"]) and found["after"] == found["first"]
+    assert found["more"] == 0, "compiled again though a note says that it was done"
+
+
+def test_a_failure_is_left_to_the_launch(caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                         ) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ahead = CompileAhead([StepShape(1, 1, 1)], ("cuda", 90, 32), 1)
+    bad = Launch("quire.attn_ops.kernels.sampling", "no_such_kernel", (), ())
+
+    class Note:
+        def put(self, *args: Any) -> None:
+            raise AssertionError("noted as done")
+
+    with caplog.at_level("INFO"):
+        ahead._batches.append(ahead._run([bad], Note()))
+        ahead.wait()
+    assert "not all were compiled ahead" in caplog.text and "no_such_kernel" in caplog.text and not ahead._batches
+
+
+def test_shapes_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every candidate's kernel is compiled while the layers are, unless the best is known, or nothing is to be measured."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    tuning._known.cache_clear()
+    shape, cpu = LinearShape(48, 64, True, False, False, torch.float16), torch.device("cpu")
+    started: list[list[Launch]] = []
+    ahead = CompileAhead([], ("cuda", 90, 32), 1)
+    monkeypatch.setattr(ahead, "_run", lambda found, note: started.append(found) or _Batch(found, [], [], note))
+    monkeypatch.setenv("QUIRE_TUNE", "0")
+    ahead.start_tuning({shape}, cpu)
+    assert not started
+    monkeypatch.setenv("QUIRE_TUNE", "1")
+    ahead.start_tuning({shape}, cpu)
+    names = [one.name for one in started[0]]
+    assert names.count("vector_kernel") == len(tuning.CANDIDATES[True])
+    assert names.count("tile_kernel") == 2 * len(tuning.CANDIDATES[False])  # for tiles of 16 and of 32 tokens
+    ahead.wait()
+    another = CompileAhead([], ("cuda", 90, 32), 1)
+    monkeypatch.setattr(another, "_run", ahead._run)
+    another.start_tuning({shape}, cpu)
+    assert len(started) == 2
+    tuning.tune([shape], cpu, timer=lambda run, calls: 1.0)
+    another.start_tuning({shape}, cpu)
+    assert len(started) == 2
+    tuning._known.cache_clear()
+
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch, most: int = 99) -> list[subprocess.Popen[bytes]]:
+    """Instead of compiling, processes sleep: no more than ``most`` of them start."""
+    popen, started = subprocess.Popen, []
+
+    def start(command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if len(started) == most:
+            raise BlockingIOError("Resource temporarily unavailable")
+        started.append(popen(SLEEPER, **options))
+        return started[-1]
+
+    monkeypatch.setattr("quire.passes.compile.ahead.subprocess.Popen", start)
+    return started
+
+
+def test_what_fails_here_does_not_fail_a_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does it leave processes behind."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("QUIRE_TUNE", "1")
+    some, cpu = [Launch("m", str(i), (), ()) for i in range(20)], torch.device("cpu")
+    ahead = CompileAhead([StepShape(1, 1, 1)], ("cuda", 90, 32), 4)
+    monkeypatch.setattr(tuning, "launches", lambda *args: set(some))
+    started = sleeping(monkeypatch, most=2)
+    ahead.start_tuning(set(), cpu)
+    assert "Resource temporarily unavailable" in caplog.text and not ahead._batches
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    monkeypatch.setattr(tuning, "launches", lambda *args: 1 // 0)
+    ahead.start_tuning(set(), cpu)
+    assert "ZeroDivisionError" in caplog.text
+
+    class Note:
+        def put(self, *args: Any) -> None:
+            raise PermissionError("a folder that is read only")
+
+    ahead._batches.append(_Batch(some, [], [], Note()))
+    ahead.wait()
+
+
+def test_without_inductors_private_functions(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*args: Any) -> Any:
+        raise PermissionError("a folder that is read only")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    del os.environ["TRITON_CACHE_DIR"]
+    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.triton_cache_dir", fail)
+    as_inductor_will(torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime", None)  # as if a later torch had no such module
+    as_inductor_will(torch.device("cuda", 0))
+    # Without a GPU, asking the driver fails: kernels are compiled at their launch, then.
+    monkeypatch.setenv("QUIRE_COMPILE_WORKERS", "2")
+    monkeypatch.setattr("torch.cuda.device", fail)
+    assert CompileAhead.for_device([], torch.device("cuda", 0)) is None
+
+
+def test_nothing_is_started_when_all_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled later, for another cache or other parameters, is launched at once: nobody would end its processes."""
+    monkeypatch.setenv("QUIRE_TUNE", "1")
+    ahead = CompileAhead([StepShape(1, 1, 1)], ("cuda", 90, 32), 1)
+    monkeypatch.setattr(ahead, "_run", lambda *args: pytest.fail("started"))
+    monkeypatch.setattr(ahead, "_note", lambda *args: pytest.fail("looked for what to start"))
+    monkeypatch.setattr(tuning, "launches", lambda *args: pytest.fail("looked for what to start"))
+    ahead.wait()
+    node = fx.Graph().call_function(next(iter(implementations)), ())
+    ahead.start([node], {}, {})
+    ahead.start_tuning(set(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dropped", ["del ahead", "sys.exit(3)"])
+def test_no_process_outlives_its_owner(dropped: str) -> None:
+    script = f"""
+import subprocess, sys
+import quire.passes.compile.ahead as module
+popen = subprocess.Popen
+subprocess.Popen = lambda command, **options: popen({SLEEPER!r}, **options)
+ahead = module.CompileAhead([], ("cuda", 90, 32), 1)
+ahead._batches.append(ahead._run([module.Launch("m", "n", (), ())], None))
+print(ahead._batches[0].processes[0].pid, flush=True)
+{dropped}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+def test_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_COMPILE_WORKERS", "0")
+    monkeypatch.setattr("quire.passes.compile.ahead.as_inductor_will", lambda device: None)
+    assert CompileAhead.for_device([], torch.device("cpu")) is None
+    assert CompileAhead.for_device([], torch.device("cuda")) is None
+
+
+def test_kernels_keep_their_names_when_inductor_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inductor's own settings, made before the first kernel: what it sets later changes nothing."""
+    from torch._inductor.runtime import cache_dir_utils, compile_tasks
+
+    inductors = compile_tasks._set_triton_ptxas_path.__wrapped__
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", inductors)  # not just once a process
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    for name in ("TRITON_PTXAS_PATH", "TRITON_CACHE_DIR"):
+        del os.environ[name]  # monkeypatch puts back what was there before
+    as_inductor_will(torch.device("cuda", 1))
+    kept = dict(os.environ)
+    assert kept["TRITON_CACHE_DIR"] == os.path.join(cache_dir_utils.cache_dir(), "triton", "1")
+    inductors()
+    assert dict(os.environ) == kept
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "mine")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    as_inductor_will(torch.device("cuda", 0))
+    assert (os.environ["TRITON_PTXAS_PATH"], os.environ["TRITON_CACHE_DIR"]) == ("mine", str(tmp_path))

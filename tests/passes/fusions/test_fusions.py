@@ -1,0 +1,421 @@
+"""Fusion of sibling projections: what is matched and what is not, the numbers, whose memory the parameters are in."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx, nn
+from torch.nn import functional as F
+
+from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion, apply_fusions, fusion_names
+from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fx import copy_graph, placeholders, source_name
+
+WIDTH = 8
+
+
+def capture(module: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
+    """The graph that Dynamo makes of ``module``, and the real tensors behind its placeholders."""
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append((copy_graph(gm), list(inputs)))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(module, backend=backend, fullgraph=True)(*args)
+    ((gm, inputs),) = found
+    return gm, inputs
+
+
+def listing(gm: fx.GraphModule) -> str:
+    """The graph, a line a node, under short names."""
+    names: dict[fx.Node, str] = {}
+
+    def short(node: fx.Node) -> str:
+        if node not in names:
+            source = source_name(node)
+            parts = [p for p in source.replace("'", "").replace("]", "").replace("[", ".").split(".")
+                     if p not in ("L", "self", "_modules", "_parameters", "_buffers")]
+            names[node] = ".".join(parts) if node.op == "placeholder" else node.name
+        return names[node]
+
+    def text(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return short(arg)
+        if isinstance(arg, (list, tuple)):
+            return "[" + ", ".join(map(text, arg)) + "]"
+        return repr(arg)
+
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"input {short(node)}")
+        elif node.op == "output":
+            lines.append(f"return {text(node.args[0])}")
+        else:
+            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            options = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+            lines.append(f"{short(node)} = {target}({', '.join(options)})")
+    return "\n".join(lines)
+
+
+class Projections(nn.Module):
+    """q, k, v with biases, and a gated MLP without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.gate, self.up = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.q(x) + torch.cat([self.k(x), self.v(x)], dim=-1)
+        return F.silu(self.gate(y)) * self.up(y)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def detached(weights: FusedWeights) -> int:
+    """Parameters that are no views of their fused tensor any more."""
+    return sum(p.untyped_storage().data_ptr() != weights.fused[key].untyped_storage().data_ptr()
+               for key, group in weights.parameters.items() for p in group)
+
+
+def fused(module: nn.Module, *args: torch.Tensor) -> tuple[int, fx.GraphModule, list[Any], FusedWeights]:
+    """Matches, the rewritten graph, its inputs, and the weights; the graph must be sound and give the same numbers."""
+    with torch.no_grad():
+        want = module(*(a.clone() for a in args))
+    gm, inputs = capture(module, *(a.clone() for a in args))
+    weights = FusedWeights()
+    fusion = Fusion(gm, inputs, weights)
+    matches = fuse_projections(fusion)
+    gm.graph.lint()
+    gm.recompile()
+    assert len(placeholders(gm.graph)) == len(inputs) + len(fusion.added)
+    real = [copy.deepcopy(i) if i.shape == args[0].shape and not isinstance(i, nn.Parameter) else i for i in inputs]
+    with torch.no_grad():
+        (got,) = gm(*real, *fusion.added)
+    assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+    return matches, gm, [*inputs, *fusion.added], weights
+
+
+def test_before_and_after(x) -> None:
+    module = Projections()
+    assert_expected_inline(listing(capture(module, x)[0]), """\
+input q.weight
+input q.bias
+input x
+input k.weight
+input k.bias
+input v.weight
+input v.bias
+input gate.weight
+input up.weight
+linear = linear(x, q.weight, q.bias)
+linear_1 = linear(x, k.weight, k.bias)
+linear_2 = linear(x, v.weight, v.bias)
+cat = cat([linear_1, linear_2], dim=-1)
+y = add(linear, cat)
+linear_3 = linear(y, gate.weight, None)
+silu = silu(linear_3)
+linear_4 = linear(y, up.weight, None)
+mul = mul(silu, linear_4)
+return [mul]""")
+    matches, gm, _, _ = fused(module, x)
+    assert matches == 2
+    assert_expected_inline(listing(gm), """\
+input q.weight
+input q.bias
+input x
+input k.weight
+input k.bias
+input v.weight
+input v.bias
+input gate.weight
+input up.weight
+input quire_fused_0
+input quire_fused_1
+input quire_fused_2
+linear_5 = linear(x, quire_fused_0, quire_fused_1)
+split = split(linear_5, [8, 4, 4], dim=-1)
+getitem = getitem(split, 0)
+getitem_1 = getitem(split, 1)
+getitem_2 = getitem(split, 2)
+cat = cat([getitem_1, getitem_2], dim=-1)
+y = add(getitem, cat)
+linear_6 = linear(y, quire_fused_2, None)
+split_1 = split(linear_6, [16, 16], dim=-1)
+getitem_3 = getitem(split_1, 0)
+getitem_4 = getitem(split_1, 1)
+silu = silu(getitem_3)
+mul = mul(silu, getitem_4)
+return [mul]""")
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Another number of columns may be another order of sums, by processor: what cancels is as far off as the largest."""
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6 * float(want.detach().abs().max()))
+
+
+def test_parameters_become_views(x) -> None:
+    module = Projections()
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    objects = {name: id(p) for name, p in module.named_parameters()}
+    _, gm, inputs, weights = fused(module, x)
+    assert len(weights.fused) == 3  # the weights and the biases of q, k and v; the weights of gate and up
+    for names in (("q.weight", "k.weight", "v.weight"), ("q.bias", "k.bias", "v.bias"), ("gate.weight", "up.weight")):
+        parts = [module.get_parameter(n) for n in names]
+        (whole,) = [t for t in weights.fused.values() if t.data_ptr() == parts[0].data_ptr()]
+        assert torch.equal(whole, torch.cat(parts))
+        assert {p.untyped_storage().data_ptr() for p in parts} == {whole.untyped_storage().data_ptr()}
+        assert whole.untyped_storage().nbytes() == sum(p.nbytes for p in parts)  # nothing is stored twice
+    assert list(module.state_dict()) == list(before)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    assert {name: id(p) for name, p in module.named_parameters()} == objects  # optimizers hold them
+    assert all(p.requires_grad and p.is_contiguous() for p in module.parameters())
+
+    # Updates in place reach the fused tensor, and so the graph.
+    other = {k: torch.randn_like(v) for k, v in before.items()}
+    module.load_state_dict(other)
+    assert detached(weights) == 0
+    with torch.no_grad():
+        want = module(x)
+        index = next(i for i, t in enumerate(inputs) if t.shape == x.shape and torch.equal(t, x))
+        assert index is not None
+        close(gm(*inputs)[0], want)
+        module.q.weight.data = torch.zeros_like(module.q.weight)
+    assert detached(weights) == 1
+
+
+def test_training_goes_on(x) -> None:
+    module = Projections()
+    _, gm, inputs, _ = fused(module, x)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    module(x).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.allclose(gm(*inputs)[0], module(x), rtol=1e-6, atol=1e-6)
+
+
+def test_restore(x) -> None:
+    module = Projections()
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    *_, weights = fused(module, x)
+    with torch.no_grad():
+        module.k.weight.data = module.k.weight.clone()  # replaced by someone else in the meantime: left alone
+        replaced = module.k.weight.data_ptr()
+    weights.restore()
+    assert module.k.weight.data_ptr() == replaced
+    for p in module.parameters():
+        assert p.storage_offset() == 0 and p.untyped_storage().nbytes() == p.nbytes and p.is_contiguous()
+    assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == len(list(module.parameters()))
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    assert not (weights.fused or weights.parameters)
+    weights.restore()
+
+
+def test_two_graphs_of_one_model_share_the_fused_weights(x) -> None:
+    module, weights = Projections(), FusedWeights()
+    for _ in range(2):
+        gm, inputs = capture(module, x)
+        added = apply_fusions(gm, inputs, "all", weights).tensors
+        torch._dynamo.reset()
+        assert len(weights.fused) == 3 and added[0] is next(iter(weights.fused.values()))
+
+
+# -- what must not be fused
+
+
+class Case(nn.Module):
+    """A module made of a dict of members and a function (self, x) -> tensor."""
+
+    def __init__(self, forward: Any, **members: Any) -> None:
+        super().__init__()
+        self.run = forward
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def linear(bias: bool = False, dtype: torch.dtype | None = None) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=bias, dtype=dtype)
+
+
+def shared_weight() -> nn.Module:
+    a, b = linear(), linear()
+    b.weight = a.weight
+    return Case(lambda m, x: m.a(x) + m.b(x) * 2, a=a, b=b)
+
+
+def weight_used_elsewhere() -> nn.Module:
+    return Case(lambda m, x: m.a(x) + m.b(x) + m.a.weight.sum(), a=linear(), b=linear())
+
+
+def shared_bias() -> nn.Module:
+    a, b = linear(bias=True), linear(bias=True)
+    b.bias = a.bias
+    return Case(lambda m, x: m.a(x) * m.b(x), a=a, b=b)
+
+
+def one_has_a_bias() -> nn.Module:
+    return Case(lambda m, x: m.a(x) * m.b(x), a=linear(bias=True), b=linear())
+
+
+def different_inputs() -> nn.Module:
+    return Case(lambda m, x: m.a(x) * m.b(x + 1), a=linear(), b=linear())
+
+
+def one_after_the_other() -> nn.Module:
+    return Case(lambda m, x: m.b(m.a(x)), a=linear(), b=linear())
+
+
+class Quantised(torch.Tensor):
+    """A stand-in for the subclasses in which quantised weights come."""
+
+
+def subclass() -> nn.Module:
+    a, b = linear(), linear()
+    for m in (a, b):
+        m.weight = nn.Parameter(m.weight.detach().as_subclass(Quantised))
+    return Case(lambda m, x: m.a(x) * m.b(x), a=a, b=b)
+
+
+def integers() -> nn.Module:
+    members = {n: nn.Buffer(torch.randint(-3, 3, (WIDTH, WIDTH))) for n in "ab"}
+    return Case(lambda m, x: (F.linear(x.long(), m.a) + F.linear(x.long(), m.b)).float(), **members)
+
+
+def computed_weights() -> nn.Module:
+    return Case(lambda m, x: F.linear(x, m.a * 2) + F.linear(x, m.b * 2), a=nn.Parameter(torch.randn(WIDTH, WIDTH)),
+                b=nn.Parameter(torch.randn(WIDTH, WIDTH)))
+
+
+def not_contiguous() -> nn.Module:
+    members = {n: nn.Parameter(torch.randn(WIDTH, 4).T) for n in "ab"}
+    return Case(lambda m, x: F.linear(x[:, :8], m.a) + F.linear(x[:, :8], m.b), **members)
+
+
+def vectors() -> nn.Module:
+    return Case(lambda m, x: F.linear(x, m.a) * F.linear(x, m.b), a=nn.Parameter(torch.randn(WIDTH)),
+                b=nn.Parameter(torch.randn(WIDTH)))
+
+
+def by_keyword() -> nn.Module:
+    members = {n: nn.Parameter(torch.randn(8, WIDTH)) for n in "ab"}
+    return Case(lambda m, x: F.linear(input=x, weight=m.a) * F.linear(x, weight=m.b), **members)
+
+
+def changed_in_place_between() -> nn.Module:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        y = m.a(x)
+        x.add_(1)
+        return y * m.b(x)
+
+    return Case(forward, a=linear(), b=linear())
+
+
+def changed_through_a_view_between() -> nn.Module:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        row = x[0]
+        y = m.a(x)
+        row[2] = 7.0
+        return y * m.b(x)
+
+    return Case(forward, a=linear(), b=linear())
+
+
+def added_in_place_between() -> nn.Module:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        whole = x
+        y = m.a(x)
+        whole += 1
+        return y * m.b(x)
+
+    return Case(forward, a=linear(), b=linear())
+
+
+MUST_NOT = (shared_weight, weight_used_elsewhere, shared_bias, one_has_a_bias, different_inputs, one_after_the_other,
+            subclass, integers, computed_weights, not_contiguous, vectors, by_keyword, changed_in_place_between,
+            changed_through_a_view_between, added_in_place_between)
+
+
+@pytest.mark.parametrize("make", MUST_NOT, ids=lambda f: f.__name__)
+def test_must_not_match(make, x) -> None:
+    module = make().eval()
+    pointers = [p.data_ptr() for p in module.parameters()]
+    matches, _, _, weights = fused(module, x)
+    assert matches == 0 and not weights.fused
+    assert [p.data_ptr() for p in module.parameters()] == pointers
+
+
+def test_dtypes_are_grouped_apart(x) -> None:
+    half = {n: linear(dtype=torch.bfloat16) for n in "cd"}
+    module = Case(lambda m, x: m.a(x) * m.b(x) + (m.c(x.bfloat16()) * m.d(x.bfloat16())).float(),
+                  a=linear(), b=linear(), **half)
+    matches, _, _, weights = fused(module, x)
+    # x.bfloat16() occurs twice in the graph, so that c and d do not have one input.
+    assert matches == 1 and [t.dtype for t in weights.fused.values()] == [torch.float32]
+
+
+@pytest.mark.parametrize(("count", "matches"), [(1, 0), (2, 1), (5, 1)])
+def test_number_of_siblings(count, matches, x) -> None:
+    layers = nn.ModuleList(nn.Linear(WIDTH, 4 + i, bias=True) for i in range(count))
+    module = Case(lambda m, x: torch.cat([layer(x) for layer in m.layers], -1), layers=layers)
+    assert fused(module, x)[0] == matches
+
+
+def test_shared_module_called_twice(x) -> None:
+    """One weight, two inputs: as many users as calls."""
+    module = Case(lambda m, x: m.a(x) + m.b(x) + m.a(x + 1), a=linear(), b=linear())
+    assert fused(module, x)[0] == 0
+
+
+# -- the list of passes
+
+
+def test_names() -> None:
+    assert fusion_names()[:2] == ["quantized", "projections"]
+
+
+@pytest.mark.parametrize(("names", "matches"), [("all", 1), ("none", 0), (["projections"], 1), ([], 0)], ids=str)
+def test_choice_of_passes(names, matches, x, caplog) -> None:
+    module, weights = Case(lambda m, x: m.a(x) * m.b(x), a=linear(), b=linear()), FusedWeights()
+    gm, inputs = capture(module, x)
+    with caplog.at_level(logging.INFO, "quire.passes.fusions.base"):
+        added = apply_fusions(gm, inputs, names, weights).tensors
+    assert len(added) == len(weights.fused) == matches
+    messages = [m.getMessage() for m in caplog.records if m.name == "quire.passes.fusions.base"]
+    assert ("projections: 1 matches" in messages) == bool(matches)
+
+
+def test_hold(x) -> None:
+    """Whether the parameters of a call are those that were fused."""
+    module, other = Projections(), Projections()
+    gm, inputs = capture(module, x)
+    assert FusedInputs().hold(inputs)  # nothing was fused
+    fused = apply_fusions(gm, inputs, "all", FusedWeights())
+    assert fused.hold(inputs)
+    torch._dynamo.reset()
+    assert not fused.hold(capture(other, x)[1])
+    module.load_state_dict(other.state_dict())
+    assert fused.hold(inputs)
+    module.up.weight.data = module.up.weight.detach().clone()
+    assert not fused.hold(inputs)

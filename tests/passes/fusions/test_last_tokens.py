@@ -1,0 +1,489 @@
+"""Only the rows that the head reads, behind the last attention: what moves, what stays, and that the numbers stay."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from tests.passes.test_quantized import Int8
+from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.ops.small_linear import small_linear
+from quire.attn_ops.step import Step
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.compile.regions import compile_by_regions
+from quire.passes.fusions.base import FusedWeights, Fusion
+from quire.passes.fusions.last_tokens import last_tokens
+from quire.passes.fx import compute_value, copy_graph, value
+from quire.passes.options import QuireOptions
+from quire.passes.verify.row_wise import PRODUCTS
+from tests.passes.models import HIDDEN, VOCAB, Attention, listing
+from tests.tiny import load_model
+from tests.zoo.harness import LENGTHS, STEPS
+
+#: Two float32 results of one formula: sums over up to 48 terms of order 1, in another order where a product has other rows.
+CLOSE = dict(atol=1e-5, rtol=1e-5)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(HIDDEN, dtype=dtype) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, 48, bias=False), nn.Linear(HIDDEN, 48, bias=False)
+        self.down = nn.Linear(48, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def block(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    x = x + attended
+    return x + m.mlp(m.norm2(x))
+
+
+class Decoder(nn.Module):
+    """Layers of a decoder; ``behind(model, x, attended)`` is what follows the attention of each, and the last one's is looked
+    at. ``keeps``: logits of some rows only, as transformers does it."""
+
+    def __init__(self, behind: Callable[..., torch.Tensor] = block, *, layers: int = 1, keeps: bool = True,
+                 head: Callable[..., torch.Tensor] | None = None, **members: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.attention = nn.ModuleList(Attention(4, 2, is_causal=True) for _ in range(layers))
+        self.norm1, self.norm2, self.norm3, self.mlp = RMSNorm(), RMSNorm(), RMSNorm(), MLP()
+        self.behind, self.choose_head = behind, head
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        for name, member in members.items():
+            setattr(self, name, member)
+        if keeps:
+            self.forward = self.forward_some  # type: ignore[method-assign]
+        self.eval()
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for attention in self.attention:
+            x = self.behind(self, x, attention(self.norm1(x), position_ids, {}))
+        return x
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm3(self.hidden(input_ids, position_ids)))
+
+    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
+        x = self.norm3(self.hidden(input_ids, position_ids))
+        x = x[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep, :]
+        return self.head(x)
+
+
+def traced(model: nn.Module, fusions: str = "none") -> PagedModel:
+    torch._dynamo.reset()
+    return PagedModel(model, QuireOptions(compiler="eager", fusions=fusions, page_size=4))
+
+
+def rewritten(model: nn.Module) -> tuple[int, fx.Graph]:
+    """(matches, the raised graph after the pass)."""
+    paged = traced(model)
+    fusion = Fusion(copy_graph(paged.graph.traced.raised), paged.graph.traced.inputs, FusedWeights())
+    matches = last_tokens(fusion)
+    fusion.graph.lint()
+    return matches, fusion.graph
+
+
+def steps(paged: PagedModel) -> list[torch.Tensor]:
+    """Logits of the last token of each sequence in each step: chunks of prompts beside decoding, the last row padded."""
+    vocab = getattr(getattr(paged.model, "config", None), "vocab_size", VOCAB)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
+    cache = PagedKVCache.for_sites(paged.sites, num_pages=20, page_size=4, device="cpu")
+    table, done, found = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]], [0, 0, 0], []
+    for counts in STEPS:
+        rows = [r for r, n in enumerate(counts) if n]
+        ids = torch.cat([sequences[r][done[r] : done[r] + counts[r]] for r in rows])
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+        meta = CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows], [table[r] for r in rows],
+                                             page_size=4).padded(len(ids) + 2, len(rows) + 1)
+        last = torch.tensor([counts[r] for r in rows]).cumsum(0) - 1
+        out = paged(Step(cache, meta, attention="torch_native"), torch.cat([ids, ids.new_zeros(2)]), meta.positions,
+                    torch.cat([last, last.new_zeros(1)]))
+        found.append(out[: len(rows)])
+    return found
+
+
+def same(model: nn.Module, fusions: str = "last_tokens") -> None:
+    wanted = steps(traced(model))
+    paged = traced(model, fusions)
+    for got, want in zip(steps(paged), wanted, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
+    paged.close()
+
+
+def sizes_of_products(graph: fx.Graph) -> list[str]:
+    """What the rows of each matrix product are, from the first to the head: T or B."""
+    index = next(n for n in graph.nodes if "logits_indices" in n.name)
+    found = [n for n in graph.nodes if n in PRODUCTS or n.target is operator.matmul]
+    return ["B" if str(value(index).shape[0]) in map(str, value(n).shape) else "T" for n in found]
+
+
+def test_before_and_after() -> None:
+    model = Decoder()
+    before, (matches, graph) = listing(traced(model).graph.traced.raised.graph), rewritten(model)
+    after = listing(graph)
+    assert matches == 1
+    start = "reshape = "
+    names = {"l_self_call_modules_": "", "_parameters": "", "_modules": ""}
+    for long, short in names.items():
+        before, after = before.replace(long, short), after.replace(long, short)
+    assert_expected_inline(before[before.index(start):], """\
+reshape = reshape(transpose_3, 1, s0, -1)
+linear_1 = linear(reshape, attention_0_out_weight_, None)
+x_1 = add(x, linear_1)
+wide_1 = to(x_1, torch.float32)
+pow_2 = pow(wide_1, 2)
+mean_1 = mean(pow_2, -1, keepdim=True)
+add_2 = add(mean_1, 1e-06)
+rsqrt_1 = rsqrt(add_2)
+mul_2 = mul(wide_1, rsqrt_1)
+to_3 = to(mul_2, torch.float32)
+mul_3 = mul(norm2_weight_, to_3)
+linear_2 = linear(mul_3, mlp_gate_weight_, None)
+silu = silu(linear_2)
+linear_3 = linear(mul_3, mlp_up_weight_, None)
+mul_4 = mul(silu, linear_3)
+linear_4 = linear(mul_4, mlp_down_weight_, None)
+x_2 = add(x_1, linear_4)
+wide_2 = to(x_2, torch.float32)
+pow_3 = pow(wide_2, 2)
+mean_2 = mean(pow_3, -1, keepdim=True)
+add_4 = add(mean_2, 1e-06)
+rsqrt_2 = rsqrt(add_4)
+mul_5 = mul(wide_2, rsqrt_2)
+to_5 = to(mul_5, torch.float32)
+x_3 = mul(norm3_weight_, to_5)
+x_4 = getitem(x_3, (slice(None, None, None), l_logits_indices_, slice(None, None, None)))
+out_1 = linear(x_4, head_weight_, None)
+logits = getitem(out_1, 0)
+max_1 = max(logits, dim=-1)
+highest = getitem(max_1, 0)
+token = getitem(max_1, 1)
+gt = gt(highest, -inf)
+where = where(gt, token, -1)
+return (logits, where)""")
+    assert_expected_inline(after[after.index(start):], """\
+reshape = reshape(transpose_3, 1, s0, -1)
+getitem = getitem(reshape, (slice(None, None, None), l_logits_indices_))
+linear_5 = linear(getitem, attention_0_out_weight_, None)
+getitem_1 = getitem(x, (slice(None, None, None), l_logits_indices_))
+add_5 = add(getitem_1, linear_5)
+to = to(add_5, torch.float32)
+pow_4 = pow(to, 2)
+mean_3 = mean(pow_4, -1, keepdim=True)
+add_6 = add(mean_3, 1e-06)
+rsqrt_3 = rsqrt(add_6)
+mul_6 = mul(to, rsqrt_3)
+to_6 = to(mul_6, torch.float32)
+mul_7 = mul(norm2_weight_, to_6)
+linear_6 = linear(mul_7, mlp_gate_weight_, None)
+silu_1 = silu(linear_6)
+linear_7 = linear(mul_7, mlp_up_weight_, None)
+mul_8 = mul(silu_1, linear_7)
+linear_8 = linear(mul_8, mlp_down_weight_, None)
+add_7 = add(add_5, linear_8)
+to_7 = to(add_7, torch.float32)
+pow_5 = pow(to_7, 2)
+mean_4 = mean(pow_5, -1, keepdim=True)
+add_8 = add(mean_4, 1e-06)
+rsqrt_4 = rsqrt(add_8)
+mul_9 = mul(to_7, rsqrt_4)
+to_8 = to(mul_9, torch.float32)
+mul_10 = mul(norm3_weight_, to_8)
+out_1 = linear(mul_10, head_weight_, None)
+logits = getitem(out_1, 0)
+max_1 = max(logits, dim=-1)
+highest = getitem(max_1, 0)
+token = getitem(max_1, 1)
+gt = gt(highest, -inf)
+where = where(gt, token, -1)
+return (logits, where)""")
+
+
+def test_numbers_and_operations() -> None:
+    """A batch whose steps mix chunks of prompts with decoding; and the multiplications of a prefill of 20 tokens."""
+    model = Decoder()
+    same(model)
+    counted = []
+    for fusions in ("none", "last_tokens"):
+        paged = traced(model, fusions)
+        cache = PagedKVCache.for_sites(paged.sites, num_pages=8, page_size=4, device="cpu")
+        meta = CommonAttentionMetadata.build([16, 4], [16, 4], [[1, 2, 3, 4], [5]], page_size=4)
+        with FlopCounterMode(display=False) as counter:
+            paged(Step(cache, meta), torch.zeros(20, dtype=torch.int64), meta.positions, torch.tensor([15, 19]))
+        products = counter.get_flop_counts()["Global"]
+        counted.append(sum(n for op, n in products.items() if "mm" in str(op) and "bmm" not in str(op)) // 2)
+    qkv, others, head = HIDDEN * 32, HIDDEN * HIDDEN + 3 * HIDDEN * 48, HIDDEN * VOCAB
+    assert counted == [20 * (qkv + others) + 2 * head, 20 * qkv + 2 * (others + head)]
+
+
+@pytest.mark.parametrize("fusions, products", [
+    pytest.param("last_tokens", "TBBBB" "B", marks=pytest.mark.slow),
+    pytest.param("projections,last_tokens", "TBBB" "B", marks=pytest.mark.slow), ("all", "TBBB" "B"),
+])
+def test_with_the_other_passes(fusions, products) -> None:
+    """On the model that ships, on three layers, and on one: gate and up, which may be one product by then, go along."""
+    same(load_model(), fusions)
+    same(Decoder(layers=3), fusions)
+    paged = traced(Decoder(), fusions)
+    assert "".join(sizes_of_products(paged.graph.compiled().lowered.gm.graph)) == products
+    paged.close()
+
+
+def test_all_logits_indexed_afterwards() -> None:
+    """A model without logits_to_keep: the head goes along."""
+    model = Decoder(keeps=False)
+    matches, graph = rewritten(model)
+    assert matches == 1 and sizes_of_products(graph) == ["T", "B", "B", "B", "B", "B"]
+    same(model)
+
+
+class TwoHeads(Decoder):
+    """Two gathers by one index, of one value."""
+
+    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
+        x = self.norm3(self.hidden(input_ids, position_ids))
+        return self.head(x[:, logits_to_keep, :]) + self.second(x[:, logits_to_keep])
+
+
+def test_two_gathers() -> None:
+    model = TwoHeads(second=nn.Linear(HIDDEN, VOCAB))
+    matches, graph = rewritten(model)
+    assert matches == 2 and sizes_of_products(graph) == ["T", "B", "B", "B", "B", "B", "B"]
+    same(model)
+
+
+class ChangesOne(Decoder):
+    """Of two copies of the same rows one is changed."""
+
+    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
+        x = self.norm3(self.hidden(input_ids, position_ids))
+        one, other = x[:, logits_to_keep, :], x[:, logits_to_keep, :]
+        one.add_(1)
+        return self.head(one) + self.head(other)
+
+
+def test_copies_stay_copies() -> None:
+    model = ChangesOne()
+    matches, graph = rewritten(model)
+    assert matches == 0 and sizes_of_products(graph) == ["T", "T", "T", "T", "T", "B", "B"]
+    same(model)
+
+
+@pytest.mark.parametrize("doubt", ["another value", "a guard"])
+def test_in_doubt_the_graph_stays(doubt, monkeypatch) -> None:
+    """What was made is taken out again if its value is not the expected one, or if computing it assumed something of a size."""
+    model = Decoder()
+    before = listing(traced(model).graph.traced.raised.graph)
+
+    def compute_and_guard(node: fx.Node) -> None:
+        compute_value(node)
+        assert value(node).shape[1] != 12345
+
+    if doubt == "a guard":
+        monkeypatch.setattr("quire.passes.fusions.last_tokens.compute_value", compute_and_guard)
+    else:
+        monkeypatch.setattr("quire.passes.fusions.last_tokens._Region._same_but_rows", lambda self, old, new: new.shape[-1] != 48)
+    matches, graph = rewritten(model)
+    assert matches == 0 and listing(graph) == before
+
+
+def reads_by_view(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:  # GPT-2's and OPT's way
+    x = x + attended
+    flat = torch.addmm(m.conv_bias, m.norm2(x).view(-1, HIDDEN), m.conv).view(x.size())
+    return F.dropout(flat, 0.1, m.training) + x
+
+
+def halves(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:  # Phi-3's way
+    x = x + attended
+    gate, up = F.linear(x, m.both).chunk(2, dim=-1)
+    return x + m.mlp.down(torch.cat([(gate * up)[..., :24], (gate * up)[..., 24:]], dim=-1))
+
+
+def in_parallel(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:  # Falcon's way
+    out = torch.matmul(m.norm2(x), m.square)
+    out += attended
+    return x + out
+
+
+def with_softmax(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    x = F.layer_norm(x + attended, (HIDDEN,), m.norm2.weight)
+    return (x + m.mlp(x)) * F.softmax(x, dim=-1) - x.sum(-1, keepdim=True)
+
+
+def parameters() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    made = dict(conv=(HIDDEN, HIDDEN), conv_bias=(HIDDEN,), both=(96, HIDDEN), square=(HIDDEN, HIDDEN))
+    return {n: nn.Parameter(torch.randn(s, generator=generator) / 4) for n, s in made.items()}
+
+
+@pytest.mark.parametrize("behind, products", [
+    (reads_by_view, "TBBB"), (halves, "TBBBB"), (in_parallel, "TBBB"), (with_softmax, "TBBBBB"),
+], ids=lambda x: getattr(x, "__name__", str(x)))
+def test_what_moves(behind, products) -> None:
+    model = Decoder(behind, **parameters())
+    matches, graph = rewritten(model)
+    assert (matches, "".join(sizes_of_products(graph))) == (1, products)
+    same(model)
+
+
+# -- what must not move
+
+
+def changed_in_place(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    x += attended  # the residual stream, which is read before and after
+    return x + m.mlp(m.norm2(x))
+
+
+def changed_through_a_view(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    x = x + attended
+    out = m.mlp.down(F.silu(m.mlp.gate(x)) * m.mlp.up(x))
+    x[..., 0].mul_(2)
+    return x + out
+
+
+def changed_by_relu(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    x = x + attended
+    out = m.mlp(x)
+    F.relu(x, True)
+    return x + out
+
+
+def experts(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """Tokens are sorted by expert: rows of the result depend on other rows' places."""
+    x = x + attended
+    flat = m.norm2(x).view(-1, HIDDEN)
+    order = (flat @ m.square)[:, :2].argmax(-1).sort().indices
+    done = torch.zeros_like(flat)
+    done[order] = flat[order] @ m.square
+    return x + done.view_as(x)
+
+
+def unknown(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    x = x + attended
+    return torch.lerp(x, m.mlp(x), 0.5)  # row-wise, but not in the table
+
+
+@pytest.mark.parametrize("behind, products", [
+    (changed_in_place, "TTBBBB"), (changed_through_a_view, "TTTTTB"), (changed_by_relu, "TTTTTB"), (experts, "TTTTB"),
+    (unknown, "TTTTTB"),
+], ids=lambda x: getattr(x, "__name__", str(x)))
+def test_what_stays(behind, products) -> None:
+    """Rows are taken behind it. (The first product is that of q, k and v, and the last one the head.)"""
+    model = Decoder(behind, **parameters())
+    matches, graph = rewritten(model)
+    assert (matches, "".join(sizes_of_products(graph))) == (1, products)
+    same(model)
+
+
+def test_quantised_weights_stay() -> None:
+    """What a quantised layer does for so many rows and not for others is its own affair: rows are taken behind it."""
+    model = Decoder()
+    for layer in (model.attention[0].out, model.mlp.down):
+        layer.weight = nn.Parameter(Int8.of(layer.weight), requires_grad=False)
+    matches, graph = rewritten(model)
+    assert (matches, "".join(sizes_of_products(graph))) == (1, "TTTTTB")
+    same(model)
+
+
+class TellsHidden(Decoder):
+    """Somebody else reads the hidden states: they stay whole, and the rest is for the rows."""
+
+    def forward_some(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any = 0) -> torch.Tensor:
+        x = self.hidden(input_ids, position_ids)
+        return self.head(self.norm3(x)[:, logits_to_keep, :]) + x.amax() * 0
+
+
+def test_other_readers_keep_all_rows(monkeypatch) -> None:
+    monkeypatch.setattr("quire.passes.capture.traced.check_mixing", lambda *args: None)  # it refuses amax over tokens
+    matches, graph = rewritten(TellsHidden())
+    assert (matches, "".join(sizes_of_products(graph))) == (1, "TTTTTB")
+    (largest,) = [n for n in graph.nodes if n.target == "amax"]
+    (ids,) = [n for n in graph.nodes if "input_ids" in n.name]
+    assert str(value(largest.args[0]).shape[1]) == str(value(ids).shape[1])
+
+
+def test_nothing_to_move() -> None:
+    """Rows are taken right behind an operation that is not row-wise; and an index that is computed is none of the engine's."""
+    def rolled(m: Decoder, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(x, attended, 0.5)
+
+    model = Decoder(rolled)
+    model.norm3 = nn.Identity()
+    assert rewritten(model)[0] == 0
+    model = Decoder()
+    some = model.forward_some
+    model.forward = lambda input_ids, position_ids, logits_to_keep: some(input_ids, position_ids, logits_to_keep + 0)
+    matches, graph = rewritten(model)
+    assert matches == 0 and sizes_of_products(graph)[:5] == ["T"] * 5
+
+
+def test_values_and_modules() -> None:
+    """New nodes carry the values that running them gives, and the module they come from."""
+    _, graph = rewritten(Decoder())
+    index = next(n for n in graph.nodes if "logits_indices" in n.name)
+    gathers = [n for n in graph.nodes if index in n.all_input_nodes]
+    assert len(gathers) == 2
+    rows = str(value(index).shape[0])
+    seen, todo = set(), list(gathers)
+    while todo:
+        node = todo.pop()
+        if node.op != "output" and node not in seen:
+            seen.add(node)
+            todo += node.users
+    assert len(seen) > 20
+    for node in seen:
+        val = value(node)
+        assert isinstance(val, tuple) or rows in map(str, val.shape), node
+        assert node.meta.get("nn_module_stack") or node not in PRODUCTS and node not in gathers
+
+
+def test_pieces_stay_equal() -> None:
+    """Four layers have five pieces, three of them different, as without the pass (passes/compile/regions.py)."""
+    counts = []
+    for fusions in ("none", "last_tokens"):
+        lowered = traced(Decoder(layers=4), fusions).graph.compiled().lowered
+        compiler = Mock()
+        compile_by_regions(lowered, compiler)
+        counts.append(compiler.call_count)
+    assert counts == [3, 3]
+
+
+def test_small_batches_are_left_alone() -> None:
+    """The graph for at most 32 tokens has kernels of its own; the norm does not get into the head's."""
+    model = Decoder().to(torch.bfloat16)
+    paged = traced(model, "all")
+    graphs = {}
+    for small in (False, True):
+        target = paged.graph.compiled().lowered.target
+        lowered, _ = paged.graph.lowered(target, "all", small)
+        graphs[small] = lowered.gm.graph
+    paged.close()
+    heads = [n for n in graphs[True].nodes if n.target is small_linear]
+    assert len(heads) == 5 and heads[-1].args[3] is None
+    assert [sum("logits_indices" in str(n.args) for n in g.nodes) for g in graphs.values()] == [2, 1]
+

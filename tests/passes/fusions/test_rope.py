@@ -1,0 +1,169 @@
+"""The rope fusion: what it makes of a layer, what it leaves alone, and that the numbers and the caches stay."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch._inductor.utils import run_and_get_code
+
+from quire.attn_ops.ops.rope import rope_kv_write
+from tests.passes.models import listing
+from tests.passes.rotary import Rotary, matches, partial, run, same, uneven, widened
+
+
+def test_before_and_after() -> None:
+    before, after = (listing(run(Rotary(), f)[0].gm.graph) for f in ("none", "rope"))
+    start = "split = split("
+    assert_expected_inline(before[before.index(start):], """\
+split = split(linear, [32, 16, 16], -1)
+t = getitem(split, 0)
+t_1 = getitem(split, 1)
+t_2 = getitem(split, 2)
+q = view(t, 1, s0, -1, 8)
+k = view(t_1, 1, s0, -1, 8)
+v = view(t_2, 1, s0, -1, 8)
+q_1 = transpose(q, 1, 2)
+k_1 = transpose(k, 1, 2)
+arange = arange(4)
+truediv = truediv(arange, 8)
+neg = neg(truediv)
+frequency = pow(100.0, neg)
+getitem_12 = getitem(l_position_ids_, (Ellipsis, None))
+angles = mul(getitem_12, frequency)
+angles_1 = repeat(angles, 1, 1, 2)
+cos = cos(angles_1)
+to = to(cos, torch.float32)
+unsqueeze = unsqueeze(to, 1)
+sin = sin(angles_1)
+to_1 = to(sin, torch.float32)
+unsqueeze_1 = unsqueeze(to_1, 1)
+mul_1 = mul(q_1, unsqueeze)
+getitem_17 = getitem(q_1, (Ellipsis, slice(4, None, None)))
+neg_1 = neg(getitem_17)
+getitem_22 = getitem(q_1, (Ellipsis, slice(None, 4, None)))
+cat = cat((neg_1, getitem_22), dim=-1)
+mul_2 = mul(cat, unsqueeze_1)
+q_2 = add(mul_1, mul_2)
+mul_3 = mul(k_1, unsqueeze)
+getitem_27 = getitem(k_1, (Ellipsis, slice(4, None, None)))
+neg_2 = neg(getitem_27)
+getitem_32 = getitem(k_1, (Ellipsis, slice(None, 4, None)))
+cat_1 = cat((neg_2, getitem_32), dim=-1)
+mul_4 = mul(cat_1, unsqueeze_1)
+k_2 = add(mul_3, mul_4)
+v_1 = transpose(v, 1, 2)
+transpose = transpose(q_2, 1, 2)
+flatten = flatten(transpose, 0, 1)
+transpose_4 = transpose(k_2, 1, 2)
+flatten_1 = flatten(transpose_4, 0, 1)
+transpose_5 = transpose(v_1, 1, 2)
+flatten_2 = flatten(transpose_5, 0, 1)
+torch_native_paged_attention_default = torch_native_paged_attention.default(flatten, flatten_1, flatten_2,
+    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
+    quire_query_start_loc, quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738,
+    window=None, softcap=None, chunk=None)
+view = view(torch_native_paged_attention_default, 1, -1, 4, 8)
+transpose_6 = transpose(view, 1, 2)
+transpose_3 = transpose(transpose_6, 1, 2)
+out = flatten(transpose_3, 2)
+return (out,)""")
+    assert_expected_inline(after[after.index(start):], """\
+split = split(linear, [32, 16, 16], -1)
+t = getitem(split, 0)
+t_1 = getitem(split, 1)
+t_2 = getitem(split, 2)
+q = view(t, 1, s0, -1, 8)
+k = view(t_1, 1, s0, -1, 8)
+v = view(t_2, 1, s0, -1, 8)
+q_1 = transpose(q, 1, 2)
+k_1 = transpose(k, 1, 2)
+arange = arange(4)
+truediv = truediv(arange, 8)
+neg = neg(truediv)
+frequency = pow(100.0, neg)
+getitem_12 = getitem(l_position_ids_, (Ellipsis, None))
+angles = mul(getitem_12, frequency)
+angles_1 = repeat(angles, 1, 1, 2)
+cos = cos(angles_1)
+sin = sin(angles_1)
+v_1 = transpose(v, 1, 2)
+transpose_5 = transpose(v_1, 1, 2)
+flatten_2 = flatten(transpose_5, 0, 1)
+flatten_3 = flatten(cos, 0, 1)
+flatten_4 = flatten(sin, 0, 1)
+transpose_7 = transpose(q_1, 1, 2)
+transpose_8 = transpose(k_1, 1, 2)
+flatten_5 = flatten(transpose_7, 0, 1)
+flatten_6 = flatten(transpose_8, 0, 1)
+rope_kv_write_default = rope_kv_write.default(flatten_5, flatten_6, flatten_2, flatten_3, flatten_4, None,
+    None, 0.0, quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping)
+torch_native_paged_attention_default = torch_native_paged_attention.default(rope_kv_write_default, None, None,
+    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
+    quire_query_start_loc, quire_seq_lens, None, [getitem, getitem_33, getitem_34], scale=0.3535533905932738,
+    window=None, softcap=None, chunk=None)
+view = view(torch_native_paged_attention_default, 1, -1, 4, 8)
+transpose_6 = transpose(view, 1, 2)
+transpose_3 = transpose(transpose_6, 1, 2)
+out = flatten(transpose_3, 2)
+return (out,)""")
+
+
+@pytest.mark.parametrize("model", [
+    Rotary(), Rotary(partial, rotary=4), Rotary(partial, rotary=8), Rotary(widened), Rotary(norms=(1e-6, 1e-6)),
+    Rotary(norms=(1e-6, 1e-2)), Rotary(partial, rotary=4, norms=(1e-5, 1e-5)), Rotary(keys_too=True),
+], ids=["plain", "partial", "partial, all", "cast back", "norms", "norms of two eps", "partial with norms", "keys used again"])
+def test_what_is_fused(model: Rotary) -> None:
+    assert matches(model) == 1
+    same(model)
+
+
+def test_norms_go_along() -> None:
+    """Both norms with one eps leave the graph; of two kinds, they stay, and only the rotation goes."""
+    assert "rsqrt" not in listing(run(Rotary(norms=(1e-6, 1e-6)), "rope")[0].gm.graph)
+    assert listing(run(Rotary(norms=(1e-6, 1e-2)), "rope")[0].gm.graph).count(" = rsqrt(") == 2
+
+
+def test_a_norm_that_another_reads_too() -> None:
+    """After the rotation, only what the op made is replaced: the keys that the model returns are still computed."""
+    model = Rotary(norms=(1e-6, 1e-6), norm_after=True, keys_too=True)
+    assert matches(model) == 1
+    same(model)
+
+
+@pytest.mark.parametrize("model", [
+    Rotary(uneven), Rotary(own_tables=True), Rotary(lambda x, cos, sin: x), Rotary(norms=(1e-6, 1e-2), norm_after=True),
+], ids=["not halves", "tables of their own", "no rope", "norms of two eps after it"])
+def test_what_is_not(model: Rotary) -> None:
+    assert matches(model) == 0
+    same(model)
+
+
+@pytest.mark.parametrize("norms", [(), (1e-6, 1e-6)])
+def test_a_backend_that_rotates_itself(norms) -> None:
+    """One op for all of it, which the graph is cut behind."""
+    model = Rotary(norms=norms)
+    lowered, got, keys = run(model, "rope", attention="triton")
+    targets = [n.target for n in lowered.gm.graph.nodes]
+    assert targets.count(lowered.target.backend.rope_op) == 1 and lowered.target.backend.op not in targets
+    assert rope_kv_write not in targets
+    _, wanted, wanted_keys = run(model, "none")
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(keys, wanted_keys, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_inductor_does_not_copy_the_cache() -> None:
+    """Two ops write the cache of a layer, one after the other, and both in place."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        (_, out, keys), code = run_and_get_code(run, Rotary(), "rope", "inductor")
+    _, wanted, wanted_keys = run(Rotary(), "none")
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(keys, wanted_keys, atol=1e-6, rtol=0)
+    paged = next(c for c in code if "rope_kv_write" in c)
+    assert len(re.findall(r"torch\.ops\.quire\.rope_kv_write\.default\(", paged)) == 1
+    assert not re.findall(r"empty_strided\w*\(\(s\d+, 4, 2, 8\)", paged), "a buffer of the cache's shape: Inductor copies it"

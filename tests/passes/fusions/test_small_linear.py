@@ -1,0 +1,203 @@
+"""The fusion for decode batches: what becomes one kernel, what must not, and that the numbers stay."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.fusions.base import Fusion, has_small_passes
+from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fusions.small_linear import fuse_small_linear
+from quire.passes.fx import copy_graph
+
+
+class Norm(nn.Module):
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.rand(32) + 0.5), offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype) if not self.offset else (wide * (self.offset + self.weight.float())).to(x.dtype)
+
+
+class Layer(nn.Module):
+    """The two halves of a Llama layer, without the attention."""
+
+    def __init__(self, act=F.silu, norm: nn.Module | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.act = norm or Norm(), act
+        self.gate, self.up = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
+        self.down = nn.Linear(48, 32, bias=False)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(self.act(self.gate(y)) * self.up(y))
+
+
+def fused(model: nn.Module, x: torch.Tensor):
+    """(matches, the graph after, its result) of tracing the model and running both passes."""
+    backend = QuireBackend(QuireOptions(compiler="eager"))
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    graph = backend.graphs[0]
+    gm = copy_graph(graph.traced.gm)
+    work = Fusion(gm, graph.traced.inputs, backend.weights)
+    groups = fuse_projections(work)
+    matches = fuse_small_linear(work)
+    gm.graph.lint()
+    gm.recompile()
+    with torch.no_grad():
+        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.traced.inputs], *work.added)[0]
+    backend.weights.restore()
+    return (groups, matches), gm, out
+
+
+def listing(gm) -> str:
+    names = {n: f"%{i}" for i, n in enumerate(gm.graph.nodes)}
+    lines = []
+    for n in gm.graph.nodes:
+        if n.op in ("call_function", "call_method"):
+            name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+            lines.append(f"{name}({', '.join('*' if a in names else str(a) for a in n.args)})")
+    return "\n".join(lines)
+
+
+def test_a_layer_becomes_two_kernels() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    model = Layer()
+    matches, gm, out = fused(model, x)
+    assert matches == (1, 2)
+    expecttest.assert_expected_inline(listing(gm), """\
+small_linear.default(*, *, None, *, 1e-06, None, True)
+small_linear.default(*, *, None, None, 0.0, *, False)""")
+    with torch.no_grad():
+        assert torch.equal(out, model(x))  # on a CPU the op runs its definition, in the order the model has it
+
+
+@pytest.mark.parametrize("model, ops", [
+    (Layer(act=F.gelu), "gelu"),  # no SwiGLU
+    (Layer(norm=Norm(offset=1.0)), "rsqrt"),  # Gemma's norm
+    (Layer(norm=nn.LayerNorm(32)), "layer_norm"),
+], ids=["gelu", "gemma_norm", "layer_norm"])
+def test_what_is_spelled_otherwise_stays(model, ops) -> None:
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), gm, out = fused(model, x)
+    assert matches == 2 and ops in listing(gm)
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+def test_float32_is_left_alone() -> None:
+    (_, matches), _, _ = fused(Layer(dtype=torch.float32), torch.randn(1, 5, 32))
+    assert matches == 0
+
+
+class Shared(Layer):
+    """The norm's result, the product and the sum's other side have users of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        z = self.down(self.act(self.gate(y)) * self.up(y))
+        return (x + z) * z.sigmoid() + y
+
+
+def test_nothing_that_others_need_disappears() -> None:
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    model = Shared()
+    (_, matches), gm, out = fused(model, x)
+    assert matches == 2 and "rsqrt" in listing(gm) and "add" in listing(gm)
+    with torch.no_grad():
+        assert torch.equal(out, model(x))
+
+
+def layer(forward, **options):
+    """A Layer with another forward, in the graph of which nothing may be folded that would change the result."""
+    return type(forward.__name__, (Layer,), {"forward": forward})(**options)
+
+
+def input_changed_before_the_sum(self, x):
+    x = x * 1.0
+    y = self.square(x)
+    x.mul_(0.5)
+    return x + y
+
+
+def input_changed_before_the_product(self, x):
+    x = x * 1.0
+    gate, up = torch.split(self.both(x), [48, 48], -1)
+    x.mul_(3)
+    return self.down(self.act(gate) * up) + x
+
+
+def input_of_the_norm_changed(self, x):
+    x = x * 1.0
+    y = self.norm(x)
+    x.add_(1.0)
+    return x + self.up(y)[..., :32]
+
+
+def scaled_sum(self, x):
+    return torch.add(x, self.down(self.up(x)), alpha=0.25)
+
+
+def sum_into_another(self, x):
+    y = torch.empty_like(x)
+    torch.add(x, self.down(self.up(x)), out=y)
+    return y
+
+
+def split_of_tokens(self, x):
+    a, b = torch.split(self.both(x[0, :4]), [2, 2], 0)
+    return self.act(a) * b
+
+
+@pytest.mark.parametrize("forward", [
+    input_changed_before_the_sum, input_changed_before_the_product, input_of_the_norm_changed, scaled_sum, sum_into_another,
+    split_of_tokens], ids=lambda f: f.__name__)
+def test_what_would_change_the_result_is_not_folded(forward) -> None:
+    """On the fused graph as it is, whose op reads its inputs where the last of its parts stood."""
+    model = layer(forward)
+    model.both, model.square = nn.Linear(32, 96, bias=False).bfloat16(), nn.Linear(32, 32, bias=False).bfloat16()
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), _, out = fused(model, x)
+    assert matches >= 1
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(), (1,)])
+def test_a_norm_with_one_weight_for_all_stays(size) -> None:
+    model = Layer()
+    model.norm.weight = nn.Parameter(torch.full(size, 0.7, dtype=torch.bfloat16))
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), gm, out = fused(model, x)
+    assert matches == 2 and "rsqrt" in listing(gm)
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+def weight_by_name(self, x):
+    return x + self.down(self.act(F.linear(self.norm(x), weight=self.gate.weight)))
+
+
+def test_a_weight_given_by_name_stays() -> None:
+    model, x = layer(weight_by_name), torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, matches), _, out = fused(model, x)
+    assert matches == 1
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
+
+
+def test_the_switch() -> None:
+    assert has_small_passes("all") and has_small_passes(["small_linear"])
+    assert not has_small_passes("none") and not has_small_passes(["projections"])

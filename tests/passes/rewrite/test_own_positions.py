@@ -1,0 +1,108 @@
+"""An ``arange`` over the row that a model computes with becomes the positions given; one that picks rows stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fx import copy_graph, placeholders, value
+from quire.passes.rewrite.own_positions import use_given_positions
+
+WIDTH = 4
+
+
+class Model(nn.Module):
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor], reads: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.compute, self.reads = compute, reads
+        self.embed, self.place = nn.Embedding(31, WIDTH), nn.Embedding(64, WIDTH)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        return self.compute(x + self.place(position_ids) if self.reads else x)
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[1], device=x.device) + 0
+    return x * torch.log1p(torch.floor((positions.float() + 1.0) / 3)).view(1, -1, 1).expand(1, -1, 1)
+
+
+def as_floats(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.arange(0, x.shape[1], dtype=torch.float32)[None, :, None].cos()
+
+
+def as_half(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.arange(x.shape[1], dtype=torch.int32).unsqueeze(-1).to(x.dtype).sin()
+
+
+def picks(x: torch.Tensor) -> torch.Tensor:
+    flat = x.flatten(0, 1)
+    return flat[torch.arange(flat.shape[0]), flat.argmax(-1)][None, :, None] + x
+
+
+def both(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(x.shape[1])
+    return x[:, rows] * rows[None, :, None]
+
+
+def from_one(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.arange(1, x.shape[1] + 1)[None, :, None]
+
+
+def traced(model: nn.Module) -> tuple[fx.GraphModule, Any, list[Any]]:
+    found: list[Any] = []
+
+    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append((copy_graph(gm), list(inputs)))
+        return gm.forward
+
+    ids = torch.arange(9)[None] % 31
+    torch.compile(model, backend=keep, dynamic=True, fullgraph=True)(ids, torch.arange(9)[None])
+    ((gm, inputs),) = found
+    tokens = next(value(n).shape[1] for n in placeholders(gm.graph) if "input_ids" in n.name)
+    return gm, tokens, inputs
+
+
+def aranges(gm: fx.GraphModule) -> int:
+    return sum(n.target is torch.arange for n in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("compute", [scaled, as_floats, as_half])
+def test_numbers_become_positions(compute: Any) -> None:
+    model = Model(compute).eval()
+    gm, tokens, inputs = traced(model)
+    assert use_given_positions(gm, tokens) == 1 and not aranges(gm)
+    # Two sequences in one row, the second one from its fourth token on: each as in a forward of its own.
+    ids = torch.arange(9) % 31
+    first, second = ids[:5], ids[2:9]
+    row, positions = torch.cat([first, second[3:]])[None], torch.cat([torch.arange(5), torch.arange(3, 7)])[None]
+    args = []
+    for node, x in zip(placeholders(gm.graph), inputs, strict=True):
+        args.append(row if "input_ids" in node.name else positions if "position_ids" in node.name else x)
+    with torch.no_grad():
+        got = gm(*args)[0][0]
+        want = [model(s[None], torch.arange(len(s))[None])[0] for s in (first, second)]
+    assert torch.equal(got, torch.cat([want[0], want[1][3:]]))
+
+
+def test_what_picks_rows_stays() -> None:
+    gm, tokens, _ = traced(Model(picks).eval())
+    assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
+
+
+def test_without_positions_there_is_nothing_to_take() -> None:
+    gm, tokens, _ = traced(Model(scaled, reads=False).eval())
+    assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
+
+
+@pytest.mark.parametrize(("compute", "why"), [(both, "both to compute and to pick rows"), (from_one, "other than 0, 1, 2")])
+def test_refused(compute: Any, why: str) -> None:
+    gm, tokens, _ = traced(Model(compute).eval())
+    with pytest.raises(UnsupportedAttention, match=why):
+        use_given_positions(gm, tokens)

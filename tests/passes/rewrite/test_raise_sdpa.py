@@ -1,0 +1,505 @@
+"""The raising pass: which F.scaled_dot_product_attention calls become the semantic op, as what, and which do not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.rewrite.raise_sdpa import MaskKind, Refusal, find_sdpa, identify_mask, raise_sdpa
+from quire.passes.verify.sites import site_nodes
+from tests.passes.models import DIM, HIDDEN, Attention, Tiny, served, tiny, trace
+
+# Both sides compute in float32, in sums of up to 22 numbers of order 1; eps is 1.2e-7. A wrong mask gives 1e-1.
+TOLERANCE = 1e-5
+
+
+def pair(position_ids):
+    """Positions of queries (1, S, 1) and of keys (1, 1, S)."""
+    return position_ids[..., :, None], position_ids[..., None, :]
+
+
+def causal(module, position_ids):
+    i, j = pair(position_ids)
+    return (j <= i)[:, None]
+
+
+def causal_from_shape(module, position_ids):
+    n = position_ids.shape[1]
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def window(size):
+    def mask(module, position_ids):
+        i, j = pair(position_ids)
+        return ((j <= i) & (j > i - size))[:, None]
+
+    return mask
+
+
+def chunk(size):
+    def mask(module, position_ids):
+        i, j = pair(position_ids)
+        return ((j <= i) & (j // size == i // size))[:, None]
+
+    return mask
+
+
+def bias(inner, low=-math.inf):
+    """The same mask as a float that is added to the scores."""
+
+    def mask(module, position_ids):
+        keep = inner(module, position_ids)
+        return torch.where(keep, 0.0, low)
+
+    return mask
+
+
+def minus_10000(module, position_ids):
+    """The mask of old GPTs."""
+    return (1.0 - causal(module, position_ids).float()) * -10000.0
+
+
+# What is raised, as what.
+
+
+@pytest.mark.parametrize("mask, window_size, chunk_size", [
+    (causal, None, None),
+    (causal_from_shape, None, None),
+    (bias(causal), None, None),
+    (bias(causal, torch.finfo(torch.float32).min), None, None),
+    (minus_10000, None, None),
+    (window(8), 8, None),
+    (window(1), 1, None),
+    (bias(window(8)), 8, None),
+    (chunk(8), None, 8),
+    (bias(chunk(5)), None, 5),
+], ids=["causal", "shape", "float_inf", "float_min", "float_10000", "window", "window1", "float_window", "chunk",
+        "float_chunk"])
+def test_masks(mask, window_size, chunk_size) -> None:
+    model = tiny(mask=mask)
+    graph = trace(model)
+    for i, site in enumerate(graph.traced.sites):
+        assert (site.layer, site.route, site.causal, site.window, site.chunk) == (i, "raised", True, window_size,
+                                                                                  chunk_size)
+        assert (site.num_heads, site.num_kv_heads, site.head_dim, site.scale) == (4, 2, DIM, DIM**-0.5)
+        assert site.name == f"layers.{i}"
+    assert served(graph, model) <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", [31, 1023, 1024, 1025, 4096, 131072])
+@pytest.mark.parametrize("kind", [window, chunk])
+def test_a_long_window_is_not_read_as_plain_causal(kind, size) -> None:
+    """The trace has 23 tokens. See NOTE [Mask probe]."""
+    for site in trace(tiny(mask=kind(size))).traced.sites:
+        assert (site.window if kind is window else site.chunk) == size
+
+
+def test_window_and_chunk_in_one_mask_is_refused() -> None:
+    def both(module, position_ids):
+        return window(4096)(module, position_ids) & chunk(8192)(module, position_ids)
+
+    refused(tiny(mask=both), "its mask is none of causal, sliding window, chunk|reaches too far")
+
+
+def test_a_window_beside_another_large_constant_is_refused() -> None:
+    def mask(module, position_ids):
+        i, j = pair(position_ids)
+        return ((j <= i) & (j > i - 4096) & (i < 1_000_000))[:, None]
+
+    refused(tiny(mask=mask), "its mask is none of|computes with positions")
+
+
+def test_a_window_given_as_a_float() -> None:
+    def less(module, position_ids):
+        i, j = pair(position_ids)
+        return ((j <= i) & ((i - j).float() < 4096.0))[:, None]
+
+    def more(module, position_ids):
+        i, j = pair(position_ids)
+        return torch.where((j <= i) & ((j - i).float() > -4096.0), 0.0, -10000.0)[:, None]
+
+    for mask in (less, more):
+        assert {s.window for s in trace(tiny(mask=mask)).traced.sites} == {4096}
+
+
+def test_different_masks_in_different_layers() -> None:
+    model = Tiny(*(Attention(4, 2, mask=m) for m in (window(8), causal, chunk(4)))).eval()
+    graph = trace(model)
+    assert [(s.window, s.chunk) for s in graph.traced.sites] == [(8, None), (None, None), (None, 4)]
+    assert served(graph, model) <= TOLERANCE
+
+
+class Stored(nn.Module):
+    """A mask cut out of a buffer, as nanoGPT does."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("bias", table)
+
+    def forward(self, owner, position_ids):
+        n = position_ids.shape[1]
+        return self.bias[:, :, :n, :n]
+
+
+def stored(size, keep=None):
+    table = torch.ones(size, size, dtype=torch.bool).tril() if keep is None else keep
+    return Stored(table[None, None])
+
+
+def test_a_stored_triangle() -> None:
+    model = tiny(mask=stored(64))
+    graph = trace(model)
+    assert {(s.causal, s.window, s.chunk) for s in graph.traced.sites} == {(True, None, None)}
+    assert served(graph, model) <= TOLERANCE
+
+
+def test_a_stored_window() -> None:
+    model = tiny(mask=stored(64, torch.ones(64, 64).tril().triu(-7).bool()))
+    graph = trace(model)
+    assert {s.window for s in graph.traced.sites} == {8}
+    assert served(graph, model) <= TOLERANCE
+
+
+def test_a_stored_window_is_checked_to_its_end() -> None:
+    """The buffer is a plain triangle for its first 2999 rows."""
+    model = tiny(mask=stored(4000, torch.ones(4000, 4000, dtype=torch.bool).tril().triu(-2999)))
+    assert {s.window for s in trace(model).traced.sites} == {3000}
+
+
+def test_is_causal() -> None:
+    model = tiny(is_causal=True)
+    graph = trace(model)
+    assert {s.causal for s in graph.traced.sites} == {True}
+    assert served(graph, model) <= TOLERANCE
+
+
+def test_no_mask_at_all_is_not_causal() -> None:
+    """It is raised as what it is, and every backend refuses it."""
+    graph = trace(tiny(is_causal=False))
+    assert {s.causal for s in graph.traced.sites} == {False}
+    with pytest.raises(UnsupportedAttention, match="no non-causal attention"):
+        served(graph, tiny(is_causal=False))
+
+
+@pytest.mark.parametrize("scale", [None, 0.25, 1.0])
+def test_scale(scale) -> None:
+    model = tiny(scale=scale)
+    graph = trace(model)
+    assert {s.scale for s in graph.traced.sites} == {DIM**-0.5 if scale is None else scale}
+    assert served(graph, model) <= TOLERANCE
+
+
+# Repeated keys.
+
+
+def expand_reshape(x, times):
+    batch, heads, length, dim = x.shape
+    return x[:, :, None].expand(batch, heads, times, length, dim).reshape(batch, heads * times, length, dim)
+
+
+REPEATS = {
+    "expand_reshape": expand_reshape,
+    "repeat_interleave": lambda x, times: x.repeat_interleave(times, dim=1),
+    "repeat_interleave_torch": lambda x, times: torch.repeat_interleave(x, times, 1),
+    "flatten": lambda x, times: x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2),
+    "unsqueeze_repeat": lambda x, times: x.unsqueeze(2).repeat(1, 1, times, 1, 1).view(x.shape[0], -1, *x.shape[2:]),
+}
+
+
+@pytest.mark.parametrize("repeat", REPEATS.values(), ids=REPEATS.keys())
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (4, 1), (6, 3)])
+def test_repeated_keys_are_peeled(repeat, heads, kv_heads) -> None:
+    model = tiny(heads, kv_heads, repeat=repeat)
+    graph = trace(model)
+    assert {(s.num_heads, s.num_kv_heads) for s in graph.traced.sites} == {(heads, kv_heads)}
+    assert served(graph, model) <= TOLERANCE
+
+
+TILES = {
+    "repeat": lambda x, times: x.repeat(1, times, 1, 1),
+    "cat": lambda x, times: torch.cat([x] * times, dim=1),
+    "expand_other_side": lambda x, times: x.unsqueeze(1).expand(-1, times, -1, -1, -1).flatten(1, 2),
+}
+
+
+@pytest.mark.parametrize("repeat", TILES.values(), ids=TILES.keys())
+def test_tiled_keys_are_not_peeled(repeat) -> None:
+    """Heads 0 1 0 1 and not 0 0 1 1: another model. The tiled keys are cached as they are, which is right."""
+    model = tiny(4, 2, repeat=repeat)
+    graph = trace(model)
+    assert {(s.num_heads, s.num_kv_heads) for s in graph.traced.sites} == {(4, 4)}
+    assert served(graph, model) <= TOLERANCE
+
+
+def test_a_changed_copy_is_not_peeled() -> None:
+    """One of the repeated heads is scaled afterwards."""
+
+    def repeat(x, times):
+        return x.repeat_interleave(times, dim=1) * torch.tensor([1.0, 2.0, 1.0, 1.0]).view(1, 4, 1, 1)
+
+    model = tiny(4, 2, repeat=repeat)
+    graph = trace(model)
+    assert {s.num_kv_heads for s in graph.traced.sites} == {4}
+    assert served(graph, model) <= TOLERANCE
+
+
+def test_enable_gqa() -> None:
+    model = tiny(4, 2, repeat=None, enable_gqa=True)
+    graph = trace(model)
+    assert {(s.num_heads, s.num_kv_heads) for s in graph.traced.sites} == {(4, 2)}
+    assert served(graph, model) <= TOLERANCE
+
+
+def test_one_key_head_is_broadcast() -> None:
+    """F.sdpa broadcasts (B, 1, S, D) keys with no flag."""
+    model = tiny(4, 1, repeat=None)
+    graph = trace(model)
+    assert {s.num_kv_heads for s in graph.traced.sites} == {1}
+    assert served(graph, model) <= TOLERANCE
+
+
+# What is refused.
+
+
+def refused(model, message, **options) -> None:
+    graph = trace(model, **options)  # the plain way works
+    with pytest.raises(UnsupportedAttention, match=message):
+        _ = graph.traced.sites
+
+
+def alibi(module, position_ids):
+    i, j = pair(position_ids)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(1, 4, 1, 1)
+    return torch.where(j <= i, -(i - j) * slopes, -math.inf)
+
+
+def relative_bias(module, position_ids):
+    i, j = pair(position_ids)
+    return torch.where(j <= i, (j - i) * 0.1, -math.inf)[:, None]
+
+
+def prefix(module, position_ids):
+    i, j = pair(position_ids)
+    return ((j <= i) | (j < 5))[:, None]
+
+
+def not_own(module, position_ids):
+    i, j = pair(position_ids)
+    return ((j < i) | (i == 0))[:, None]
+
+
+def dilated(module, position_ids):
+    i, j = pair(position_ids)
+    return ((j <= i) & ((i - j) % 2 == 0))[:, None]
+
+
+@pytest.mark.parametrize("mask, message", [
+    (alibi, "how far it reaches cannot be told .ALiBi|differs between heads"),
+    (relative_bias, "a float bias is added to the scores|computes with positions"),
+    (prefix, "its mask is none of causal, sliding window, chunk"),
+    (not_own, "its mask is none of|computes with positions"),
+    (dilated, "its mask is none of|computes with positions"),
+    (bias(causal, -5.0), "a float bias is added to the scores|computes with positions"),
+], ids=["alibi", "relative", "prefix", "not_own", "dilated", "soft"])
+def test_other_masks_are_refused(mask, message) -> None:
+    refused(tiny(mask=mask), message)
+
+
+def test_the_refusal_names_the_layer() -> None:
+    model = Tiny(Attention(4, 2, is_causal=True), Attention(4, 2, mask=alibi)).eval()
+    refused(model, r"cannot be paged:\n  layers.1: its mask computes with positions .mul")
+
+
+def test_dropout_is_refused() -> None:
+    refused(tiny(is_causal=True, dropout_p=0.1), r"dropout 0.1 \(call model.eval\(\)\)")
+
+
+def from_argument(module, position_ids, attention_mask):
+    return causal(module, position_ids) & attention_mask[:, None, None, :]
+
+
+def test_attention_mask_is_refused() -> None:
+    refused(tiny(mask=from_argument), "an attention_mask was passed; a paged batch is ragged and takes none",
+            attention_mask=torch.ones(1, 23, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 23, 23), (23, 23)])
+def test_a_mask_that_the_caller_passes_is_refused(shape) -> None:
+    """It is causal in this call; in another it may not be."""
+    refused(tiny(mask=lambda module, position_ids, given: given), "its mask depends on L.*given",
+            given=torch.ones(shape, dtype=torch.bool).tril())
+
+
+def test_a_mask_that_depends_on_token_ids_is_refused() -> None:
+    class Padded(Tiny):
+        def forward(self, input_ids, position_ids):
+            keep = input_ids != 7
+            return super().forward(input_ids, position_ids, keep=keep)
+
+    model = Padded(Attention(4, 2, mask=lambda module, p, keep: causal(module, p) & keep[:, None, None])).eval()
+    refused(model, "its mask depends on the token ids")
+
+
+def test_a_window_stored_as_a_number_is_refused_or_found() -> None:
+    """A 0-dim buffer is no constant of the graph, so the probe would not know to be longer."""
+
+    class Window(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.register_buffer("size", torch.tensor(size))
+
+        def forward(self, owner, position_ids):
+            i, j = pair(position_ids)
+            return ((j <= i) & (j > i - self.size))[:, None]
+
+    assert {s.window for s in trace(tiny(mask=Window(100))).traced.sites} == {100}
+    refused(tiny(mask=Window(4096)), "its mask depends on .*a number too large to probe")
+
+
+def test_a_stored_mask_too_large_to_check_is_refused() -> None:
+    table = torch.ones(1, 1, dtype=torch.bool).expand(9000, 9000)  # what it holds does not matter
+    refused(tiny(mask=Stored(table[None, None])), "a stored mask of 9000 positions is too large to check")
+
+
+def test_static_trace_is_refused() -> None:
+    """A trace for 23 tokens only: a window of 31 would look like plain causal."""
+    refused(tiny(mask=window(31)), "traced for 23 tokens exactly.*compile with dynamic=True", dynamic=False)
+    refused(tiny(), "the graph was traced for exactly 23 tokens", dynamic=False)
+
+
+def test_mask_chosen_by_token_count_is_refused() -> None:
+    def mask(module, position_ids):
+        return causal(module, position_ids) if position_ids.shape[1] <= 64 else window(64)(module, position_ids)
+
+    refused(tiny(mask=mask), r"a path of its own for some numbers of tokens \(s\d+ <= 64\)")
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    """Both halves of a step repeated by different factors, so keys and values have different heads."""
+
+    class Odd(Attention):
+        def forward(self, x, position_ids, extra):
+            q = x.view(*x.shape[:2], 4, DIM).transpose(1, 2)
+            wide = q[:, :, :, None].expand(-1, -1, -1, 1, -1)
+            return torch.nn.functional.scaled_dot_product_attention(wide, wide, wide).flatten(2, 4).transpose(
+                1, 2).reshape(x.shape[0], -1, HIDDEN)
+
+    refused(Tiny(Odd(4, 4)).eval(), r"query has 5 dimensions, need \(B, H, S, D\)")
+
+
+def test_keys_longer_than_queries_are_refused() -> None:
+    class Cached(Attention):
+        def forward(self, x, position_ids, extra):
+            q = x.view(*x.shape[:2], 4, DIM).transpose(1, 2)
+            k = torch.cat([q[:, :, :3], q], dim=2)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+            return out.transpose(1, 2).reshape(x.shape[0], -1, HIDDEN)
+
+    refused(Tiny(Cached(4, 4)).eval(), r"keys for s\d+ queries: a KV cache in the graph")
+
+
+def test_one_refusal_refuses_the_model() -> None:
+    """All or nothing: a model half on the paged cache would be wrong."""
+    graph = trace(Tiny(Attention(4, 2, is_causal=True), Attention(4, 2, is_causal=True, dropout_p=0.5)).eval())
+    with pytest.raises(UnsupportedAttention, match="layers.1: dropout"):
+        served(graph, tiny())
+
+
+def test_attention_written_out_by_hand_is_refused() -> None:
+    """Beside a call that is raised: the rest would mix the sequences of a batch."""
+
+    class ByHand(Attention):
+        def forward(self, x, position_ids, extra):
+            weights = (x @ x.transpose(1, 2)).masked_fill(~causal(self, position_ids)[:, 0], -math.inf).softmax(-1)
+            return weights @ x
+
+    refused(Tiny(Attention(4, 2, is_causal=True), ByHand(1, 1)).eval(), "mixes the tokens of the batch")
+    refused(Tiny(ByHand(1, 1)).eval(), "no attention was found")
+
+
+def test_positions_made_by_the_model_are_refused() -> None:
+    """nanoGPT: arange over the tokens, which in a ragged row is right for the first sequence only."""
+
+    class NanoGPT(Tiny):
+        def forward(self, input_ids, position_ids):
+            return super().forward(input_ids, torch.arange(input_ids.shape[1])[None])
+
+    class SlicedTable(Tiny):
+        def forward(self, input_ids, position_ids):
+            x = self.embed(input_ids) + self.place.weight[: input_ids.shape[1]]
+            return self.head(self.layers[0](x, position_ids, {}))
+
+    refused(NanoGPT(Attention(4, 2, is_causal=True)).eval(), "the model makes positions of its own")
+    refused(SlicedTable(Attention(4, 2, is_causal=True)).eval(), "the model makes positions of its own")
+
+
+# The pass itself.
+
+
+def test_counts_and_leaves_nothing_of_the_mask() -> None:
+    graph = trace(tiny(mask=window(8)))
+    gm = graph.traced.raised
+    assert find_sdpa(gm.graph) == [] and len(site_nodes(gm.graph)) == 2
+    names = {getattr(n.target, "__name__", n.target) for n in gm.graph.nodes}
+    assert not names & {"le", "gt", "and_", "repeat_interleave"}  # the mask and the repeats are gone
+    assert raise_sdpa(gm) == (0, {})
+
+
+def test_the_traced_graph_is_left_alone() -> None:
+    """Dynamo reads its own module again, and the plain way runs it."""
+    graph = trace(tiny(mask=window(8)))
+    before = str(graph.traced.gm.graph)
+    _ = graph.traced.sites
+    assert str(graph.traced.gm.graph) == before and len(find_sdpa(graph.traced.gm.graph)) == 2
+
+
+def test_identify_mask() -> None:
+    graph = trace(Tiny(Attention(4, 2, mask=window(8))).eval()).traced.gm.graph
+    (node,) = find_sdpa(graph)
+    tokens = node.args[0].meta["example_value"].shape[2]
+    assert identify_mask(node.kwargs["attn_mask"], tokens, {}) == MaskKind(causal=True, window=8)
+    with pytest.raises(Refusal, match=r"its mask has shape|could not be executed|depends on|computes with positions"):
+        identify_mask(node.args[0], tokens, {})
+
+
+def test_one_backend_object_raises_each_graph_apart() -> None:
+    backend = QuireBackend(QuireOptions(compiler="eager"))
+    for size in (8, 16):
+        torch.compile(tiny(mask=window(size)), backend=backend, dynamic=True)(
+            torch.zeros(1, 9, dtype=torch.long), torch.arange(9)[None])
+    assert [{s.window for s in g.traced.sites} for g in backend.graphs] == [{8}, {16}]
+
+
+
+def of_pairs(visible):
+    """A mask from a function of query and key positions."""
+
+    def mask(module, position_ids):
+        return visible(*pair(position_ids))[:, None]
+
+    return mask
+
+
+@pytest.mark.parametrize("size", [40, 1025, 2048, 4096, 131072])
+def test_a_window_with_its_end_included(size) -> None:
+    """``i - j <= w`` is a window of w + 1 keys, also where w is too large to be probed as it is."""
+    site = trace(tiny(mask=of_pairs(lambda i, j: (i - j <= size) & (j <= i)))).traced.sites[0]
+    assert (site.window, site.chunk) == (size + 1, None)
+
+
+@pytest.mark.parametrize("far", [
+    lambda i, j: (i // 64 - j // 64 < 3) & (j <= i),
+    lambda i, j: (i // 16 - j // 16 < 16) & (j <= i),
+    lambda i, j: ((i - j) / 60.0 < 3) & (j <= i),
+    lambda i, j: ((i - j) * 0.01 < 1) & (j <= i),
+    lambda i, j: ((i - j).clamp(min=0).sqrt() < 12) & (j <= i),
+    lambda i, j: (torch.log2((i - j).clamp(min=0) + 1).floor() < 7) & (j <= i),
+    lambda i, j: ((i - j) * (i - j) < 90 * 90) & (j <= i),
+], ids=["blocks", "blocks16", "quotient", "product", "sqrt", "log", "square"])
+def test_a_mask_that_reaches_further_than_its_numbers_is_refused(far) -> None:
+    refused(tiny(mask=of_pairs(far)), "none of causal|computes with positions|reaches too far")

@@ -1,0 +1,387 @@
+"""``torch.compile(backend="quire")``: one trace, the plain way outside a step and the paged way inside, options, errors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+from quire.attn_ops.attention import attention
+from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.step import Step, current_step, running
+from quire.passes.backend import QuireBackend, QuireOptions, quire_backend
+from quire.passes.step import step
+from tests.passes.models import DIM, HIDDEN, Attention, Tiny, inputs, tiny
+
+TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
+EAGER = {"compiler": "eager"}
+TABLE = [3, 1, 7, 4, 2]
+
+
+def cache(num_layers: int = 2, **options) -> PagedKVCache:
+    return PagedKVCache(**{**dict(num_layers=num_layers, num_pages=9, page_size=4, num_kv_heads=2, head_dim=DIM,
+                                  dtype=torch.float32, device="cpu"), **options})
+
+
+def metadata(count: int, total: int) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.build([count], [total], [TABLE], page_size=4)
+
+
+def compiled(model: nn.Module, **options):
+    return torch.compile(model, backend=quire_backend, dynamic=True, options={**EAGER, **options})
+
+
+def plain(model, sequence, begin=0):
+    with torch.no_grad():
+        return model(sequence[None], torch.arange(len(sequence))[None])[:, begin:]
+
+
+def run(model, sequence, begin, end, kv, attention="auto"):
+    """A paged step over sequence[begin:end]."""
+    meta = metadata(end - begin, end)
+    with step(kv, meta, attention=attention), torch.no_grad():
+        return model(sequence[None, begin:end], meta.positions[None])
+
+
+def close(got, wanted) -> bool:
+    return (got - wanted).abs().max().item() <= TOLERANCE
+
+
+# Two ways, one trace.
+
+
+@pytest.mark.parametrize("order", ["plain first", "paged first", "alternating"])
+def test_two_ways_one_graph(order) -> None:
+    """Whichever way comes first, Dynamo traces once, and both ways are right."""
+    model, (sequence,), kv = tiny(), inputs(17), cache()
+    quire = compiled(model)
+    steps = [lambda b=b, e=e: close(run(quire, sequence, b, e, kv), plain(model, sequence[:e], b))
+             for b, e in [(0, 5), (5, 7), (7, 17)]]
+    plains = [lambda n=n: close(quire(sequence[None, :n], torch.arange(n)[None]), plain(model, sequence[:n]))
+              for n in (4, 9, 17)]
+    calls = {"plain first": plains + steps, "paged first": steps + plains,
+             "alternating": [call for pair in zip(plains, steps, strict=True) for call in pair]}[order]
+    counters.clear()
+    with torch.no_grad():
+        assert all(call() for call in calls)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_paged_way_is_paged() -> None:
+    """Inside the step the cache is written, and what it holds matters."""
+    model, (sequence,), kv = tiny(), inputs(9), cache()
+    quire = compiled(model)
+    run(quire, sequence, 0, 7, kv)
+    assert kv.k[0].flatten(2).any(-1).nonzero().tolist() == [[1, 0], [1, 1], [1, 2], [3, 0], [3, 1], [3, 2], [3, 3]]
+    right = run(quire, sequence, 7, 9, kv)
+    kv.v[0].neg_()
+    assert not close(run(quire, sequence, 7, 9, kv), right)
+
+
+def test_the_plain_way_needs_no_cache_and_writes_none() -> None:
+    model, (sequence,), kv = tiny(), inputs(9), cache()
+    quire = compiled(model)
+    assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
+    assert not any(t.any() for t in [*kv.k, *kv.v])
+
+
+def test_training_through_the_plain_way() -> None:
+    """Gradients are those of the model; dropout and the like stay what they are."""
+    model = tiny().train()
+    twin, (sequence,) = copy.deepcopy(model), inputs(11)
+    quire = compiled(model)
+    for each in (quire, twin):
+        each(sequence[None], torch.arange(11)[None]).square().mean().backward()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=TOLERANCE)
+
+
+def test_a_step_gives_no_gradients() -> None:
+    model, (sequence,), kv = tiny(), inputs(9), cache()
+    with step(kv, metadata(9, 9)):
+        out = compiled(model)(sequence[None], torch.arange(9)[None])
+    assert not out.requires_grad
+
+
+def test_weights_updated_in_place_count_on_both_ways() -> None:
+    model, (sequence,), kv = tiny(), inputs(9), cache()
+    quire = compiled(model)
+    run(quire, sequence, 0, 9, kv)
+    with torch.no_grad():
+        model.head.weight.mul_(-2)
+    assert close(run(quire, sequence, 0, 9, kv), plain(model, sequence))
+    assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
+
+
+def test_caches_of_other_sizes_and_formats() -> None:
+    model, (sequence,) = tiny(), inputs(13)
+    quire = compiled(model)
+    counters.clear()
+    for kv in (cache(), cache(num_pages=40), cache(layout="HND")):
+        for begin, end in [(0, 6), (6, 13)]:
+            assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_ragged_batch_with_padding() -> None:
+    """Several sequences end to end, one that waits, and padding to a bucket."""
+    model, kv = tiny(), cache()
+    first, second = inputs(6, 4)
+    meta = CommonAttentionMetadata.build([6, 0, 4], [6, 0, 4], [[3, 1], [], [5]], page_size=4).padded(13, 5)
+    ids = torch.cat([first, second, torch.zeros(3, dtype=torch.long)])
+    with step(kv, meta), torch.no_grad():
+        out = compiled(model)(ids[None], meta.positions[None])
+    assert close(out[:, :6], plain(model, first)) and close(out[:, 6:10], plain(model, second))
+    assert out.isfinite().all()
+
+
+# One token.
+
+
+def test_one_token_of_a_raised_model() -> None:
+    """Dynamo traces T = 1 apart, and one token says nothing about a mask: refused, and padding to two helps."""
+    model, (sequence,), kv = tiny(), inputs(9), cache()
+    quire = compiled(model)
+    run(quire, sequence, 0, 8, kv)
+    with pytest.raises(BackendCompilerFailed, match="traced for .*1 tokens.*give at least 2 tokens") as error:
+        with step(kv, metadata(1, 9)), torch.no_grad():
+            quire(sequence[None, 8:], torch.tensor([[8]]))
+    assert isinstance(error.value.inner_exception, UnsupportedAttention)
+    meta = metadata(1, 9).padded(2, 1)
+    with step(kv, meta), torch.no_grad():
+        out = quire(torch.stack([sequence[8], sequence[8] * 0])[None], meta.positions[None])
+    assert close(out[:, :1], plain(model, sequence, 8))
+
+
+class Emitting(nn.Module):
+    """A layer that calls the semantic op itself."""
+
+    def __init__(self, layer: int, window: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.window = layer, window
+        self.qkv = nn.Linear(HIDDEN, HIDDEN * 2)
+
+    def forward(self, x, position_ids, extra):
+        q, k, v = (t.unflatten(-1, (-1, DIM)).transpose(1, 2) for t in self.qkv(x).split([16, 8, 8], dim=-1))
+        out = attention(q, k, v, None, layer=self.layer, scale=0.5, window=self.window, softcap=None, chunk=None,
+                        causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+def test_one_token_of_a_model_that_emits_the_op() -> None:
+    model, (sequence,) = Tiny(Emitting(0), Emitting(1, window=3)).eval(), inputs(9)
+    quire, kv = compiled(model), cache()
+    for begin, end in [(0, 1), (1, 6), (6, 7), (7, 8), (8, 9)]:
+        assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
+
+
+def test_the_layers_own_numbers_find_the_cache() -> None:
+    model, (sequence,) = Tiny(Emitting(7), Emitting(3)).eval(), inputs(9)
+    quire, kv = compiled(model), cache(layer_ids=[3, 7])
+    assert close(run(quire, sequence, 0, 9, kv), plain(model, sequence))
+
+
+# What goes wrong, loudly.
+
+
+def test_a_doubled_layer_is_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"layers \[4\] attend more than once in one forward"):
+        run(compiled(Tiny(Emitting(4), Emitting(4)).eval()), inputs(9)[0], 0, 9, cache(layer_ids=[4, 5]))
+
+
+def test_a_mixture_of_routes_is_refused() -> None:
+    model = Tiny(Emitting(0), Attention(4, 2, is_causal=True)).eval()
+    with pytest.raises(BackendCompilerFailed, match="quire does not mix the two in one model"):
+        run(compiled(model), inputs(9)[0], 0, 9, cache())
+
+
+def test_a_model_without_attention_is_refused_in_a_step_only() -> None:
+    model, (sequence,) = Tiny().eval(), inputs(9)
+    quire = compiled(model)
+    assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
+    with pytest.raises((BackendCompilerFailed, UnsupportedAttention), match="no attention was found"):
+        run(quire, sequence, 0, 9, cache())
+
+
+def test_convolution_is_refused() -> None:
+    class Conv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1)
+
+        def forward(self, x, position_ids, extra):
+            return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+    model = Tiny(Attention(4, 2, is_causal=True), Conv()).eval()
+    with pytest.raises(BackendCompilerFailed, match="is a convolution over tokens: its state would leak"):
+        run(compiled(model), inputs(9)[0], 0, 9, cache(num_layers=1))
+
+
+def test_refused_models_still_run_plain() -> None:
+    model, (sequence,) = tiny(is_causal=False), inputs(9)
+    quire = compiled(model)
+    assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
+    with pytest.raises((BackendCompilerFailed, UnsupportedAttention), match="no non-causal attention"):
+        run(quire, sequence, 0, 9, cache())
+    assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
+
+
+def test_the_row_must_be_as_long_as_the_metadata_says() -> None:
+    quire = compiled(tiny())
+    with pytest.raises(ValueError, match="the model ran on 9 tokens inside a paged step whose metadata has 7"):
+        with step(cache(), metadata(7, 7)), torch.no_grad():
+            quire(inputs(9)[0][None], torch.arange(9)[None])
+
+
+def test_a_layer_missing_from_the_cache() -> None:
+    with pytest.raises(ValueError, match=r"the KV cache has no layer 1; its layers are \[0\]"):
+        run(compiled(tiny()), inputs(9)[0], 0, 9, cache(num_layers=1))
+
+
+def test_a_step_that_ran_unpaged_is_noticed() -> None:
+    model, (sequence,) = tiny(), inputs(9)
+    with pytest.raises(RuntimeError, match=r"layers \[0, 1\] of the KV cache were not attended through quire"):
+        run(model, sequence, 0, 9, cache())  # never compiled
+    with pytest.raises(RuntimeError, match=r"layers \[2\] of the KV cache were not attended"):
+        run(compiled(model), sequence, 0, 9, cache(num_layers=3))
+
+
+def test_step_errors() -> None:
+    kv = cache()
+    with step(kv, metadata(1, 1)) as current:
+        assert current_step() is current
+        current.served.update({0, 1})
+        with pytest.raises(RuntimeError, match="one paged step at a time"), step(kv, metadata(1, 1)):
+            pass
+    assert current_step() is None
+    with pytest.raises(ValueError, match="the metadata was built for pages of 4 tokens, the cache has pages of 8"):
+        with step(cache(page_size=8), metadata(1, 1)):
+            pass
+    with pytest.raises(ValueError, match="the metadata is on cpu, the cache on meta"):
+        with step(cache(device="meta"), metadata(1, 1)):
+            pass
+    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
+        with step(kv, metadata(1, 1), attention="nope"):
+            pass
+    with pytest.raises(KeyError), step(kv, metadata(1, 1)):
+        raise KeyError("the error of the body, not one about layers that were not served")
+    assert current_step() is None
+
+
+# Options.
+
+
+def test_options() -> None:
+    assert QuireOptions.of(None) == QuireOptions() == QuireOptions.of({})
+    assert QuireOptions.of({"attention": "triton", "page_size": 8}).page_size == 8
+    with pytest.raises(TypeError, match=r"unknown options for backend 'quire': \['atention'\]; it takes \['attention'"):
+        QuireOptions.of({"atention": "triton"})
+    with pytest.raises(ValueError, match="compiler must be one of inductor, inductor-whole, eager; got 'gcc'"):
+        QuireOptions(compiler="gcc")
+    with pytest.raises(ValueError, match=r"unknown fusions \['nope'\]; there are .*, 'all' and 'none'"):
+        QuireOptions(fusions=["nope"])
+    assert QuireOptions(fusions="rope").fusions == ("rope",)
+    assert QuireOptions(fusions="projections, rope").fusions == ("projections", "rope")
+
+
+def test_mode_is_refused() -> None:
+    graph = torch.fx.symbolic_trace(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"takes no mode \(got 'reduce-overhead'\): CUDA graphs are quire's own"):
+        quire_backend(graph, [], mode="reduce-overhead")
+
+
+def test_the_backend_that_was_asked_for_is_used() -> None:
+    """By option, or by the step; the step's choice counts, and one that cannot serve is refused, not replaced."""
+    model, (sequence,) = tiny(), inputs(9)
+    backend = QuireBackend(QuireOptions(compiler="eager", attention="torch_native"))
+    quire = torch.compile(model, backend=backend, dynamic=True)
+    run(quire, sequence, 0, 9, cache())
+    (graph,) = backend.graphs
+    assert {p.selection.backend.name for p in graph.paged.compilations.values()} == {"torch_native"}
+    with pytest.raises(UnsupportedAttention, match="attention='flashinfer' cannot serve this model on cpu"):
+        run(quire, sequence, 0, 9, cache(), attention="flashinfer")
+
+
+def test_a_step_may_bring_a_backend_that_is_not_registered() -> None:
+    seen = []
+
+    def counted(*args, **kwargs):
+        seen.append(kwargs)
+        return get_backend("torch_native").op(*args, **kwargs)
+
+    own = dataclasses.replace(get_backend("torch_native"), name="own", op=counted,
+                              capabilities=AttentionCapabilities(devices=frozenset({"cpu"}),
+                                                                 dtypes=frozenset({torch.float32})))
+    model, (sequence,) = tiny(), inputs(9)
+    quire = compiled(model)
+    meta = metadata(9, 9)
+    with running(Step(cache(), meta, attention=own)), torch.no_grad():
+        out = quire(sequence[None], meta.positions[None])
+    assert close(out, plain(model, sequence)) and len(seen) == 2
+
+
+SCRIPT = """
+import sys, torch
+assert "quire" in torch._dynamo.list_backends() and "passes" not in sys.modules
+layer = torch.nn.Linear(4, 4)
+compiled = torch.compile(layer, backend="quire", options={"compiler": "eager"})
+x = torch.randn(3, 4)
+assert torch.equal(compiled(x), layer(x))
+from quire.attn_ops.registry import get_backend
+assert get_backend("torch_native") is __import__("quire.attn_ops.backends.torch_native", fromlist=["BACKEND"]).BACKEND
+"""
+
+
+def test_entry_points(tmp_path) -> None:
+    """``backend="quire"`` by name, with nothing imported, in a fresh process that sees the metadata of an installation."""
+    root = Path(__file__).parents[2]
+    groups = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = tmp_path / "quire-0.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quire\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text("\n".join(
+        f"[{group}]\n" + "\n".join(f"{name} = {target}" for name, target in points.items())
+        for group, points in groups.items()))
+    path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=300, cwd=tmp_path,
+                   env={**os.environ, "PYTHONPATH": path})
+
+
+def test_options_of_the_cache_are_checked() -> None:
+    model, (sequence,) = tiny(), inputs(9)
+    raises = (ValueError, BackendCompilerFailed)  # inside a first call Dynamo wraps it
+    with pytest.raises(raises, match="compiled with page_size=32, and the step's cache has 4"):
+        run(compiled(model, page_size=32), sequence, 0, 9, cache())
+    with pytest.raises(raises, match="compiled with layout=HND, and the step's cache has NHD"):
+        run(compiled(model, layout="HND"), sequence, 0, 9, cache())
+    with pytest.raises(raises, match="compiled with kv_cache_dtype=torch.int8, and the step's cache has torch.float32"):
+        run(compiled(model, kv_cache_dtype=torch.int8), sequence, 0, 9, cache())
+    assert close(run(compiled(model, page_size=4, layout="NHD"), sequence, 0, 9, cache()), plain(model, sequence))
+    with pytest.raises(ValueError, match="layout must be 'NHD' or 'HND', got 'XYZ'"):
+        QuireOptions(layout="XYZ")
+    with pytest.raises(ValueError, match="max_model_len is an option of quire.Engine"):
+        quire_backend(None, [], options={"max_model_len": 9})
+
+
+def test_auto_is_compiled_once() -> None:
+    """Whether a backend is asked for by name or chosen, its graph is one."""
+    model, (sequence,) = tiny(), inputs(9)
+    backend = QuireBackend(QuireOptions(compiler="eager"))
+    quire = torch.compile(model, backend=backend, dynamic=True)
+    for name in ("auto", "torch_native"):
+        assert close(run(quire, sequence, 0, 9, cache(), attention=name), plain(model, sequence))
+    (graph,) = backend.graphs
+    assert len(graph.paged.compilations) == 1

@@ -1,0 +1,176 @@
+"""``quire.explain`` and the attention-site snapshots: what they print of models that can be served and that cannot."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+import torch
+import transformers
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn import functional as F
+
+import quire
+from quire.passes.explain import Explanation, attention_sites
+from tests.tiny import snapshot, unchanged
+
+SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=32, max_position_embeddings=64)
+
+
+def build(config) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build(transformers.LlamaConfig(**SIZES))
+
+
+@pytest.fixture(scope="module")
+def gemma2():
+    """A window on every other layer, softcap, and a scale of its own."""
+    return build(transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=9, query_pre_attn_scalar=64,
+                                           attn_logit_softcapping=5.0))
+
+
+@pytest.fixture(scope="module")
+def mamba2():
+    return build(transformers.Mamba2Config(**SIZES, num_heads=8, head_dim=8, state_size=8, n_groups=1))
+
+
+class Falcon(nn.Module):
+    """Calls F.scaled_dot_product_attention, on a mask of its own and repeated keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(64, 32), nn.Embedding(64, 32)
+        self.attention = nn.ModuleDict({"q": nn.Linear(32, 32), "kv": nn.Linear(32, 16)})
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        q = self.attention["q"](x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = (t.unsqueeze(1).repeat_interleave(4, 1) for t in self.attention["kv"](x).chunk(2, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.head(y.transpose(1, 2).flatten(2))
+
+
+def test_explain_served(llama) -> None:
+    with unchanged(llama):
+        found = quire.explain(llama)
+    assert isinstance(found, Explanation) and found.supported and found.error is None
+    assert found.selection.backend.name == "torch_native" and [s.layer for s in found.sites] == [0, 1]
+    assert_expected_inline(str(found), """\
+LlamaForCausalLM: 2 attention sites
+layer  module                    route      needs               scale     lowered to
+0      model.layers.0.self_attn  interface  GQA 4:2x8, float32  0.353553  torch_native_paged_attention
+1      model.layers.1.self_attn  interface  GQA 4:2x8, float32  0.353553  torch_native_paged_attention
+attention backend: torch_native""")
+    assert repr(found) == str(found)
+
+
+def test_explain_windows_and_softcap(gemma2) -> None:
+    assert_expected_inline(str(quire.explain(gemma2)), """\
+Gemma2ForCausalLM: 2 attention sites
+layer  module                    route      needs                                    scale  lowered to
+0      model.layers.0.self_attn  interface  GQA 4:2x8, float32, window=9, softcap=5  0.125  torch_native_paged_attention
+1      model.layers.1.self_attn  interface  GQA 4:2x8, float32, softcap=5            0.125  torch_native_paged_attention
+attention backend: torch_native""")
+
+
+def test_explain_a_module_of_ones_own() -> None:
+    with torch.no_grad():
+        assert_expected_inline(str(quire.explain(Falcon().eval())), """\
+Falcon: 1 attention sites
+layer  module  route   needs               scale     lowered to
+0      -       raised  MQA 4:1x8, float32  0.353553  torch_native_paged_attention
+attention backend: torch_native""")
+
+
+def test_explain_refused(mamba2) -> None:
+    with unchanged(mamba2):
+        found = quire.explain(mamba2)
+    assert not found.supported and found.selection is None and found.sites == []
+    assert_expected_inline("\n".join(textwrap.wrap(str(found), 100)), """\
+Mamba2ForCausalLM: 0 attention sites refused: mamba2 has layers of type ['linear_attention']: they
+keep state that is not keys and values (SSM, convolution, linear attention), which a packed batch
+would leak between sequences. quire serves ['chunked_attention', 'full_attention',
+'sliding_attention'].""")
+
+
+def test_explain_no_backend_fits(gemma2) -> None:
+    """The sites are shown, and for each backend why not."""
+    found = quire.explain(gemma2, attention="flashinfer", page_size=16)
+    assert not found.supported and len(found.sites) == 2
+    text = str(found)
+    assert "refused: attention='flashinfer' cannot serve this model on cpu with page_size=16" in text
+    assert re.search(r"flashinfer: .*\nCan serve it here: .*torch_native", text)
+    assert text.splitlines()[2].split()[-1] == "refused"
+
+
+def test_explain_unknown_backend(llama) -> None:
+    with pytest.raises(ValueError, match="unknown attention backend 'nope'; there are: auto"):
+        quire.explain(llama, attention="nope")
+
+
+@pytest.mark.parametrize("page_size", [0, -3])
+def test_explain_page_size_below_1(llama, page_size) -> None:
+    with pytest.raises(ValueError, match=f"page_size must be at least 1, got {page_size}"):
+        quire.explain(llama, page_size=page_size)
+
+
+def test_explain_a_model_in_training_mode(llama) -> None:
+    llama.train()
+    try:
+        before = snapshot(llama)
+        assert quire.explain(llama).supported
+        assert snapshot(llama)["training"] == before["training"]
+    finally:
+        llama.eval()
+
+
+
+
+def test_attention_sites(llama) -> None:
+    """No backend, no device: the table holds on every machine."""
+    assert_expected_inline(attention_sites(llama), """\
+layer  module                    route      needs               scale
+0      model.layers.0.self_attn  interface  GQA 4:2x8, float32  0.353553
+1      model.layers.1.self_attn  interface  GQA 4:2x8, float32  0.353553""")
+
+
+def test_assert_attention_sites(llama, gemma2) -> None:
+    table = attention_sites(llama)
+    quire.assert_attention_sites(llama, table)
+    indented = "\n\n" + "".join(f"        {line}\n" for line in table.splitlines()) + "\n  "
+    quire.assert_attention_sites(llama, indented)
+    with unchanged(llama), pytest.raises(AssertionError) as error:
+        quire.assert_attention_sites(llama, indented.replace("0.353553", "0.125"))
+    assert_expected_inline(str(error.value), """\
+the attention sites of LlamaForCausalLM changed:
+--- expected
++++ actual
+@@ -1,3 +1,3 @@
+ layer  module                    route      needs               scale
+-0      model.layers.0.self_attn  interface  GQA 4:2x8, float32  0.125
+-1      model.layers.1.self_attn  interface  GQA 4:2x8, float32  0.125
++0      model.layers.0.self_attn  interface  GQA 4:2x8, float32  0.353553
++1      model.layers.1.self_attn  interface  GQA 4:2x8, float32  0.353553
+
+The table is now:
+layer  module                    route      needs               scale
+0      model.layers.0.self_attn  interface  GQA 4:2x8, float32  0.353553
+1      model.layers.1.self_attn  interface  GQA 4:2x8, float32  0.353553""")
+    with pytest.raises(AssertionError, match="the attention sites of Gemma2ForCausalLM changed"):
+        quire.assert_attention_sites(gemma2, table)
+    with pytest.raises(AssertionError, match=r"(?s)\+layer .*The table is now:\nlayer "):
+        quire.assert_attention_sites(llama, "")
+
+
+def test_assert_attention_sites_refused(mamba2) -> None:
+    with pytest.raises(quire.UnsupportedAttention, match="keep state that is not keys and values"):
+        quire.assert_attention_sites(mamba2, "layer")

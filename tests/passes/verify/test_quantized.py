@@ -1,0 +1,223 @@
+"""Quantised weights in the passes: where they lie, that no rows meet in them, and that fusion leaves them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+import quire.passes.compile.inductor
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step
+from quire.graph_runner.model_guard import ModelWatch
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
+from quire.passes.verify.quantized import addresses, num_bytes, parts
+from tests.passes.models import HIDDEN, VOCAB, Attention, Tiny, inputs, tiny
+
+
+class Int8(torch.Tensor):
+    """A weight (N, K) as int8 with a scale a row, as quantisation libraries make them. ``activations`` says what it does to its
+    input first: "none", "row" or "all": round it to 127 steps of the largest number of a row or of all of it; "23" and "23
+    when compiled": look at whether it has 23 rows; "no kernel": fail on real tensors."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, activations: str) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype, device=data.device)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor, activations: str) -> None:
+        self.integers, self.scale, self.activations = data, scale, activations
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, activations: str = "none") -> Any:
+        scale = weight.detach().abs().amax(1) / 127
+        return cls((weight.detach() / scale[:, None]).round().to(torch.int8), scale, activations)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"Int8({tuple(self.shape)}, {self.activations})"
+
+    def __tensor_flatten__(self) -> Any:
+        return ["integers", "scale"], self.activations
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, activations: str, size: Any, stride: Any) -> Any:
+        return Int8(inner["integers"], inner["scale"], activations)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight = args[:2]
+            if weight.activations in ("row", "all"):
+                step = (x.abs().amax(-1, keepdim=True) if weight.activations == "row" else x.abs().amax()) / 127
+                x = (x / step).round() * step
+            elif weight.activations in ("23", "23 when compiled") and (
+                    weight.activations == "23" or isinstance(x, FunctionalTensor)) and x.shape[-2] == 23:
+                x = x + 0
+            elif weight.activations == "no kernel" and not isinstance(x, FakeTensor):
+                raise RuntimeError("not implemented for 'CPU'")
+            return F.linear(x, weight.integers.to(x.dtype)) * weight.scale
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
+            return Int8(func(args[0].integers), func(args[0].scale), args[0].activations)
+        raise NotImplementedError(f"{func} would need the weight as floating-point numbers")
+
+
+def quantized(activations: str = "none") -> nn.Module:
+    """Tiny with every projection without bias quantised."""
+    model = tiny()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is None:
+            module.weight = nn.Parameter(Int8.of(module.weight, activations), requires_grad=False)
+    assert isinstance(model.head.weight, Int8) and isinstance(model.layers[0].out.weight, Int8)
+    return model
+
+
+def test_parts_bytes_and_addresses() -> None:
+    plain = torch.zeros(3, 5)
+    assert parts(plain)[0] is plain and addresses(plain) == (plain.data_ptr(),) and num_bytes(plain) == 60
+    weight = Int8.of(torch.randn(6, 4))
+    assert weight.data_ptr() == 0  # so it says nothing
+    assert parts(weight)[0] is weight.integers and len(parts(weight)) == 2
+    assert addresses(weight) == (weight.integers.data_ptr(), weight.scale.data_ptr())
+    assert num_bytes(weight) == 6 * 4 + 6 * 4
+    nested = Int8(weight, torch.ones(6), "none")
+    assert num_bytes(nested) == 6 * 4 + 2 * 6 * 4
+
+
+def test_the_watch_sees_quantised_weights_move() -> None:
+    model = quantized()
+    watch = ModelWatch(model, addresses=True)
+    assert watch.change() is None
+    model.head.weight.scale.mul_(2)
+    assert watch.change() is None
+    model.head.weight.scale = model.head.weight.scale.clone()
+    assert watch.change() == "head: its parameters changed"
+    watch = ModelWatch(model, addresses=False)
+    model.head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
+    assert watch.change() == "head: its parameters changed"
+
+
+def test_the_watch_sees_buffers_move() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.ones(2))
+    loose, strict = ModelWatch(model, addresses=False), ModelWatch(model, addresses=True)
+    model.scale.mul_(2)
+    assert strict.change() is None
+    model.scale = torch.ones(2)
+    assert strict.change() == "Linear: its buffers changed" and loose.change() is None
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("activations", ["none", "row"])
+def test_paged_logits_are_those_of_plain_forwards(activations: str, compiler: str) -> None:
+    """And a token's logits do not depend on what is beside it."""
+    model = quantized(activations)
+    weights = {n: (id(p), type(p)) for n, p in model.named_parameters()}
+    sequences = inputs(5, 9, 1)
+    with torch.no_grad():
+        want = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
+    model_of_steps = PagedModel(model, QuireOptions(compiler=compiler, fusions="all"))
+    assert not model_of_steps.weights.parameters
+    got = serve(model_of_steps, sequences)
+    model_of_steps.close()
+    for g, w in zip(got, want, strict=True):
+        assert (g - w).abs().max() <= 1e-5 * w.abs().max()
+    assert {n: (id(p), type(p)) for n, p in model.named_parameters()} == weights
+
+
+def serve(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All sequences in one step: the logits of each."""
+    lengths = [len(s) for s in sequences]
+    cache = PagedKVCache.for_sites(model.sites, num_pages=9, page_size=4, device="cpu")
+    table = [[1, 2], [3, 4, 5], [6]]
+    meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=4)
+    logits = model(Step(cache, meta), torch.cat(sequences), meta.positions, torch.arange(sum(lengths)))
+    return list(logits.split(lengths))
+
+
+def test_activations_scaled_all_together_are_refused() -> None:
+    with pytest.raises(UnsupportedAttention, match=r"layers.0.out mixes the tokens of the batch outside attention: its weight "
+                                                   r"\(Int8\) quantises the activations of all tokens by one scale"):
+        PagedModel(quantized("all"), QuireOptions(compiler="eager"))
+
+
+def test_a_weight_that_cannot_be_multiplied_is_named() -> None:
+    with pytest.raises(UnsupportedAttention, match=r"layers.0.out: its quantised weight \(Int8\) cannot be multiplied on cpu: "
+                                                   r"RuntimeError: not implemented for 'CPU'"):
+        PagedModel(quantized("no kernel"), QuireOptions(compiler="eager"))
+
+
+def test_a_layer_that_settles_the_number_of_tokens_is_refused() -> None:
+    with pytest.raises(UnsupportedAttention, match="could not be traced into one graph: ConstraintViolationError"):
+        PagedModel(quantized("23"), QuireOptions(compiler="eager"))
+    model = quantized("23 when compiled")
+    with pytest.raises(UnsupportedAttention, match="compiling the model settled a size that changes from batch to batch"):
+        PagedModel(model, QuireOptions(page_size=4, attention="torch_native"))
+    eager = PagedModel(model, QuireOptions(compiler="eager"))
+    assert torch.isfinite(torch.cat(serve(eager, inputs(5, 9, 1)))).all()
+    eager.close()
+
+
+@pytest.mark.parametrize("mix", ["max", "min", "aminmax"])
+def test_the_largest_of_a_row_taken_over_all_rows_is_seen(mix: str) -> None:
+    """The same by hand, in a module: it shows in the graph."""
+
+    class ByHand(nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            most = {"max": lambda: x.abs().max(), "min": lambda: -x.neg().min(), "aminmax": lambda: x.aminmax().max}[mix]()
+            return F.linear((x / most * 127).round() * most / 127, self.weight)
+
+    model = tiny()
+    model.head = ByHand(model.head.weight)
+    with pytest.raises(UnsupportedAttention, match=rf"head mixes the tokens of the batch outside attention \(\w+: {mix} along"):
+        PagedModel(model, QuireOptions(compiler="eager"))
+
+
+def test_the_larger_of_two_tensors_is_no_mixing() -> None:
+    class Clipped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(torch.max(torch.min(x, x * 2), x / 2)) * x.abs().max(dim=-1, keepdim=True).values
+
+    model = tiny()
+    model.head = Clipped(model.head)
+    PagedModel(model, QuireOptions(compiler="eager")).close()
+
+
+def test_layers_quantised_differently_share_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a graph are equal only if their weights wrap the same: three layers each of two schemes."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(quire.passes.compile.inductor, "inductor", lambda gm, fakes: compiled.append(gm) or gm.forward)
+
+    def pieces(*schemes: str | None) -> int:
+        torch._dynamo.reset()
+        compiled.clear()
+        model = Tiny(*(Attention(4, 2, is_causal=True) for _ in schemes)).eval()
+        for layer, scheme in zip(model.layers, schemes, strict=True):
+            for linear in (layer.qkv, layer.out) if scheme else ():
+                linear.weight = nn.Parameter(Int8.of(linear.weight, scheme), requires_grad=False)
+        PagedModel(model, QuireOptions(page_size=4, attention="torch_native")).close()
+        return len(compiled)
+
+    assert pieces("none", "none", "none", "none", "none", "none") == 3
+    # Up to the first attention; "none" to "none"; "none" to "row"; "row" to "row"; the last.
+    assert pieces("none", "none", "none", "row", "row", "row") == 5
+    assert pieces("none", "none", "none", None, None, None) == 5
