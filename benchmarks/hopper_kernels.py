@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from benchmarks.hopper import Compiled, compiling
 
+from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.experts import expert_linear_cuda

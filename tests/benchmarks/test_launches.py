@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 import torch
-from benchmarks.launches import launches, programs
 
+from benchmarks.launches import launches, programs
 from quire.graph_runner.bench.shapes import ModelSpec, skeleton
 
 

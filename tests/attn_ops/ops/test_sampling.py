@@ -19,7 +19,7 @@ from quire.attn_ops.ops.sampling import BLOCK, PROGRAMS, divide, draw_tokens, dr
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from quire.attn_ops.kernels import draw as kernels  # noqa: E402
+from quire.attn_ops.kernels import sampling as kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEMPERATURES = (0.0, 0.7, 1.0, 1e-6, 1.8)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from tests.passes.test_quantized import Int8
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,6 +26,7 @@ from quire.passes.fx import compute_value, copy_graph, value
 from quire.passes.options import QuireOptions
 from quire.passes.verify.row_wise import PRODUCTS
 from tests.passes.models import HIDDEN, VOCAB, Attention, listing
+from tests.passes.verify.test_quantized import Int8
 from tests.tiny import load_model
 from tests.zoo.harness import LENGTHS, STEPS
 
