@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("quire", "FRAGMENT")
+from quire.attn_ops.library import LIBRARY, define_op
 
 ATTENTION_SCHEMA = (
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, *, int layer, float scale, int? window, float? softcap, "
@@ -190,12 +190,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
     return grad_q.reshape(q.shape).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks
 
 
-LIBRARY.define(ATTENTION_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("attention", attention_eager, "CPU")
-LIBRARY.impl("attention", attention_eager, "CUDA")
-torch.library.register_fake("quire::attention", attention_fake, lib=LIBRARY)
+attention = define_op(ATTENTION_SCHEMA, cpu=attention_eager, cuda=attention_eager, fake=attention_fake)
 torch.library.register_autograd("quire::attention", _backward, setup_context=_setup_context, lib=LIBRARY)
 
-attention = torch.ops.quire.attention.default
-
-__all__ = ["AttentionSite", "LIBRARY", "attention", "attention_eager", "visible"]
+__all__ = ["AttentionSite", "attention", "attention_eager", "visible"]

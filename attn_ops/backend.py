@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.attention import LIBRARY, AttentionSite
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.library import LIBRARY, define_op
 
 PAGED_SCHEMA = (
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
@@ -166,7 +167,7 @@ class UnsupportedAttention(ValueError):
 
 
 def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
-                    rope: bool = False) -> Any:
+                    rope: bool = False, launches: bool = False) -> Any:
     """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload. With ``rope`` it is
     ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA.
 
@@ -174,14 +175,15 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
     tensors and ``prepared``; it mutates caches and scales and nothing else, and returns (T, H, Dv). k and v None: nothing
     is written (the layer shares another's cache). k_scale and v_scale None: the caches hold keys and values as they are;
     else codes, and every key and value is attended to as it reads back, the step's own included (``attn_ops/kv_quant.py``).
-    Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which eager steps pay once a layer.
+    ``launches`` is ``define_op``'s.
     """
-    op_name = f"{name}_{'rope_' if rope else ''}paged_attention"
-    LIBRARY.define(op_name + (ROPE_PAGED_SCHEMA if rope else PAGED_SCHEMA), tags=(torch.Tag.pt2_compliant_tag,))
-    for device in devices:
-        LIBRARY.impl(op_name, impl, device)
-    torch.library.register_fake(f"quire::{op_name}", _rope_paged_fake if rope else _paged_fake, lib=LIBRARY)
-    return getattr(torch.ops.quire, op_name).default
+    schema = f"{name}_rope_paged_attention{ROPE_PAGED_SCHEMA}" if rope else f"{name}_paged_attention{PAGED_SCHEMA}"
+    keys = set(devices)
+    op = define_op(schema, cpu=impl if "CPU" in keys else None, cuda=impl if "CUDA" in keys else None,
+                   fake=_rope_paged_fake if rope else _paged_fake, launches=launches)
+    for key in keys - {"CPU", "CUDA"}:
+        LIBRARY.impl(op.name().removeprefix("quire::"), impl, key)
+    return op
 
 
 def _paged_fake(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor,

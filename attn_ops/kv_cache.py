@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 
 Layout = Literal["NHD", "HND"]
 
@@ -54,9 +54,9 @@ class PagedKVCache:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout must be 'NHD' or 'HND', got {layout!r}")
-        if dtype not in QUANTISED and not (dtype.is_floating_point and dtype.itemsize >= 2):
+        if dtype not in QUANTIZED_KV_DTYPES and not (dtype.is_floating_point and dtype.itemsize >= 2):
             raise ValueError(f"a KV cache of {_name(dtype)} is not possible: give the model's own dtype or one of the "
-                             f"quantised ones, {', '.join(sorted(map(_name, QUANTISED)))}")
+                             f"quantised ones, {', '.join(sorted(map(_name, QUANTIZED_KV_DTYPES)))}")
         heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
         dims = _per_layer("head_dim", head_dim, num_layers)
         dims_v = dims if head_dim_v is None else _per_layer("head_dim_v", head_dim_v, num_layers)
@@ -74,7 +74,7 @@ class PagedKVCache:
     @property
     def quantised(self) -> bool:
         """Whether k and v hold codes, to be multiplied with k_scale and v_scale."""
-        return self.dtype in QUANTISED
+        return self.dtype in QUANTIZED_KV_DTYPES
 
     def _allocate_scale(self, heads: int) -> torch.Tensor | None:
         if not self.quantised:
@@ -145,7 +145,7 @@ def bytes_per_page(sites: Sequence[AttentionSite], page_size: int, dtype: torch.
 
 def vector_bytes(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> int:
     """Bytes that a cache of ``dtype`` holds of one token and KV head: its key and its value, with their scales."""
-    return (head_dim + head_dim_v) * dtype.itemsize + (2 * torch.float32.itemsize if dtype in QUANTISED else 0)
+    return (head_dim + head_dim_v) * dtype.itemsize + (2 * torch.float32.itemsize if dtype in QUANTIZED_KV_DTYPES else 0)
 
 
 def _name(dtype: torch.dtype) -> str:

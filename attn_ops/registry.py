@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, listed
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.tuning import attention as choices
 
 # Backends arrive by entry point, so that third parties and our own come in by the same door.
@@ -88,7 +88,7 @@ class BackendTable(list[BackendRow]):
                 rows.append([row.name, "no", "", "", "", "", "", ""])
                 continue
             dtypes, kv = (", ".join(sorted(str(d).removeprefix("torch.") for d in found))
-                          for found in (caps.dtypes, caps.kv_dtypes & QUANTISED))
+                          for found in (caps.dtypes, caps.kv_dtypes & QUANTIZED_KV_DTYPES))
             features = ", ".join(f for f in _FEATURES if getattr(caps, f)) or "none"
             rows.append([row.name, "yes" if row.usable else "no", dtypes, kv or "none", caps.head_dims_note,
                          caps.page_sizes_note, features, caps.cudagraph_support.name])

@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
+from quire.attn_ops.kernels import host
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.experts import expert_linear_cuda
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
-from quire.attn_ops.ops.sampling import draw_tokens_cuda
+from quire.attn_ops.ops.sampling import sample_tokens_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 
 SMS = 132
@@ -71,15 +72,15 @@ def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool
     small_linear_cuda(x, weight, None, weight_norm, 1e-5, res, swiglu, pdl=pdl)
 
 
-def quantised_linear(tokens: int, n: int, k: int, kind: torch.dtype, residual: bool, pdl: bool) -> None:
+def quantized_linear(tokens: int, n: int, k: int, kind: torch.dtype, residual: bool, pdl: bool) -> None:
     x = torch.zeros(1, tokens, k, dtype=torch.bfloat16)
     res = torch.zeros(1, tokens, n, dtype=torch.bfloat16) if residual else None
     small_linear_cuda(x, torch.zeros(n, k, dtype=kind), None, None, 0.0, res, False, torch.zeros(n), pdl=pdl)
 
 
-def draw(rows: int, vocabulary: int, dtype: torch.dtype, pdl: bool) -> None:
+def sample(rows: int, vocabulary: int, dtype: torch.dtype, pdl: bool) -> None:
     zeros = torch.zeros(rows, dtype=torch.int64)
-    draw_tokens_cuda(torch.empty(rows, vocabulary, dtype=dtype), zeros.float(), zeros, zeros, pdl=pdl)
+    sample_tokens_cuda(torch.empty(rows, vocabulary, dtype=dtype), zeros.float(), zeros, zeros, pdl=pdl)
 
 
 def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool, dtype: torch.dtype, pdl: bool) -> None:
@@ -109,7 +110,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 *HEADS["llama-8b"], query_lens=n, dtype=t)
     for dtype, (rows, vocabulary), pdl in itertools.product(
             (torch.bfloat16, torch.float16, torch.float32), ((1, 128256), (2048, 4096), (8, 50257)), (False, True)):
-        yield f"draw {rows} x {vocabulary} {dtype}{' pdl' if pdl else ''}", lambda b=rows, v=vocabulary, t=dtype, p=pdl: draw(
+        yield f"sample {rows} x {vocabulary} {dtype}{' pdl' if pdl else ''}", lambda b=rows, v=vocabulary, t=dtype, p=pdl: sample(
             b, v, t, p)
     shapes = {"qkv": (6144, 4096, True, False, False), "o": (4096, 4096, False, True, False),
               "gate_up": (28672, 4096, True, False, True), "down": (4096, 14336, False, True, False),
@@ -118,8 +119,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", lambda s=shape, t=tokens, p=pdl: linear(t, *s, p)
     for kind, (n, k), tokens in itertools.product((torch.int8, torch.float8_e4m3fn), (
             (6144, 4096), (28672, 4096), (1000, 1100)), (1, 8, 32, 64, 256)):
-        yield f"quantised linear {n} x {k} {tokens} {kind}", lambda a=(tokens, n, k, kind, n == 6144, tokens == 1): (
-            quantised_linear(*a))
+        yield f"quantized linear {n} x {k} {tokens} {kind}", lambda a=(tokens, n, k, kind, n == 6144, tokens == 1): (
+            quantized_linear(*a))
     for (name, (count, each, layers, turned)), layer, tokens in itertools.product(
             EXPERTS.items(), (0, 1), (1, 32, 128, 400, 2048)):
         for dtype, pdl in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
@@ -129,12 +130,13 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 tokens, count, each, *layers[layer], turned, dtype, pdl): experts(*a)
 
 
+def as_an_h200() -> None:
+    host.num_sms = lambda device: SMS  # type: ignore[assignment]
+
+
 def main() -> None:
     """Compile everything, or the cases whose name has one of the arguments in it; a line for each kernel."""
-    common, *modules = backend._load()
-    for module in (common, *modules):
-        if hasattr(module, "num_sms"):
-            module.num_sms = lambda device: SMS  # type: ignore[attr-defined]
+    as_an_h200()
     failed, words = 0, [word for word in sys.argv[1:] if word != "--loops"]
     with compiling(loops="--loops" in sys.argv) as found:
         for name, launch in cases():

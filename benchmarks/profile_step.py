@@ -36,7 +36,7 @@ KINDS = (
     ("^(vector|tile)_kernel", "matrix product with norm, SwiGLU or residual"),
     ("BatchDecode|BatchPrefill|flashinfer", "attention (FlashInfer)"), ("decode_kernel|reduce_kernel", "attention, decode"),
     ("extend_kernel", "attention, prefill"), ("rope_kv_write|write_kernel", "rope, KV write"),
-    ("draw_kernel|choose_kernel", "sampling"), ("pairs_kernel|sorted_kernel|order_kernel", "experts"),
+    ("sample_kernel|pick_kernel", "sampling"), ("pairs_kernel|sorted_kernel|order_kernel", "experts"),
     ("nvjet|gemm|cutlass|sm90_xmma|gemv|splitK|gemvNSP", "matrix product (cuBLAS)"), ("^triton_", "Inductor"),
     ("[Mm]emcpy|[Mm]emset", "copies"), ("at::native|at::cuda", "PyTorch"))
 

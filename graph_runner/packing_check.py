@@ -21,7 +21,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.kv_cache import Layout, PagedKVCache, pages_for
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.graph_runner.step_buffers import BatchShape
@@ -47,7 +47,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     if sizes[0] <= _SAME or vocab_size < 2:
         logger.info("packing check: left out, sequences of %d tokens tell nothing", sizes[0])
         return
-    coarse = kv_dtype in QUANTISED  # a last bit of a key can move it by a whole step
+    coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
     rounding = _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
     generator = torch.Generator().manual_seed(0)
     first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn_ops.ops.sampling import INVALID_TOKEN, chunks, draw_tokens, inverse, is_greedy, on_gpu, score, winner
+from quire.attn_ops.ops.sampling import INVALID_TOKEN, chunks, sample_tokens, inverse, is_greedy, on_gpu, score, winner
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.fx import with_own_code
 
@@ -114,7 +114,7 @@ class SamplingTensors:
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Sample one token a row. Reads nothing back to the host. See `Sampler` for the compiled form.
 
-    In plain PyTorch, except that on CUDA a batch without filters is drawn by the kernel of `draw_tokens`.
+    In plain PyTorch, except that on CUDA a batch without filters is drawn by the kernel of `sample_tokens`.
 
     Greedy rows get the first of the largest logits, as from ``torch.argmax``. Other rows are drawn from
     ``softmax(logits / temperature)`` after top_k, then top_p, then min_p, which is the order of vLLM and of Hugging
@@ -189,7 +189,7 @@ def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Pi
         logits = logits.float()
     row_params = (params.temperature, params.seed, params.position)
     if not params.any_filter:
-        return draw_tokens(logits, *row_params)  # on CUDA one kernel: there is nothing to compile
+        return sample_tokens(logits, *row_params)  # on CUDA one kernel: there is nothing to compile
     threshold = torch.full((rows,), -math.inf, dtype=torch.float32, device=logits.device)
     if params.any_top_k:
         threshold = get(_top_k_threshold)(logits, params.top_k)
@@ -204,7 +204,7 @@ def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Pi
 
 
 def _draw_filtered(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, threshold: Tensor) -> Tensor:
-    """`draw_tokens` among the tokens with a logit of at least `threshold` (B,), which greedy rows ignore."""
+    """`sample_tokens` among the tokens with a logit of at least `threshold` (B,), which greedy rows ignore."""
     x, index = chunks(logits)
     scores = score(x, index, temperature, seed, position)
     threshold = torch.where(is_greedy(temperature), -math.inf, threshold)[:, None, None]

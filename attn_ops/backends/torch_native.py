@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import torch
 
-from quire.attn_ops.attention import LIBRARY, visible
+from quire.attn_ops.attention import visible
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kv_quant import QUANTISED, check_scales, dequantise, quantise
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write
+from quire.attn_ops.library import define_op
 
 TILE = 16  # queries a tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
 KEYS = 512  # keys a chunk: bounds the memory of gathered keys and scores
-
-LIBRARY.define(
-    "torch_native_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
-    "-> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _tile_size(num_tokens: int, num_reqs: int) -> int:
@@ -61,28 +58,11 @@ def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_s
     return [long(tiles), long(tiles, size), long(tiles, size)]
 
 
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("torch_native_prepare", _prepare, _device)
-torch.library.register_fake("quire::torch_native_prepare", _prepare_fake, lib=LIBRARY)
-
-
-def _write(cache: torch.Tensor, scale: torch.Tensor | None, new: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store ``new`` (T, Hkv, D) at its slots. A slot of -1 writes back what slot 0 of the null page holds: a no-op."""
-    slot = slot_mapping.clamp_min(0)
-    page, offset = slot // cache.shape[1], slot % cache.shape[1]
-    live = (slot_mapping >= 0)[:, None, None]
-    if scale is not None:
-        new, new_scale = quantise(new, cache.dtype)
-        scale[page, offset] = torch.where(live[..., 0], new_scale, scale[page, offset])
-        cache, new = cache.view(torch.int8), new.view(torch.int8)  # bytes: torch does not index fp8 everywhere
-    cache[page, offset] = torch.where(live, new.to(cache.dtype), cache[page, offset])
-
-
 def _gather(cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
     """The keys or values on ``pages`` (tiles, n), as they read back: (tiles, n * page_size, Hkv, D) float32."""
     if scale is None:
         return cache[pages].flatten(1, 2).float()
-    return dequantise(cache.view(torch.int8)[pages].view(cache.dtype), scale[pages]).flatten(1, 2)
+    return dequantize(cache.view(torch.int8)[pages].view(cache.dtype), scale[pages]).flatten(1, 2)
 
 
 def paged_attention(
@@ -94,8 +74,8 @@ def paged_attention(
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments."""
     check_scales(k_cache, k_scale, v_scale)
     if k is not None and v is not None:
-        _write(k_cache, k_scale, k, slot_mapping)
-        _write(v_cache, v_scale, v, slot_mapping)
+        write(k_cache, k_scale, k, slot_mapping)
+        write(v_cache, v_scale, v, slot_mapping)
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_tokens, heads, dim = q.shape
     if not prepared:
@@ -155,10 +135,12 @@ BACKEND = AttentionBackend(
     name="torch_native",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTISED, window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
+        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=lambda device: None,
     op=define_paged_op("torch_native", paged_attention),
-    prepare=torch.ops.quire.torch_native_prepare.default,
+    prepare=define_op(
+        "torch_native_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
+        "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
     priority={"cpu": 0, "cuda": 100},
 )

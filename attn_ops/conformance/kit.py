@@ -31,7 +31,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.kernels.launch import side_stream
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import QUANTISED, dequantise, quantise
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, dequantize, quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rotate
 from quire.attn_ops.registry import broken_backends, get_backend
@@ -103,7 +103,7 @@ class Batch:
 
     def stored(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys or values as the cache must hold them, with their scale if it is quantised."""
-        return quantise(new, self.cache.dtype) if self.cache.quantised else (new, None)
+        return quantize(new, self.cache.dtype) if self.cache.quantised else (new, None)
 
 
 def oracle(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, *, scale: float,
@@ -218,7 +218,7 @@ class Kit:
         if scale is None:
             return new
         batch.held[f"{which} scale"][slots] = scale[:count]
-        return dequantise(codes, scale)
+        return dequantize(codes, scale)
 
     def step(self, batch: Batch) -> Step:
         return Step(batch.cache, batch.metadata, attention=self.backend)
@@ -297,7 +297,7 @@ class Kit:
             ("query heads a key head", self.groups),
             *((f"page size {p}", lambda p=p: self.page_size(p)) for p in PAGE_SIZES),
             *((f"layout {name}", lambda name=name: self.layout(name)) for name in ("NHD", "HND")),
-            *((f"KV cache {str(d).removeprefix('torch.')}", lambda d=d: self.quantised(d)) for d in sorted(QUANTISED, key=str)),
+            *((f"KV cache {str(d).removeprefix('torch.')}", lambda d=d: self.quantised(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             ("shared cache (no k, v)", self.shared),
             ("rotary embedding (rope_op)", self.rope),
             ("padding", self.padding),
@@ -655,7 +655,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", required=True, help="name that it is registered by")
     parser.add_argument("--device", default=None, help="default: the first of cuda and cpu that it runs on here")
     parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--kv-dtype", default=None, choices=sorted(str(d).removeprefix("torch.") for d in QUANTISED),
+    parser.add_argument("--kv-dtype", default=None, choices=sorted(str(d).removeprefix("torch.") for d in QUANTIZED_KV_DTYPES),
                         help="run all checks on a quantised KV cache (default: of --dtype)")
     parser.add_argument("--only", default="", help="run the checks whose names contain this")
     given = parser.parse_args(arguments)

@@ -1,7 +1,8 @@
-"""Compile noted launches (``attn_ops/kernels/launch.py``) into Triton's cache on disk, without a GPU.
+"""Compile recorded launches (``attn_ops/kernels/launch.py``) into Triton's cache on disk, without a GPU.
 
-``python -m quire.attn_ops.kernels.compile_worker`` reads a pickle from its standard input: (target, launches), the target as Triton describes
-it: backend, arch, warp size. A kernel that cannot be compiled is left to the process that launches it, which will say why.
+``python -m quire.attn_ops.kernels.compile_worker`` reads a pickle from its standard input: (target, launches), the target as
+Triton describes it: backend, arch, warp size. A kernel that cannot be compiled is left to the process that launches it, which
+reports why.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from quire.attn_ops.kernels.launch import Launch, settle
+from quire.attn_ops.kernels.launch import Launch, fix_cache_key
 
 
 def use_target(target: Sequence[Any]) -> None:
-    """Make Triton compile for this target, in the place of the GPU that it would look for."""
+    """Make Triton compile for this target instead of a GPU that it finds."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -27,16 +28,11 @@ def use_target(target: Sequence[Any]) -> None:
     driver.set_active(stand_in)
 
 
-def kernel_of(launch: Launch) -> Any:
-    """The ``@triton.jit`` function that is launched."""
-    kernel = getattr(importlib.import_module(launch.module), launch.name)
-    settle(kernel)
-    return kernel
-
-
 def compile_launch(launch: Launch) -> Any:
-    """The compiled kernel of a noted launch."""
-    return kernel_of(launch).warmup(*launch.arguments, grid=(1,), **dict(launch.options))
+    """The compiled kernel of a recorded launch."""
+    kernel = getattr(importlib.import_module(launch.module), launch.name)
+    fix_cache_key(kernel)
+    return kernel.warmup(*launch.arguments, grid=(1,), **dict(launch.options))
 
 
 def triton_version() -> str:
@@ -62,4 +58,4 @@ if __name__ == "__main__":
     main()
 
 
-__all__ = ["compile_launch", "kernel_of", "triton_version", "use_target"]
+__all__ = ["compile_launch", "triton_version", "use_target"]

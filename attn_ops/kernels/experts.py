@@ -1,6 +1,6 @@
-"""Kernels of ``attn_ops/ops/experts.py``, where what they compute is told, and why their tiles are as they are.
+"""Kernels of ``attn_ops/ops/experts.py``, which says what they compute, and why their tiles have these sizes.
 
-Letters: S pairs of a row and an expert, E experts, N outputs, K inputs. Ids outside 0 .. E-1 count as expert E, which has no
+Legend: S pairs of a row and an expert, E experts, N outputs, K inputs. Ids outside 0 .. E-1 count as expert E, which has no
 weight: its rows are zeros.
 """
 
@@ -23,8 +23,8 @@ def _load_ids(ids, at, S, E):
 @triton.jit
 def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr,
                  EVEN_K: tl.constexpr):
-    """A (BLOCK_N, BLOCK_K) tile of an expert's weight, along whichever side lies together. Read once, so it should not push
-    the rows out of the cache."""
+    """A (BLOCK_N, BLOCK_K) tile of an expert's weight, along the contiguous dim. Read once, so it should not evict the rows from
+    the cache."""
     if TRANSPOSED:
         at = w + cols.to(tl.int64)[:, None] * stride_k + outputs[None, :]
         if EVEN_N and EVEN_K:
@@ -40,10 +40,9 @@ def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.cons
 
 @triton.jit
 def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
-                   TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
-    """Write ``outputs`` (BLOCK_N,) of ``pairs`` (BLOCK_M,), which all have ``expert``. The weight is the left operand of the
-    matrix unit, the side that is long. A row's sum has the same order whatever the other rows are."""
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Write ``outputs`` (BLOCK_N,) of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the tensor cores
+    (the long side). The order of a row's sum does not depend on the other rows."""
     rows = x + (pairs // repeat).to(tl.int64) * stride_x
     weight = w + expert.to(tl.int64) * stride_e
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -52,20 +51,20 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, rep
         xs = tl.load(rows[None, :] + cols[:, None], mask=inside[None, :] & (cols < K)[:, None], other=0.0)
         ws = _load_weight(weight, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N, EVEN_K)
         acc = tl.dot(ws, xs, acc, input_precision=PRECISION)
-    if BIAS:
+    if bias is not None:
         add = tl.load(bias + expert.to(tl.int64) * N + outputs, mask=(outputs < N) & (expert < E), other=0.0)
         acc += add.to(tl.float32)[:, None]
     tl.store(out + pairs.to(tl.int64)[None, :] * N + outputs[:, None], acc.to(out.dtype.element_ty),
              mask=(outputs < N)[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["S"])  # or batch sizes would be kernels of their own
+@triton.jit(do_not_specialize=["S"])  # else batch sizes would be separate kernels
 def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, BLOCK_S: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_PAIR: tl.constexpr,
-                 BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                 TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                  PRECISION: tl.constexpr, PDL: tl.constexpr):
     """Few pairs, in any order. Program (n, l): block n of the outputs, for all pairs with the expert of leader l, which is
-    pair l (BY_PAIR; nothing is left to do if an earlier pair has its expert) or expert l (0 .. E)."""
+    pair l (BY_PAIR; nothing to do if an earlier pair has its expert) or expert l (0 .. E)."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     leader = tl.program_id(1)
@@ -96,13 +95,13 @@ def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, s
             pairs += tl.sum(tl.where(hit, at[None, :], 0), 1)
             before += tl.sum(mine, 0)
         _multiply_rows(x, w, bias, out, pairs, first + tile < count, expert, outputs, N, K, E, repeat, stride_x, stride_e,
-                       stride_n, stride_k, BLOCK_M, BLOCK_N, BLOCK_K, BIAS, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)
+                       stride_n, stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)
 
 
 @triton.jit(do_not_specialize=["S"])
 def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexpr):
-    """Sort the pairs by expert. Program e (0 .. E) writes the pairs of expert e to ``order`` (S,), behind those of the experts
-    before, and to ``ends`` (E,) where they end. Each goes through all ids twice: for the places, and to write."""
+    """Sort the pairs by expert. Program e (0 .. E) writes the pairs of expert e to ``order`` (S,), after those of lower experts,
+    and their end to ``ends`` (E,). Each program reads all ids twice: to count, and to write."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     expert = tl.program_id(0)
@@ -128,12 +127,12 @@ def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexp
 @triton.jit(do_not_specialize=["S"])
 def sorted_kernel(x, w, bias, order, ends, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
                   BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                  TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                   PRECISION: tl.constexpr, PDL: tl.constexpr):
-    """Many pairs, sorted by expert. One program a tile of sorted pairs and block of outputs, blocks first; there are as many
-    tiles as any split of the pairs among the experts can need, and those left over have nothing to do.
+    """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first; the grid has as many
+    tiles as any distribution of the pairs among the experts can need, and surplus programs return.
 
-    order: (S,) the pairs sorted by expert; ends: (E,) where each expert's end in it."""
+    order: (S,) the pairs sorted by expert; ends: (E,) the end of each expert's pairs in it."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     blocks = tl.cdiv(N, BLOCK_N)
@@ -145,7 +144,7 @@ def sorted_kernel(x, w, bias, order, ends, out, S, N, K, E, repeat, stride_x, st
     begin = tl.where(experts <= E, begin, S)
     tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
     up_to = tl.cumsum(tiles, 0)
-    expert = tl.sum((up_to <= tile).to(tl.int32), 0)  # so many have all their tiles before this one
+    expert = tl.sum((up_to <= tile).to(tl.int32), 0)  # the number of experts whose tiles all come before this one
     own = experts == expert
     first = tl.sum(tl.where(own, begin + (tile - up_to + tiles) * BLOCK_M, 0), 0)
     last = tl.sum(tl.where(own, end, 0), 0)
@@ -153,4 +152,4 @@ def sorted_kernel(x, w, bias, order, ends, out, S, N, K, E, repeat, stride_x, st
         at = first + tl.arange(0, BLOCK_M)
         pairs = tl.load(order + at, mask=at < last, other=0).to(tl.int32)
         _multiply_rows(x, w, bias, out, pairs, at < last, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n,
-                       stride_k, BLOCK_M, BLOCK_N, BLOCK_K, BIAS, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)
+                       stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)

@@ -27,8 +27,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.kv_quant import FORMATS
-
 #: For ``unpack``: two registers of codes -> four of numbers. First the codes of one place in both are put side by side.
 _WORDS = """{
     .reg .b32 t, u, a, b, c;
@@ -93,22 +91,30 @@ NO_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1" or tor
 SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
+@triton.constexpr_function
+def code_format(dtype):
+    """(qmax, 2**min_exponent, ROUNDER, unit) of a code's dtype: the numbers of ``kv_quant.FORMATS``, spelled out because
+    Triton's cache key covers the source of this function and no dict."""
+    qmax, mantissa, min_exponent, unit = {
+        "int8": (127.0, 7, 7, 64.0), "fp8e4nv": (448.0, 3, -6, 256.0), "fp8e5": (57344.0, 2, -14, 32768.0)}[dtype.name]
+    return qmax, 2.0**min_exponent, 1.5 * 2.0 ** (23 - mantissa), unit
+
+
 @triton.jit
-def encode(x, AXIS: tl.constexpr, QMAX: tl.constexpr, LOWEST: tl.constexpr, ROUNDER: tl.constexpr):
-    """``kv_quant.quantise`` along the last axis, AXIS: codes, still float32, and scale. See NOTE [Rounding to codes]."""
+def encode(x, CODE: tl.constexpr):
+    """``kv_quant.quantize`` of rows x (N, D): codes, still float32, and scales (N,). CODE: their dtype. See NOTE [Rounding to
+    codes]."""
+    FORMAT: tl.constexpr = code_format(CODE)
     x = x.to(tl.float32)
     size = tl.abs(x)
-    broken = tl.max((~(size < float("inf"))).to(tl.int32), AXIS) > 0
-    scale = tl.maximum(tl.div_rn(tl.max(size, AXIS), QMAX), SMALLEST)
+    broken = tl.max((~(size < float("inf"))).to(tl.int32), 1) > 0
+    scale = tl.maximum(tl.div_rn(tl.max(size, 1), FORMAT[0]), SMALLEST)
     scale = tl.where(broken, float("nan"), scale)
-    if AXIS == 1:
-        scaled = tl.div_rn(x, tl.where(broken, 1.0, scale)[:, None])
-        scaled = tl.where(broken[:, None], 0.0, scaled)
-    else:
-        scaled = tl.where(broken, 0.0, tl.div_rn(x, tl.where(broken, 1.0, scale)))
-    scaled = tl.minimum(tl.maximum(scaled, -QMAX), QMAX)
-    power = tl.maximum(tl.abs(scaled), LOWEST).to(tl.int32, bitcast=True) & 0x7F800000
-    shift = power.to(tl.float32, bitcast=True) * ROUNDER
+    scaled = tl.div_rn(x, tl.where(broken, 1.0, scale)[:, None])
+    scaled = tl.where(broken[:, None], 0.0, scaled)
+    scaled = tl.minimum(tl.maximum(scaled, -FORMAT[0]), FORMAT[0])
+    power = tl.maximum(tl.abs(scaled), FORMAT[1]).to(tl.int32, bitcast=True) & 0x7F800000
+    shift = power.to(tl.float32, bitcast=True) * FORMAT[2]
     return (scaled + shift) - shift, scale
 
 
@@ -153,33 +159,29 @@ def joined(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def store_heads(x, head, live, slot, cache, scales, PAGE: tl.constexpr, C_PAGE: tl.constexpr, C_TOKEN: tl.constexpr,
-                C_HEAD: tl.constexpr, S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr, QMAX: tl.constexpr,
-                LOWEST: tl.constexpr, ROUNDER: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr):
-    """Store keys (or values) x (heads, DIM_P2) of one token at its ``slot`` (64-bit, not negative): those of live ``head``s,
-    as codes with their scales if there are ``scales``. C_* and S_* are the strides of cache and scales."""
+def store_rows(x, scale, head, live, slot, cache, scales, PAGE: tl.constexpr, ROW: tl.constexpr, SCALE: tl.constexpr,
+               DIM: tl.constexpr):
+    """Store keys (or values) x (heads, DIM padded) of one token at its ``slot`` (64-bit, not negative): those of ``live``
+    heads, with their ``scale`` (heads,) if there are ``scales``. ROW, SCALE: Strides of cache and scales."""
     page = slot // PAGE
     offset = slot % PAGE
-    columns = tl.arange(0, DIM_P2)
+    columns = tl.arange(0, x.shape[1])
     where = head.to(tl.int64)
     if scales is not None:
-        codes, scale = encode(x, 1, QMAX, LOWEST, ROUNDER)
-        tl.store(scales + page * S_PAGE + offset * S_TOKEN + where * S_HEAD, scale, mask=live)
-        x = codes
-    tl.store(cache + page * C_PAGE + offset * C_TOKEN + (where * C_HEAD)[:, None] + columns[None, :],
+        tl.store(scales + page * SCALE.page + offset * SCALE.token + where * SCALE.head, scale, mask=live)
+    tl.store(cache + page * ROW.page + offset * ROW.token + (where * ROW.head)[:, None] + columns[None, :],
              x.to(cache.dtype.element_ty), mask=live[:, None] & (columns < DIM)[None, :])
 
 
-def rounding(dtype: torch.dtype) -> tuple[float, float, float]:
-    """QMAX, LOWEST and ROUNDER of ``encode`` for a cache's dtype; zeros for one that is not quantised."""
-    if dtype not in FORMATS:
-        return 0.0, 0.0, 0.0
-    code = FORMATS[dtype]
-    return code.qmax, 2.0**code.min_exponent, 1.5 * 2.0 ** (23 - code.mantissa)
+@triton.jit
+def encode_and_store(x, head, live, slot, cache, scales, PAGE: tl.constexpr, ROW: tl.constexpr, SCALE: tl.constexpr,
+                     DIM: tl.constexpr):
+    """``store_rows`` of x as it is, or as codes if there are ``scales``."""
+    if scales is not None:
+        codes, scale = encode(x, cache.dtype.element_ty)
+        store_rows(codes, scale, head, live, slot, cache, scales, PAGE, ROW, SCALE, DIM)
+    else:
+        store_rows(x, None, head, live, slot, cache, None, PAGE, ROW, SCALE, DIM)
 
 
-def scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if scale is None else scale.stride()
-
-
-__all__ = ["encode", "joined", "rounding", "scale_strides", "store_heads", "unpack", "widen"]
+__all__ = ["code_format", "encode", "encode_and_store", "joined", "store_rows", "unpack", "widen"]

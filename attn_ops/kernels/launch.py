@@ -1,9 +1,9 @@
-"""Launching Triton kernels; and noting down what would be launched, so that it can be compiled ahead, by other processes.
+"""Launching Triton kernels; and recording launches, so that other processes can compile the kernels ahead.
 
-Triton compiles a kernel when it is first launched, one after the other, and a model's start launches some fifty for the first
+Triton compiles a kernel when it is first launched, one after the other, and starting a model launches some fifty for the first
 time. Which ones follows from shapes, dtypes and strides alone. So an op's implementation can be called with fake tensors
-inside ``noting``: it launches nothing, and each ``launch`` is noted down, in a form that another process can compile it from
-(``attn_ops/kernels/compile_worker.py``). What that leaves in Triton's cache on disk is found at the real launch.
+inside ``recording``: nothing is launched, and each ``launch`` is recorded in a form that another process can compile
+(``attn_ops/kernels/compile_worker.py``). The real launch finds the result in Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-_noted: ContextVar[set[Launch] | None] = ContextVar("quire_noted_launches", default=None)
-#: Op overload -> its implementation, for ops that launch kernels with ``launch`` and work on fake tensors too.
+_recorded: ContextVar[set[Launch] | None] = ContextVar("quire_recorded_launches", default=None)
+#: Op overload -> its CUDA implementation, for ops that launch kernels with ``launch`` and work on fake tensors too.
 implementations: dict[Any, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """What a kernel's code depends on of a tensor: looks to Triton like one."""
+    """What a kernel's code depends on of a tensor. Triton takes it for a tensor."""
 
     dtype: torch.dtype
     aligned: bool  # its address is a multiple of 16 bytes
@@ -36,12 +36,12 @@ class TensorArgument:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a kernel, up to what makes no difference for its code.
+    """A kernel launch: equal to another iff both run the same code.
 
     Args:
         module, name: of the ``@triton.jit`` function.
-        arguments: tensors as TensorArgument; integers that are no constants as others of their kind (1, a multiple of 16,
-            neither; more than 32 bits).
+        arguments: tensors as TensorArgument; integers that are not constants as a representative of their kind (1, multiple
+            of 16, neither; more than 32 bits); tuples element by element.
         options: (name, value), such as num_warps, and arguments given by name.
     """
 
@@ -60,7 +60,7 @@ class Launch:
 
 @functools.cache
 def _constants(function: Any) -> dict[str, bool]:
-    """Of each parameter of a kernel, whether it is a constant."""
+    """For each parameter of a kernel, whether it is a constant."""
     return {p.name: "constexpr" in str(p.annotation) for p in inspect.signature(function).parameters.values()}
 
 
@@ -69,6 +69,9 @@ def _described(value: Any, constant: bool) -> Any:
         return TensorArgument(value.dtype, int(value.storage_offset()) * value.element_size() % 16 == 0)
     if constant or isinstance(value, bool) or value is None:
         return value
+    if isinstance(value, tuple):
+        items = [_described(v, False) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, float):
         return 0.5
     if value == 1:
@@ -76,19 +79,26 @@ def _described(value: Any, constant: bool) -> Any:
     return (0 if -(2**31) <= value < 2**31 else 2**40) + (16 if value % 16 == 0 else 17)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """``kernel[grid](*args, **options)``, or inside ``noting`` a note of it."""
-    noted = _noted.get()
-    if noted is None:
-        settle(kernel)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = None, **options: Any) -> None:
+    """``kernel[grid](*args, **options)``; inside ``recording`` the launch is recorded instead.
+
+    Args:
+        pdl: for a kernel with a constant PDL: whether to use programmatic dependent launch (attn_ops/kernels/pdl.py).
+    """
+    if pdl is not None:
+        options["PDL"] = pdl
+        if pdl:  # the interpreter knows no launch_pdl
+            options["launch_pdl"] = True
+    recorded = _recorded.get()
+    if recorded is None:
+        fix_cache_key(kernel)
         kernel[grid](*args, **options)
     else:
-        noted.add(Launch.of(kernel, args, options))
+        recorded.add(Launch.of(kernel, args, options))
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which graphs are captured, one for all: cuBLAS keeps a workspace of 32 MiB for every stream that it ran on,
-    and each new stream would be another.
+    """The stream on which graphs are captured, one per device: cuBLAS keeps a workspace of 32 MiB for each stream it ran on.
 
     Args:
         device: a CUDA device; without an index the current one.
@@ -101,35 +111,35 @@ def _side_stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)
 
 
-_settled: set[int] = set()
+_fixed: set[int] = set()
 
 
-def settle(kernel: Any) -> None:
-    """Make the kernel's name in Triton's cache depend on its source alone.
+def fix_cache_key(kernel: Any) -> None:
+    """Make the kernel's key in Triton's cache depend on its source alone.
 
-    Triton 3.6 and 3.7 put the global constants of a function that the kernel calls into the name if that function has a name of
-    its own already, and leave them out else: the name would depend on what else was compiled before, in each process.
+    Triton 3.6 and 3.7 include the global constants of a called function only if that function has a key already: the key
+    would depend on what the process compiled before.
     """
-    if id(kernel) in _settled:
+    if id(kernel) in _fixed:
         return
-    _settled.add(id(kernel))
+    _fixed.add(id(kernel))
     function = getattr(kernel, "fn", None)
     for name in getattr(getattr(function, "__code__", None), "co_names", ()):
         called = function.__globals__.get(name)  # type: ignore[union-attr]
         if hasattr(called, "used_global_vals"):
-            settle(called)
+            fix_cache_key(called)
     _ = getattr(kernel, "cache_key", None)  # the interpreter's functions have none
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[set[Launch]]:
-    """Inside, this thread launches nothing: what it would is collected."""
+def recording() -> Iterator[set[Launch]]:
+    """Inside, this thread launches nothing; launches are collected in the set."""
     found: set[Launch] = set()
-    token = _noted.set(found)
+    token = _recorded.set(found)
     try:
         yield found
     finally:
-        _noted.reset(token)
+        _recorded.reset(token)
 
 
-__all__ = ["Launch", "TensorArgument", "implementations", "launch", "noting", "settle", "side_stream"]
+__all__ = ["Launch", "TensorArgument", "fix_cache_key", "implementations", "launch", "recording", "side_stream"]

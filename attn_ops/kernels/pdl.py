@@ -1,30 +1,23 @@
-"""Programmatic dependent launch: a kernel is set up while the one before it drains, and waits before it reads its results.
+"""Programmatic dependent launch (PDL): a kernel is set up while the one before it drains, and waits before reading its results.
 
 In a decode step some two hundred kernels of 3 to 60 microseconds follow each other; between two of them the GPU idles while
-the last programs of one finish and the first of the next are set up. A kernel launched with ``launch_pdl`` is set up early, as
-soon as every program of its predecessor has called ``let_next_start`` or ended; ``wait_for_previous`` then blocks until the
-predecessor has completed and its writes are visible. (PTX ISA, "griddepcontrol"; compute capability 9.0 and up.)
+one's last programs finish and the next's first programs are set up. A kernel launched with PDL is set up as soon as every
+program of its predecessor has called ``let_next_start`` or ended; ``wait_for_previous`` then blocks until the predecessor has
+completed and its writes are visible. (PTX ISA, "griddepcontrol"; compute capability 9.0 and up.)
 
-Programs that are set up and wait hold registers and shared memory that programs of the kernel before could use. So
-``let_next_start`` stands behind a kernel's loop, and steps of several tokens, whose kernels fill the GPU, do without
-(docs/performance.md has the times).
+Waiting programs hold registers and shared memory that the kernel before could use. So ``let_next_start`` comes after a
+kernel's loop, and steps of several tokens, whose kernels fill the GPU, do not use PDL (``host.use_pdl``; times:
+docs/performance.md).
 
-NOTE [Everyone waits]: every program of a kernel launched so must call ``wait_for_previous``, before it reads or writes anything
-that another kernel touches and before it returns early: the kernel after it trusts that this one's end means that all before
-it have ended too.
+NOTE [Everyone waits]: every program of a kernel launched with PDL must call ``wait_for_previous``, before it reads or writes
+anything that another kernel touches and before it returns early: the next kernel relies on this one's end implying that all
+before it have ended.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-
-import torch
 import triton
 import triton.language as tl
-
-#: Most tokens of a step whose kernels are launched so. See above.
-MAX_TOKENS = 1
 
 
 @triton.jit
@@ -41,25 +34,4 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-def use_pdl(device: torch.device, tokens: int) -> bool:
-    """Launch the kernels of a step of so many tokens so? With QUIRE_PDL=1 any number of tokens, with QUIRE_PDL=0 none."""
-    said = _environment()
-    return (tokens <= MAX_TOKENS if said is None else said) and _possible(device)
-
-
-@functools.cache
-def _environment() -> bool | None:
-    return {"0": False, "1": True}.get(os.environ.get("QUIRE_PDL", ""))
-
-
-@functools.cache
-def _possible(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def launch_options(pdl: bool) -> dict[str, bool]:
-    """Keyword arguments of the launch (the interpreter knows no ``launch_pdl``)."""
-    return {"launch_pdl": True} if pdl else {}
-
-
-__all__ = ["launch_options", "let_next_start", "use_pdl", "wait_for_previous"]
+__all__ = ["let_next_start", "wait_for_previous"]

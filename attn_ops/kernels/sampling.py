@@ -1,6 +1,6 @@
-"""Kernels of ``attn_ops/ops/sampling.py``, where what they compute is told, and NOTE [Same seed, same tokens].
+"""Kernels of ``attn_ops/ops/sampling.py``, which says what they compute, and has NOTE [Same seed, same tokens].
 
-The integers of the noise are those of the definition bit for bit. Its logarithms, and a product and sum that the compiler may
+The integers of the noise equal the definition's bit for bit. Its logarithms, and a product and sum that the compiler may
 contract, can differ in the last bits.
 """
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 
-# SplitMix64, as in attn_ops/ops/sampling.py; unsigned, so that shifts to the right are logical.
+# SplitMix64, as in attn_ops/ops/sampling.py; unsigned, so that right shifts are logical.
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 MULTIPLIER_0 = tl.constexpr(0xBF58476D1CE4E5B9)
 MULTIPLIER_1 = tl.constexpr(0x94D049BB133111EB)
@@ -34,7 +34,7 @@ def split_mix(n):
 
 @triton.jit
 def stream(seed, position):
-    """Where the random bits of a row start, uint64: those of token v are ``split_mix(stream + v)``."""
+    """Start of a row's random bits, uint64: those of token v are ``split_mix(stream + v)``."""
     return split_mix(split_mix(seed.to(tl.uint64)) + position.to(tl.uint64))
 
 
@@ -56,7 +56,7 @@ def log1p_minus(u):
 @triton.jit
 def gumbel(bits):
     """Standard Gumbel variates, float32, from 64 random bits each. The steps of ``_gumbel`` in attn_ops/ops/sampling.py."""
-    # 53 bits fit int64 with its sign; converting rounds to the nearest, as there.
+    # 53 bits fit a signed int64; the conversion rounds to nearest, as there.
     uniform = ((bits >> 11) | 1).to(tl.int64).to(tl.float32) * (2.0**-53)
     return -tl.log(-log1p_minus(tl.minimum(uniform, 1.0 - 2.0**-24)))
 
@@ -69,7 +69,7 @@ def load_block(row, columns, V):
 
 @triton.jit
 def keep(best, start_of_best, scores, start):
-    """The best of each lane so far, and the start of the block it is from. The first of equals stays; so does a NaN."""
+    """The best of each lane so far, and the start of its block. The first of equals stays; so does a NaN."""
     start_of_best = tl.where(scores > best, start, start_of_best)
     return tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL), start_of_best
 
@@ -84,17 +84,17 @@ def best_key(scores, tokens):
 
 @triton.jit
 def token_of(key, greedy):
-    """The token of a row's best key, or -1: after NaN, nothing but -inf, and +inf where not greedy."""
+    """The token of a row's best key, or -1 for a NaN, only -inf, or +inf unless greedy."""
     rank = key >> 32
     valid = (rank > MINUS_INF_RANK) & (rank < tl.where(greedy, NAN_RANK, INF_RANK))
     return tl.where(valid, (key & LOW) ^ LOW, -1)
 
 
 @triton.jit
-def draw_kernel(logits, temperature, seed, position, out, V, stride, part_size, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+def sample_kernel(logits, temperature, seed, position, out, V, stride, part_size, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
                 PDL: tl.constexpr):
-    """One program a row and part of it. Writes the row's token to ``out`` (B,) if the part is the WHOLE row, else the part's
-    best key to ``out`` (B, parts)."""
+    """Program (row, part). Writes the row's token to ``out`` (B,) if the part is the WHOLE row, else the part's best key to
+    ``out`` (B, parts)."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +108,7 @@ def draw_kernel(logits, temperature, seed, position, out, V, stride, part_size, 
     heat = tl.load(temperature + row)
     greedy = heat < 1e-5
     if greedy:
-        for start in tl.range(first, last, BLOCK, loop_unroll_factor=4):  # several loads in flight: there is little else to do
+        for start in tl.range(first, last, BLOCK, loop_unroll_factor=4):  # several loads in flight
             best, start_of_best = keep(best, start_of_best, load_block(logits_row, start + lanes, V), start)
     else:
         inverse = 1.0 / heat
@@ -126,9 +126,9 @@ def draw_kernel(logits, temperature, seed, position, out, V, stride, part_size, 
         tl.store(out + row * tl.num_programs(1) + part, key)
 
 
-@triton.jit(do_not_specialize=["parts"])  # or batch sizes would be kernels of their own
-def choose_kernel(keys, temperature, tokens, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program a row: its token, from the best keys (B, parts) of its parts."""
+@triton.jit(do_not_specialize=["parts"])  # else batch sizes would be separate kernels
+def pick_kernel(keys, temperature, tokens, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row,): its token, from the best keys (B, parts) of its parts."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)

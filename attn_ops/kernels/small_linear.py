@@ -1,11 +1,12 @@
-"""Kernels of ``attn_ops/ops/small_linear.py``, where what they compute is told.
+"""Kernels of ``attn_ops/ops/small_linear.py``, which says what they compute.
 
-NOTE [A slice for each warp]: with codes and few tokens, instructions seem to be a limit beside bytes: a code costs two to
+NOTE [A slice for each warp]: with codes and few tokens, instructions seem to be a limit as well as bytes: a code costs two to
 convert, and its share of all others. Where warps share the rows of a tile, each converts what another has converted too (Triton
 gives the tokens' side of a small product warps of its own). So in ``sliced_kernel`` each warp has all rows and tokens of the
 tile, and a slice of the columns to itself: a batch of products, added up at the end. ``python -m benchmarks.hopper --loops
-"quantised linear 28672"`` counts 153 instructions a turn for up to 16 tokens, and 183 for 32; a thread takes 32 codes a turn.
-Larger tiles take fewer instructions a code, and are slower all the same (``h200_small_linear_codes.json``): fewer fit at once.
+"quantized linear 28672"`` counts 153 instructions per iteration for up to 16 tokens, and 183 for 32; a thread takes 32 codes
+per iteration. Larger tiles take fewer instructions per code but are slower (``h200_small_linear_codes.json``): fewer fit at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 
 @triton.jit
 def _load_rows(w, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """A (BLOCK_N, BLOCK_K) tile of the weight. Read once and never again, so it should not push x out of the cache."""
+    """A (BLOCK_N, BLOCK_K) tile of the weight. Read once, so it should not evict x from the cache."""
     at = w + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     if EVEN_N and EVEN_K:
         return tl.load(at, eviction_policy="evict_first")
@@ -28,7 +29,7 @@ def _load_rows(w, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.con
 
 @triton.jit
 def _load_weights(w, scale, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """``_load_rows``; codes, if there are scales, in the dtype of ``like``."""
+    """``_load_rows``; codes (with ``scale``) converted to the dtype of ``like``."""
     tile = _load_rows(w, rows, cols, stride, N, K, EVEN_N, EVEN_K)
     if scale is not None:
         tile = widen(tile, like)
@@ -37,9 +38,8 @@ def _load_weights(w, scale, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr
 
 @triton.jit
 def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
-                  EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
-    """One token: BLOCK_N outputs a program, each the sum of K products."""
+                  SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
+    """One token: BLOCK_N outputs per program, each the sum of K products."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_previous(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -52,7 +52,7 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_
         else:
             given = tl.load(x + cols, mask=cols < K, other=0.0)
         xs = given.to(tl.float32)
-        if NORM:
+        if norm is not None:
             squares += xs * xs
             if EVEN_K:
                 xs *= tl.load(norm + cols).to(tl.float32)
@@ -65,7 +65,7 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_
     let_next_start(PDL)
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
-    if NORM:
+    if norm is not None:
         rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y *= rms
         up *= rms
@@ -74,23 +74,22 @@ def vector_kernel(x, w, scale, bias, norm, res, out, N, K, stride_w, eps, BLOCK_
         y *= tl.load(scale + rows, mask=inside, other=0.0)
         if SWIGLU:
             up *= tl.load(scale + N + rows, mask=inside, other=0.0)
-    if BIAS:
+    if bias is not None:
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
         if SWIGLU:
             up += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
     if SWIGLU:
         y = y * tl.sigmoid(y) * up
-    if RESIDUAL:
+    if res is not None:
         y += tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])  # or 16 and 32 tokens are kernels of their own
+@triton.jit(do_not_specialize=["M"])  # else 16 and 32 tokens would be separate kernels
 def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-                RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                 SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """BLOCK_M tokens and BLOCK_N weight rows a program, these as the left operand of the matrix unit (the long side).
+    """BLOCK_M tokens and BLOCK_N weight rows per program, the latter as the left operand of the tensor cores (the long side).
 
     With SPLITS > 1 a program has a part of the columns, out is (SPLITS, M, N) float32, and ``add_up_kernel`` does the rest."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -109,7 +108,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         cols = start + tl.arange(0, BLOCK_K)
         mask = (tokens < M)[None, :] & (cols < K)[:, None]
         xs = tl.load(x + tokens[None, :] * stride_x + cols[:, None], mask=mask, other=0.0)
-        if NORM:
+        if norm is not None:
             wide = xs.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
             xs = (wide * tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)[:, None]).to(xs.dtype)
@@ -119,7 +118,7 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
             acc_up = tl.dot(up, xs, acc_up)
     let_next_start(PDL)
     if SPLITS == 1:
-        _finish(acc, acc_up, squares, rows, tokens, scale, bias, res, out, M, N, K, stride_r, eps, NORM, BIAS, RESIDUAL, SWIGLU)
+        _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU)
     else:
         tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc,
                  mask=(rows < N)[:, None] & (tokens < M)[None, :])
@@ -127,8 +126,8 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
 
 @triton.jit(do_not_specialize=["M"])
 def add_up_kernel(parts, scale, bias, res, out, M, N, stride_r, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """The sums of what ``tile_kernel`` left in parts (SPLITS, M, N), always in the same order, and what comes after them."""
+                  SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """Add up ``tile_kernel``'s parts (SPLITS, M, N), always in the same order, and ``_finish``."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < N)[:, None] & (tokens < M)[None, :]
@@ -137,15 +136,15 @@ def add_up_kernel(parts, scale, bias, res, out, M, N, stride_r, BLOCK_M: tl.cons
     for split in tl.static_range(SPLITS):
         acc += tl.load(parts + (split * M + tokens)[None, :] * N + rows[:, None], mask=inside, other=0.0)
     let_next_start(PDL)
-    _finish(acc, acc, None, rows, tokens, scale, bias, res, out, M, N, 0, stride_r, 0.0, False, BIAS, RESIDUAL, False)
+    _finish(acc, acc, None, rows, tokens, scale, bias, None, res, out, M, N, 0, stride_r, 0.0, False)
 
 
 @triton.jit(do_not_specialize=["M"])
 def sliced_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, stride_r, eps, BLOCK_M: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-                  RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-                  PDL: tl.constexpr):
-    """As ``tile_kernel``, with SLICES times BLOCK_K columns a turn, one slice a warp. See NOTE [A slice for each warp]."""
+                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SWIGLU: tl.constexpr,
+                  EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr):
+    """Like ``tile_kernel``, with SLICES times BLOCK_K columns per iteration, one slice per warp. See NOTE [A slice for each
+    warp]."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_previous(PDL)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -158,7 +157,7 @@ def sliced_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x
         if not EVEN_K:
             live = live & (cols < K)[:, :, None]
         xs = tl.load(x + tokens[None, None, :] * stride_x + cols[:, :, None], mask=live, other=0.0)
-        if NORM:
+        if norm is not None:
             wide = xs.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
             xs = (wide * tl.load(norm + cols, mask=cols < K, other=0.0).to(tl.float32)[:, :, None]).to(xs.dtype)
@@ -167,13 +166,13 @@ def sliced_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x
             up = _load_slices(w + N.to(tl.int64) * stride_w, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K)
             acc_up = tl.dot(up, xs, acc_up)
     let_next_start(PDL)
-    _finish(tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0), rows, tokens, scale, bias, res, out, M, N, K, stride_r, eps,
-            NORM, BIAS, RESIDUAL, SWIGLU)
+    _finish(tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0), rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r,
+            eps, SWIGLU)
 
 
 @triton.jit
 def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """(SLICES, BLOCK_N, BLOCK_K): the columns cols (SLICES, BLOCK_K) of codes, in the dtype of ``like``."""
+    """Columns cols (SLICES, BLOCK_K) of codes, in the dtype of ``like``: (SLICES, BLOCK_N, BLOCK_K)."""
     at = w + rows.to(tl.int64)[None, :, None] * stride + cols[:, None, :]
     if EVEN_N and EVEN_K:
         codes = tl.load(at, eviction_policy="evict_first")
@@ -183,10 +182,9 @@ def _load_slices(w, like, rows, cols, stride, N, K, EVEN_N: tl.constexpr, EVEN_K
 
 
 @triton.jit
-def _finish(acc, acc_up, squares, rows, tokens, scale, bias, res, out, M, N, K, stride_r, eps, NORM: tl.constexpr,
-            BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr):
-    """From the sums (BLOCK_N, BLOCK_M) to the results, stored."""
-    if NORM:
+def _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU: tl.constexpr):
+    """Norm, scales, bias, SwiGLU and residual for the sums (BLOCK_N, BLOCK_M); store the results."""
+    if norm is not None:
         rms = tl.rsqrt(squares / K + eps)
         acc *= rms[None, :]
         acc_up *= rms[None, :]
@@ -195,12 +193,12 @@ def _finish(acc, acc_up, squares, rows, tokens, scale, bias, res, out, M, N, K, 
         if SWIGLU:
             acc_up *= tl.load(scale + N + rows, mask=rows < N, other=0.0)[:, None]
     inside = (rows < N)[:, None] & (tokens < M)[None, :]
-    if BIAS:
+    if bias is not None:
         acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
         if SWIGLU:
             acc_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if SWIGLU:
         acc = acc * tl.sigmoid(acc) * acc_up
-    if RESIDUAL:
+    if res is not None:
         acc += tl.load(res + tokens[None, :] * stride_r + rows[:, None], mask=inside, other=0.0).to(tl.float32)
     tl.store(out + tokens[None, :] * N + rows[:, None], acc.to(out.dtype.element_ty), mask=inside)

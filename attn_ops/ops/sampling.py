@@ -1,15 +1,15 @@
-"""Drawing a token of each row: from logits to token ids, inside a traced graph and outside of one. ``draw_tokens``.
+"""Sampling a token per row: from logits to token ids, inside a traced graph and outside of one. ``sample_tokens``.
 
-Letters: B rows (sequences), V the vocabulary.
+Legend: B rows (sequences), V the vocabulary.
 
-A row is drawn by the Gumbel-max trick (Gumbel 1954; Yellott 1977): for independent exponential e_v, the token that
-maximises ``logits_v / temperature - log(e_v)`` is distributed as ``softmax(logits / temperature)``. So nothing is
-normalised, sorted or summed, and a row is one pass over its logits; a greedy row takes part in it, without noise.
+A row is sampled by the Gumbel-max trick (Gumbel 1954; Yellott 1977): for independent exponential e_v, the token that
+maximizes ``logits_v / temperature - log(e_v)`` is distributed as ``softmax(logits / temperature)``. So nothing is
+normalized, sorted or summed, and a row is one pass over its logits; a greedy row takes the same pass, without noise.
 
-On a CPU it is plain PyTorch, ``draw_tokens_eager``, which torch.compile fuses into one reduction. On CUDA it is the op
-``torch.ops.quire.draw_tokens``, a Triton kernel (``attn_ops/kernels/sampling.py``): in the fused reduction every row pays for
-the noise, three 64-bit multiplications and two logarithms a logit, and only then are those of greedy rows thrown away. The
-kernel looks at a row's temperature first.
+On a CPU it is plain PyTorch, ``sample_tokens_eager``, which torch.compile fuses into one reduction. On CUDA it is the op
+``torch.ops.quire.sample_tokens``, a Triton kernel (``attn_ops/kernels/sampling.py``): the fused reduction computes the noise for
+every row, three 64-bit multiplications and two logarithms per logit, and discards that of greedy rows. The kernel reads a row's
+temperature first.
 
 NOTE [Same seed, same tokens]: the noise e_v is a function of (seed, position, v) alone: no generator has a state that
 other rows, the order of scheduling or a preemption could advance. The hash is in 64-bit integers, which agree on every
@@ -19,7 +19,6 @@ product) or where two scores agree to the last bits (``log`` may differ between 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 from typing import Any
@@ -28,17 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attn_ops.attention import LIBRARY
-from quire.attn_ops.kernels.launch import implementations, launch
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.library import define_op
 
 INVALID_TOKEN = -1
 
-#: Logits that the kernel reads. The scores are float32: for float64 too coarse.
+#: dtypes that the kernel supports. Its scores are float32, too coarse for float64.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-LIBRARY.define("draw_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
-               tags=(torch.Tag.pt2_compliant_tag,))
 
 # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014; this output function is
 # variant 13 of Stafford's mixers, as in java.util.SplittableRandom). Written as signed numbers: torch multiplies and
@@ -50,50 +47,49 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _NAN_RANK, _INF_RANK, _MINUS_INF_RANK = 0x7FFF_FFFF, 0x7F80_0000, -0x7F80_0001
 
 
-def draw_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """A token of each row, drawn at its temperature; of a greedy row the first of the likeliest, as from ``torch.argmax``.
+def sample_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """A token per row, sampled at its temperature; for a greedy row the first of the likeliest, like ``torch.argmax``.
 
     Args:
         logits: (B, V) of any floating dtype. -inf excludes a token.
         temperature: (B,) float32; under 1e-5 for a greedy row.
         seed: (B,) int64.
-        position: (B,) int64, index of the token to draw, counted from anywhere as long as it is always the same.
+        position: (B,) int64, index of the token to sample; any fixed origin.
 
     Returns:
-        (B,) int64; INVALID_TOKEN (-1) for a row with a NaN, with nothing but -inf, or to be drawn from +inf.
+        (B,) int64; INVALID_TOKEN (-1) for a row with a NaN, with only -inf, or with +inf unless greedy.
     """
     if uses_kernel(logits):
-        return torch.ops.quire.draw_tokens.default(logits, temperature, seed, position)
-    return draw_tokens_eager(logits, temperature, seed, position)
+        return _sample_tokens_op(logits, temperature, seed, position)
+    return sample_tokens_eager(logits, temperature, seed, position)
 
 
-def draw_tokens_eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """The definition of `draw_tokens`, in plain PyTorch."""
+def sample_tokens_eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """The definition of `sample_tokens`, in plain PyTorch."""
     x, index = chunks(logits)
-    drawn = winner(score(x, index, temperature, seed, position), index, temperature)
+    sampled = winner(score(x, index, temperature, seed, position), index, temperature)
     if logits.dtype != torch.float64:
-        return drawn
+        return sampled
     best, token = logits.max(-1)  # the scores are float32: too coarse for a greedy row
-    return torch.where(is_greedy(temperature), torch.where(best > -math.inf, token, INVALID_TOKEN), drawn)
+    return torch.where(is_greedy(temperature), torch.where(best > -math.inf, token, INVALID_TOKEN), sampled)
 
 
 def uses_kernel(logits: Tensor) -> bool:
-    """Are tokens of these logits drawn by the op? Decided while tracing: on a CPU the op would be no more than the plain
-    functions, run one by one."""
+    """Whether the op samples from these logits. Decided while tracing: on a CPU the op would run the plain functions unfused."""
     return logits.is_cuda and logits.dtype in KERNEL_DTYPES and _HAS_TRITON
 
 
 # ---- the op
 
-#: Logits that a program reads at once, and programs to aim for: enough that the loads in flight fill the memory's latency
-#: (an H200 runs about a thousand of them at a time), and that a drawn row beside greedy ones is spread too.
+#: Logits that a program reads at once, and the number of programs to aim for: enough loads in flight to hide the memory's latency
+#: (an H200 runs about a thousand at a time), and to spread a sampled row among greedy ones.
 BLOCK, PROGRAMS = 1024, 2048
 
 
 def _eager(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     if not logits.numel():
         return torch.full((logits.shape[0],), INVALID_TOKEN, dtype=torch.int64, device=logits.device)
-    return draw_tokens_eager(logits, temperature, seed, position)
+    return sample_tokens_eager(logits, temperature, seed, position)
 
 
 def _fake(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -101,68 +97,57 @@ def _fake(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -
 
 
 def divide(rows: int, vocabulary: int) -> tuple[int, int]:
-    """How rows are divided among programs: (parts of a row, logits of a part, a multiple of BLOCK). From the shape alone.
+    """How to split rows among programs: (parts per row, logits per part, a multiple of BLOCK). From the shape alone.
 
-    A part has BLOCK logits at least; as many parts as make PROGRAMS programs of all rows; and one where the rows alone do.
+    At least BLOCK logits per part, and about PROGRAMS programs for all rows.
     """
     blocks = -(-vocabulary // BLOCK)
-    blocks_a_part = -(-blocks // max(1, min(blocks, PROGRAMS // rows)))
-    return -(-blocks // blocks_a_part), blocks_a_part * BLOCK
+    blocks_per_part = -(-blocks // max(1, min(blocks, PROGRAMS // rows)))
+    return -(-blocks // blocks_per_part), blocks_per_part * BLOCK
 
 
-def draw_tokens_cuda(
+def sample_tokens_cuda(
     logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, *, pdl: bool | None = None
 ) -> Tensor:
-    """The op on CUDA: one launch, or two where rows are divided. Nothing is read back, and nothing outlives the call.
+    """The op on CUDA: one launch, or two where rows are split. Nothing is read back, and nothing outlives the call.
 
-    The second launch chooses among the parts of each row. One launch could do it all if its last program chose (see
-    NOTE [Last one merges]), with counters that are zero before. An op without a forward's own counters would have to share
-    them among all streams, or zero them in a launch of its own, which gains nothing.
+    The second launch picks among the parts of each row. The last program of a row could do that too (see NOTE [Last one
+    merges]) with counters that start at zero: without a forward's own counters they would be shared among streams, or zeroed
+    by a launch of its own, which gains nothing.
 
     Args:
-        pdl: programmatic dependent launch, see _kernels/pdl.py; None: as the environment says.
+        pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
     """
     if not logits.numel() or logits.dtype not in KERNEL_DTYPES:
         return _eager(logits, temperature, seed, position)
     rows, vocabulary = logits.shape
-    kernels, use_pdl, launch_options = _kernels()
-    pdl = use_pdl(logits.device, rows) if pdl is None else pdl
-    logits = logits if vocabulary == 1 or logits.stride(1) == 1 else logits.contiguous()
+    kernels = host.kernel_module("kernels.sampling")
+    pdl = host.use_pdl(logits.device, rows) if pdl is None else pdl
+    logits = logits if vocabulary == 1 else host.rows_contiguous(logits)
     temperature, seed, position = temperature.contiguous(), seed.contiguous(), position.contiguous()
     parts, part_size = divide(rows, vocabulary)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     keys = tokens if parts == 1 else torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     launch(
-        kernels.draw_kernel, (rows, parts),
+        kernels.sample_kernel, (rows, parts),
         logits, temperature, seed, position, keys, vocabulary, logits.stride(0), part_size, BLOCK=BLOCK, WHOLE=parts == 1,
-        PDL=pdl, num_warps=4, **launch_options(pdl))
+        pdl=pdl, num_warps=4)
     if parts > 1:
-        launch(kernels.choose_kernel, (rows,), keys, temperature, tokens, parts, BLOCK=128, PDL=pdl, num_warps=1,
-               **launch_options(pdl))
+        launch(kernels.pick_kernel, (rows,), keys, temperature, tokens, parts, BLOCK=128, pdl=pdl, num_warps=1)
     return tokens
 
 
-@functools.cache
-def _kernels() -> Any:
-    from quire.attn_ops.kernels import pdl
-    from quire.attn_ops.kernels import sampling as draw
-
-    return draw, pdl.use_pdl, pdl.launch_options
-
-
-LIBRARY.impl("draw_tokens", _eager, "CPU")
-LIBRARY.impl("draw_tokens", draw_tokens_cuda, "CUDA")
-torch.library.register_fake("quire::draw_tokens", _fake, lib=LIBRARY)
-implementations[torch.ops.quire.draw_tokens.default] = draw_tokens_cuda
+_sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
+                              cpu=_eager, cuda=sample_tokens_cuda, fake=_fake, launches=True)
 
 
 # ---- rows
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) cut into (B, chunks, tokens a chunk), float32, padded with -inf; and the token ids, without B.
+    """(B, V) cut into (B, chunks, tokens per chunk), float32, padded with -inf; and the token ids, without B.
 
-    A GPU reduces the chunks of a row side by side: one row of 150 000 logits is too much for one of its processors.
+    A GPU reduces the chunks of a row in parallel: a row of 150 000 logits is too much for one multiprocessor.
     """
     count = 64 if on_gpu(logits) else 1
     missing = -logits.shape[1] % count
@@ -177,8 +162,8 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def is_greedy(temperature: Any) -> Any:
-    """Does a temperature, or each of a tensor of them, count as 0?"""
-    # vLLM's bound; dividing by much less would overflow. A literal, as torch.compile makes an input of a global float.
+    """Whether a temperature (a number or a tensor) counts as 0."""
+    # vLLM's bound; dividing by much less would overflow. A literal: torch.compile turns a global float into an input.
     return temperature < 1e-5
 
 
@@ -188,7 +173,7 @@ def inverse(temperature: Tensor) -> Tensor:
 
 
 def score(x: Tensor, index: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """The shape of `x`, float32: logits / temperature with Gumbel noise, and the logits of greedy rows."""
+    """Of x's shape, float32: logits / temperature plus Gumbel noise; for greedy rows the logits."""
     noise = gumbel_noise(seed[:, None, None], position[:, None, None], index)
     return x * inverse(temperature) + torch.where(is_greedy(temperature)[:, None, None], 0.0, noise)
 
@@ -219,8 +204,8 @@ def gumbel_noise(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
 def _gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel variates, float32, from 64 random bits each: ``-log(exponential)``."""
     # 53 bits, never all zero, of which float32 keeps the leading 24 (and rounds the largest to 1, hence the clamp). So
-    # the uniform is dense towards 0, where the smallest exponentials come from, which are the winners; with 24 bits in
-    # all, several tokens of a large vocabulary would share the smallest one.
+    # the uniform is dense near 0, which gives the smallest exponentials, the winners; with only 24 bits, several tokens
+    # of a large vocabulary would share the smallest one.
     uniform = (_shift(bits, 11) | 1).float() * 2.0**-53
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
@@ -228,9 +213,9 @@ def _gumbel(bits: Tensor) -> Tensor:
 def random_bits(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
     """64 random bits, as int64, for every (seed, position, index); arguments int64, broadcast together.
 
-    SplitMix64 at random access, three deep: the output at place `seed` is where the outputs of the positions start, and
-    each of those is where the outputs of its indices start. Starts are random among 2**64 places, so sequences of a few
-    hundred thousand practically never overlap, and the seeds that users choose, 0, 1, 2, start unrelated ones.
+    SplitMix64 at random access, three levels deep: output number `seed` is where the outputs of the positions start, and
+    each of those is where the outputs of its indices start. Starts are random among 2**64, so sequences of a few hundred
+    thousand practically never overlap, and consecutive seeds start unrelated ones.
     """
     return _split_mix(_split_mix(_split_mix(seed) + position) + index)
 
@@ -238,9 +223,8 @@ def random_bits(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
 def _split_mix(n: Tensor) -> Tensor:
     """Output number `n`, from 0, of the SplitMix64 generator whose first state is 0.
 
-    (A generator with state s is the same sequence from place s / gamma on, as gamma is odd. Adding before multiplying
-    also keeps torch.compile from computing on what it knows to be an index in 32 bits: it would do so with
-    ``arange(...) * gamma``.)
+    (A generator with state s is the same sequence from number s / gamma on, as gamma is odd. Adding before multiplying
+    also keeps torch.compile from computing indices in 32 bits, as it would for ``arange(...) * gamma``.)
     """
     z = (n + 1) * _GAMMA
     z = (z ^ _shift(z, 30)) * _MULTIPLIERS[0]
@@ -253,5 +237,5 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-__all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "draw_tokens", "draw_tokens_cuda", "draw_tokens_eager",
+__all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "sample_tokens", "sample_tokens_cuda", "sample_tokens_eager",
            "gumbel_noise", "inverse", "is_greedy", "on_gpu", "random_bits", "score", "uses_kernel", "winner"]

@@ -1,18 +1,17 @@
-"""Linear layers for decode batches: a few tokens, the whole weight. ``torch.ops.quire.small_linear``.
+"""Linear layers for decode batches: few tokens, the whole weight. ``torch.ops.quire.small_linear``.
 
-With M tokens (M <= 32) a linear layer reads N * K weights to do 2 * M * N * K operations: its time is the weight's bytes over
-the memory bandwidth, and everything else should hide behind that. So what stands before and after it in a decoder layer
-runs in the same kernel, at no cost in bytes:
+With M tokens (M <= 32) a linear layer reads N * K weights for 2 * M * N * K operations: its time is the weight's bytes over the
+memory bandwidth. So what comes before and after it in a decoder layer runs in the same kernel, at no cost in bytes:
 
-* before: RMSNorm. ``rms(x) * w_norm`` is a scale a row, and a scale a row commutes with the product; its sum of squares is
-  gathered from the same loads of x.
+* before: RMSNorm. ``rms(x) * w_norm`` is a scale per row, which commutes with the product; its sum of squares is computed from
+  the same loads of x.
 * after: SwiGLU, ``silu(gate) * up``, where weight holds the rows of gate, then of up; or the sum with the residual stream.
 
-Two kernels: for M = 1 a sum of products (no matrix unit: its smallest tile would be 16 tokens), and else a tile of weight
-rows times the tokens, padded to 16 or 32, on the matrix units.
+Two kernels: for M = 1 a sum of products (no tensor cores: their smallest tile would be 16 tokens), and else a tile of weight
+rows times the tokens, padded to 16 or 32, on the tensor cores.
 
-Weights quantised by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTISED tokens. For up to MAX_TOKENS a third
-kernel multiplies them, whose warps divide the columns; for one token too, where that was measured to be faster. For more
+Weights quantized by rows (``scale``) are read as codes, and for up to MAX_TOKENS_QUANTIZED tokens. For up to MAX_TOKENS a third
+kernel multiplies them, whose warps split the columns; for one token too, where that was measured to be faster. For more
 tokens several programs may share the columns of a tile, where the weight has too few rows for a GPU, and a fourth kernel
 adds up.
 
@@ -21,25 +20,22 @@ Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from quire.attn_ops.attention import LIBRARY
-from quire.attn_ops.kernels.launch import implementations, launch
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import rows_contiguous
+from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.library import define_op
 from quire.attn_ops.tuning.small_linear import Config, config_for, padded
 
-#: dtypes of codes that the kernels multiply; above so many tokens codes are converted first, and cuBLAS multiplies.
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
-MAX_TOKENS_QUANTISED = 256
-MOST_TOKENS_A_TILE = 128
+#: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
+QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
+MAX_TOKENS_QUANTIZED = 256
+MAX_TOKENS_PER_TILE = 128
 MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (benchmarks/small_linear.py)
-
-LIBRARY.define(
-    "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
-    "Tensor? scale=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def small_linear_eager(
@@ -52,7 +48,7 @@ def small_linear_eager(
         bias: (N,). norm_weight: (K,), of an RMSNorm applied to x first, as Llama's is written: normalised in fp32, rounded to
             x's dtype, times the weight. eps: of the norm. residual: of the result's shape, added last.
         swiglu: the first N / 2 rows of ``weight`` are the gate, the others the up projection.
-        scale: (N,) float32, of a quantised weight, whose codes ``weight`` holds (int8 or float8_e4m3fn).
+        scale: (N,) float32, of a quantized weight, whose codes ``weight`` holds (int8 or float8_e4m3fn).
     """
     if norm_weight is not None:
         wide = x.float()
@@ -78,74 +74,59 @@ def small_linear_cuda(
     residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, config: Config | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTISED with scales), for fp32, and
+    """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTIZED with scales), for fp32, and
     where it was measured to be faster.
 
     Args:
-        config: launch parameters; None: the measured ones (``attn_ops/tuning/small_linear.py``). pdl: see _kernels/pdl.py.
+        config: launch parameters; None: the measured ones (``attn_ops/tuning/small_linear.py``). pdl: see attn_ops/kernels/pdl.py.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
-    kinds = (x.dtype,) if scale is None else QUANTISED
-    most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTISED  # large tiles of unaligned rows spill
+    dtypes = (x.dtype,) if scale is None else QUANTIZED_WEIGHT_DTYPES
+    most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTIZED  # large tiles of unaligned rows spill
     if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
-            or weight.dtype not in kinds or weight.stride(1) != 1 \
+            or weight.dtype not in dtypes or weight.stride(1) != 1 \
             or any(t is not None and t.dtype != x.dtype for t in (bias, norm_weight, residual)):
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
-    kernels, use_pdl, launch_options = _kernels()
-    pdl = use_pdl(x.device, m) if pdl is None else pdl
+    pdl = host.use_pdl(x.device, m) if pdl is None else pdl
     n = weight.shape[0] // (2 if swiglu else 1)
-    x2 = _packed(x.reshape(m, k))
-    res = _packed(residual.reshape(m, n)) if residual is not None else None
+    x2 = rows_contiguous(x.reshape(m, k))
+    res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
     bias, norm_weight, scale = (t if t is None else t.contiguous() for t in (bias, norm_weight, scale))
     out = x.new_empty(m, n)
     if config is None:
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
-    flags: dict[str, Any] = {"NORM": norm_weight is not None, "BIAS": bias is not None, "RESIDUAL": res is not None,
-                             "SWIGLU": swiglu, "EVEN_N": n % config.block_n == 0, "PDL": pdl, **launch_options(pdl),
-                             "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "EVEN_K": k % config.block_k == 0,
-                             "num_warps": config.num_warps, "num_stages": config.num_stages}
+    kernels = host.kernel_module("kernels.small_linear")
+    options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
+                               "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0,
+                               "num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = (x2, weight, scale, bias, norm_weight, res, out)
     rows = -(-n // config.block_n)
     if m == 1 and (scale is None or config.block_n < 16):
-        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, **flags)
+        launch(kernels.vector_kernel, (rows,), *pointers, n, k, weight.stride(0), eps, **options)
     else:
-        block_m = min(padded(max(m, 2)), MOST_TOKENS_A_TILE)
+        block_m = min(padded(max(m, 2)), MAX_TOKENS_PER_TILE)
         sizes = (m, n, k, weight.stride(0), x2.stride(0), res.stride(0) if res is not None else 0, eps)
         grid = (rows, -(-m // block_m))
         if scale is not None and m <= MAX_TOKENS:
-            flags["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
-            launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **flags)
+            options["EVEN_K"] = k % (config.block_k * config.num_warps) == 0
+            launch(kernels.sliced_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SLICES=config.num_warps, **options)
         elif config.splits == 1 or norm_weight is not None or swiglu:  # these need whole sums in one program
-            launch(kernels.tile_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SPLITS=1, **flags)
+            launch(kernels.tile_kernel, grid, *pointers, *sizes, BLOCK_M=block_m, SPLITS=1, **options)
         else:
             parts = x.new_empty(config.splits, m, n, dtype=torch.float32)
             launch(kernels.tile_kernel, (*grid, config.splits), *pointers[:-1], parts, *sizes, BLOCK_M=block_m,
-                   SPLITS=config.splits, **flags)
+                   SPLITS=config.splits, **options)
             launch(kernels.add_up_kernel, (-(-n // 256), -(-m // 4)), parts, scale, bias, res, out, m, n, sizes[-2], BLOCK_M=4,
-                   BLOCK_N=256, SPLITS=config.splits, BIAS=flags["BIAS"], RESIDUAL=flags["RESIDUAL"], PDL=pdl,
-                   **launch_options(pdl))
+                   BLOCK_N=256, SPLITS=config.splits, pdl=pdl)
     return out.view(*x.shape[:-1], n)
 
 
-def _packed(rows: torch.Tensor) -> torch.Tensor:
-    """With the numbers of a row side by side, as the kernels read them."""
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+small_linear = define_op(
+    "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
+    "Tensor? scale=None) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda, fake=_fake, launches=True)
 
-
-@functools.cache
-def _kernels() -> Any:
-    from quire.attn_ops.kernels import pdl, small_linear
-
-    return small_linear, pdl.use_pdl, pdl.launch_options
-
-
-LIBRARY.impl("small_linear", small_linear_eager, "CPU")
-LIBRARY.impl("small_linear", small_linear_cuda, "CUDA")
-torch.library.register_fake("quire::small_linear", _fake, lib=LIBRARY)
-small_linear = torch.ops.quire.small_linear.default
-implementations[small_linear] = small_linear_cuda
-
-__all__ = ["MAX_TOKENS", "MAX_TOKENS_QUANTISED", "QUANTISED", "small_linear", "small_linear_cuda", "small_linear_eager"]
+__all__ = ["MAX_TOKENS", "MAX_TOKENS_QUANTIZED", "QUANTIZED_WEIGHT_DTYPES", "small_linear", "small_linear_cuda",
+           "small_linear_eager"]

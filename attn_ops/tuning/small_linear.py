@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quire.attn_ops.kernels.launch import Launch, noting, side_stream
+from quire.attn_ops.kernels.launch import Launch, recording, side_stream
 from quire.attn_ops.tuning.attention import cache_folder, device_name
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def launches(shapes: Iterable[LinearShape], device: torch.device) -> set[Launch]
     from quire.attn_ops.ops import small_linear
 
     kernel: Any = small_linear.small_linear_cuda
-    with FakeTensorMode(), noting() as noted:
+    with FakeTensorMode(), recording() as noted:
         for shape, num_tokens in missing(shapes, device):
             (call,) = arguments(shape, num_tokens, device, 1)
             for config in candidates(num_tokens, shape.codes):

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.host import BATCHES, LENGTHS, host
 from quire.graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
@@ -39,7 +39,7 @@ class Session:
             raise ValueError("--device cuda, but torch sees no GPU here")
         name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         dtype = kv_dtype(name)
-        if dtype is None or not dtype.is_floating_point or dtype in QUANTISED:
+        if dtype is None or not dtype.is_floating_point or dtype in QUANTIZED_KV_DTYPES:
             raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
         small = device.type != "cuda" or args.workload == "host"
         spec = ModelSpec(args.model or ("tiny" if small else "llama-8b"), dtype, device, layers_asked(args.layers),

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import quire.attn_ops.kv_cache
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.attn_ops.ops.sampling import draw_tokens
+from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_backend
 from quire.attn_ops.step import Step, current_step, running
@@ -186,7 +186,7 @@ class PagedModel:
         logits = logits[0] if self._keep_name is not None else logits[0][logits_indices]
         # The token is chosen here, where the compiler puts it into the graph; -1 where logits are NaN, or all -inf.
         if sampling:
-            return logits, draw_tokens(logits, *sampling)
+            return logits, sample_tokens(logits, *sampling)
         highest, token = logits.max(dim=-1)
         return logits, torch.where(highest > float("-inf"), token, -1)  # not so for NaN, too
 

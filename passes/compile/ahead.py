@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 import quire.attn_ops
 from quire.attn_ops.kernels.compile_worker import triton_version
-from quire.attn_ops.kernels.launch import Launch, implementations, noting
+from quire.attn_ops.kernels.launch import Launch, implementations, recording
 from quire.attn_ops.tuning import small_linear as tuning
 from quire.attn_ops.tuning.small_linear import LinearShape
 from quire.passes.start_times import stage
@@ -86,7 +86,7 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
             return _number(x, roles, shape)
 
         args, kwargs = tree_map(concrete, arguments)
-        with mode, _CallImplementations(), torch.no_grad(), noting() as noted:
+        with mode, _CallImplementations(), torch.no_grad(), recording() as noted:
             try:
                 node.target(*args, **kwargs)  # type: ignore[operator]
             except Exception as error:  # it does not get along with fakes here; what it launches otherwise counts

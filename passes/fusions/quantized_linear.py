@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.attn_ops.ops.small_linear import QUANTISED, small_linear
+from quire.attn_ops.ops.small_linear import QUANTIZED_WEIGHT_DTYPES, small_linear
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import compute_value, value
 
@@ -43,7 +43,7 @@ def by_rows(weight: Any) -> bool:
     if type(weight).__name__ not in _KINDS or not type(weight).__module__.startswith("torchao."):
         return False
     codes, scale, zero = weight.qdata, weight.scale, getattr(weight, "zero_point", None)
-    return (weight.act_quant_kwargs is None and weight.dtype in (torch.bfloat16, torch.float16) and codes.dtype in QUANTISED
+    return (weight.act_quant_kwargs is None and weight.dtype in (torch.bfloat16, torch.float16) and codes.dtype in QUANTIZED_WEIGHT_DTYPES
             and codes.dim() == 2 and codes.shape == weight.shape and codes.stride() == (codes.shape[1], 1)
             and scale.dtype == torch.float32 and scale.shape == (codes.shape[0], 1)
             and (zero is None or not bool(zero.any()))

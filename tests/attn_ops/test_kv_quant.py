@@ -9,12 +9,12 @@ import torch
 
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.torch_native import BACKEND
-from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTISED, check_scales, dequantise, quantise
+from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTIZED_KV_DTYPES, check_scales, dequantize, quantize
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
 from tests.attn_ops.oracle import half_step, quantised, read_back
 from tests.attn_ops.scheduling import in_pieces, steps_of
 
-KV_DTYPES = sorted(QUANTISED, key=str)
+KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
 EACH = pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=8, page_size=4)
 OPTIONS = {"window": 5, "softcap": 2.0, "chunk": 8, "sinks": True}
@@ -32,11 +32,11 @@ def test_codes_and_scales_are_the_nearest(kv_dtype) -> None:
     """Over magnitudes that reach all codes, small ones too: bit for bit what a search through all codes finds."""
     torch.manual_seed(0)
     x = torch.randn(4000, 3, 16) * torch.exp(3 * torch.randn(4000, 3, 16))
-    codes, scale = quantise(x, kv_dtype)
+    codes, scale = quantize(x, kv_dtype)
     wanted, wanted_scale = quantised(x, kv_dtype)
     assert codes.dtype == kv_dtype and codes.shape == x.shape and scale.shape == x.shape[:-1]
     assert torch.equal(bits(codes), bits(wanted)) and torch.equal(scale, wanted_scale)
-    assert ((dequantise(codes, scale) - x).abs() <= half_step(x, scale, kv_dtype) * (1 + 1e-6)).all()  # of float32
+    assert ((dequantize(codes, scale) - x).abs() <= half_step(x, scale, kv_dtype) * (1 + 1e-6)).all()  # of float32
     if kv_dtype == torch.int8:
         assert codes.amin() == -127 and codes.amax() == 127 and codes.unique().numel() == 255
 
@@ -47,7 +47,7 @@ def test_ties_go_to_the_even_code(kv_dtype) -> None:
     code = FORMATS[kv_dtype]
     least = 2.0 ** (code.min_exponent - code.mantissa)
     x = torch.tensor([code.qmax, 0.5 * least, 1.5 * least, 2.5 * least, -0.5 * least, -1.5 * least, -0.0])
-    codes, scale = quantise(x, kv_dtype)
+    codes, scale = quantize(x, kv_dtype)
     assert scale == 1.0
     assert codes.float().tolist() == [code.qmax, 0.0, 2 * least, 2 * least, 0.0, -2 * least, 0.0]
     assert not bits(codes)[codes.float() == 0].any(), "zero has no sign"
@@ -57,8 +57,8 @@ def test_ties_go_to_the_even_code(kv_dtype) -> None:
 def test_extremes(kv_dtype) -> None:
     tiny = torch.finfo(torch.float32).tiny
     x = torch.stack([torch.zeros(4), torch.full((4,), 1e-44), torch.tensor([3e38, -3e38, 1e30, 0.0]), torch.full((4,), 2e-3)])
-    codes, scale = quantise(x, kv_dtype)
-    back = dequantise(codes, scale)
+    codes, scale = quantize(x, kv_dtype)
+    back = dequantize(codes, scale)
     assert scale[:2].tolist() == [tiny, tiny] and not back[:2].any()
     assert back.isfinite().all() and torch.allclose(back[2:], x[2:], rtol=1e-6, atol=1e36)
     assert torch.allclose(back[3], x[3], rtol=1e-6, atol=0)
@@ -70,9 +70,9 @@ def test_what_is_not_finite_reads_back_as_nan(bad, kv_dtype) -> None:
     """int8 cannot hold a NaN and e4m3 no infinity: the scale says it, of that vector and no other."""
     x = torch.ones(3, 2, 4)
     x[1, 0, 2] = bad
-    codes, scale = quantise(x, kv_dtype)
+    codes, scale = quantize(x, kv_dtype)
     assert scale.isnan().nonzero().tolist() == [[1, 0]] and not bits(codes)[1, 0].any()
-    back = dequantise(codes, scale)
+    back = dequantize(codes, scale)
     assert back[1, 0].isnan().all() and torch.equal(back[0], x[0]) and torch.equal(back[1, 1], x[1, 1])
 
 
@@ -89,7 +89,7 @@ def test_codes_fit_the_dtypes_of_models(kv_dtype, dtype) -> None:
 
 def test_aliases() -> None:
     assert ALIASES == {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-    assert set(ALIASES.values()) <= QUANTISED == {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
+    assert set(ALIASES.values()) <= QUANTIZED_KV_DTYPES == {torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 def test_scales_must_go_with_the_cache() -> None:
@@ -179,13 +179,13 @@ def test_opcheck(queries, kv_dtype) -> None:
 def test_only_what_is_gathered_is_dequantised(monkeypatch) -> None:
     """The float copies are of the pages that the batch names, not of the cache."""
     sizes = []
-    real = torch_native.dequantise
-    monkeypatch.setattr(torch_native, "dequantise", lambda codes, scale: sizes.append(codes.numel()) or real(codes, scale))
+    real = torch_native.dequantize
+    monkeypatch.setattr(torch_native, "dequantize", lambda codes, scale: sizes.append(codes.numel()) or real(codes, scale))
     made = case([1, 1], [9, 17], kv_dtype=torch.int8, num_pages=5000)
     check_output(run_case(BACKEND, made), made)
     assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens a page, Hkv, D)
 
 
 def test_read_back_is_dequantise() -> None:
-    codes, scale = quantise(torch.randn(5, 2, 8), torch.int8)
-    torch.testing.assert_close(read_back(codes, scale).float(), dequantise(codes, scale), rtol=1e-7, atol=0)
+    codes, scale = quantize(torch.randn(5, 2, 8), torch.int8)
+    torch.testing.assert_close(read_back(codes, scale).float(), dequantize(codes, scale), rtol=1e-7, atol=0)

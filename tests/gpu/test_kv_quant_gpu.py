@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from quire.attn_ops.kernels.kv_quant import joined, unpack, widen  # noqa: E402
-from quire.attn_ops.kv_quant import QUANTISED  # noqa: E402
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES  # noqa: E402
 
 ROWS, COLUMNS = 64, 128
 
@@ -34,7 +34,7 @@ def convert_kernel(codes, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS:
 
 @pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", sorted(QUANTISED, key=str), ids=str)
+@pytest.mark.parametrize("kind", sorted(QUANTIZED_KV_DTYPES, key=str), ids=str)
 def test_every_code(kind: torch.dtype, dtype: torch.dtype, words: bool) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(kind)
     every = every[every.float().isfinite()]

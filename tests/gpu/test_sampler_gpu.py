@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.attn_ops.ops.sampling import draw_tokens, draw_tokens_cuda, draw_tokens_eager, random_bits
+from quire.attn_ops.ops.sampling import sample_tokens, sample_tokens_cuda, sample_tokens_eager, random_bits
 from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -139,8 +139,8 @@ def test_op_draws_the_tokens_of_the_definition(rows: int, vocabulary: int, dtype
     logits = random_logits(rows, vocabulary, dtype=dtype)
     for temperatures in ((0.0,), (1.0,), (0.7, 0.0, 1.8)):
         how = rows_of(rows, temperatures, position=rows)
-        expected = draw_tokens_eager(logits, *how)
-        tokens = draw_tokens(logits.cuda(), *(tensor.cuda() for tensor in how)).cpu()
+        expected = sample_tokens_eager(logits, *how)
+        tokens = sample_tokens(logits.cuda(), *(tensor.cuda() for tensor in how)).cpu()
         wrong = tokens != expected
         assert not wrong[how[0] == 0].any() and int(wrong.sum()) <= rows // 1000
 
@@ -157,8 +157,8 @@ def test_op_and_rows_that_are_not_numbers(dtype: torch.dtype) -> None:
         logits[8:10, size - 2], logits[8:10, 5] = math.nan, math.inf
         how = rows_of(10, (0.0, 0.9))
         expected = [-1, -1, 700, -1, -1, -1, size - 1, size - 1, -1, -1]
-        assert draw_tokens_eager(logits, *how).tolist() == expected
-        assert draw_tokens(logits.cuda(), *(tensor.cuda() for tensor in how)).tolist() == expected
+        assert sample_tokens_eager(logits, *how).tolist() == expected
+        assert sample_tokens(logits.cuda(), *(tensor.cuda() for tensor in how)).tolist() == expected
 
 
 def test_op_in_a_cuda_graph() -> None:
@@ -166,14 +166,14 @@ def test_op_in_a_cuda_graph() -> None:
     logits = [random_logits(9, 32000), random_logits(9, 32000).flip(1)]
     for pdl in (False, True) if torch.cuda.get_device_capability() >= (9, 0) else (False,):
         static, how = logits[0].cuda(), [tensor.cuda() for tensor in rows_of(9, (0.0,))]
-        draw_tokens_cuda(static, *how, pdl=pdl)  # compiles
+        sample_tokens_cuda(static, *how, pdl=pdl)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            tokens = draw_tokens_cuda(static * 2, *how, pdl=pdl)
+            tokens = sample_tokens_cuda(static * 2, *how, pdl=pdl)
         for each, temperatures in zip(logits * 2, ((0.0,), (0.0, 1.0), (0.5,), (0.0,)), strict=True):
             new = rows_of(9, temperatures)
             for tensor, value in zip((static, *how), (each, *new), strict=True):
                 tensor.copy_(value)
             graph.replay()
-            assert tokens.tolist() == draw_tokens_eager(each * 2, *new).tolist()
+            assert tokens.tolist() == sample_tokens_eager(each * 2, *new).tolist()

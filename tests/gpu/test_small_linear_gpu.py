@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from quire.attn_ops.kv_quant import quantise
-from quire.attn_ops.ops.small_linear import MAX_TOKENS, QUANTISED, small_linear, small_linear_cuda, small_linear_eager
+from quire.attn_ops.kv_quant import quantize
+from quire.attn_ops.ops.small_linear import MAX_TOKENS, QUANTIZED_WEIGHT_DTYPES, small_linear, small_linear_cuda, small_linear_eager
 from quire.attn_ops.tuning.small_linear import TABLE, LinearShape, candidates, missing, parsed, tune
 
 pytestmark = [
@@ -28,7 +28,7 @@ def arguments(tokens: int, n: int, k: int, swiglu: bool):
 def quantised(tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype):
     """The same with codes and their scales, and with a norm, which the engine keeps outside."""
     x, weight, *rest = arguments(tokens, n, k, swiglu)
-    found, scale = quantise(weight, codes)
+    found, scale = quantize(weight, codes)
     return x, found, *rest, scale
 
 
@@ -51,7 +51,7 @@ def test_every_parameter_set(key) -> None:
         assert error(small_linear(*args), truth) <= 2 * error(small_linear_eager(*args), truth)
 
 
-@pytest.mark.parametrize("codes", QUANTISED, ids=str)
+@pytest.mark.parametrize("codes", QUANTIZED_WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 29, 64, 200])
 def test_every_candidate_for_codes(tokens, codes) -> None:
     """As above; also of weights that no tile divides, with all that is folded in."""

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends.triton import BACKEND, _load
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
@@ -94,7 +94,7 @@ def test_cache_of_more_than_2_31_elements():
 
 # Quantised caches: codes and scales bit for bit, numbers within the bound of what reads back.
 
-KV_DTYPES = sorted(QUANTISED, key=str)
+KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
 
 
 @pytest.fixture(params=KV_DTYPES, ids=str)

@@ -1,6 +1,6 @@
 """Backend ``triton``: paged attention in Triton kernels, with every feature of the semantic op.
 
-Three kernels: ``decode`` (split-KV, one query token a program), ``extend`` (tiles of several query tokens) and
+Three kernels: ``decode`` (split-KV, one query token per program), ``extend`` (tiles of several query tokens) and
 ``write`` (the KV cache). Which of them run, and on what grid, follows from tensor shapes alone; lengths are read on
 the device. So every launch can be captured in a CUDA graph, at any length, and replayed at any other.
 
@@ -12,30 +12,19 @@ T > B    ``write``, then ``extend``, then ``decode`` by row for the sequences wi
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from typing import Any
 
 import torch
 
-from quire.attn_ops.attention import LIBRARY
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kernels.launch import implementations
-from quire.attn_ops.kv_quant import QUANTISED, check_scales
-from quire.attn_ops.ops.rope import RopeForm, rope_kv_write
-
-_kernels: Any = None
-
-
-def _load() -> Any:
-    """The kernel modules, imported at the first call: importing this package must work without Triton."""
-    global _kernels
-    if _kernels is None:
-        names = ("_common", "decode", "extend", "write")
-        modules = [importlib.import_module(f"quire.attn_ops.backends.triton.{name}") for name in names]
-        _kernels = tuple(modules)
-    return _kernels
+from quire.attn_ops.backends.triton.plan import Batch
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales
+from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
 
 
 def available(device: torch.device) -> str | None:
@@ -46,7 +35,7 @@ def available(device: torch.device) -> str | None:
         if os.environ.get("TRITON_INTERPRET", "0") != "1":
             return ("on a CPU Triton kernels run only in Triton's interpreter, which is slow and meant for tests (set "
                     "TRITON_INTERPRET=1 before the process starts)")
-        if not _load()[0].INTERPRETED:
+        if not kernel_module("backends.triton.common").INTERPRETED:
             return "TRITON_INTERPRET was set after the kernels were loaded (set it before the process starts)"
         return None
     if device.type != "cuda":
@@ -59,56 +48,44 @@ def paged_attention(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None, rope: tuple[Any, ...] | None = None,
+    form: RopeForm = PLAIN,
 ) -> torch.Tensor:
     """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
 
     Args:
-        rope: cos, sin, the norms' weights, eps and the RopeForm, for q and k not yet rotated; for decode batches (T <= B) only.
+        rope: cos, sin, the norms' weights and eps, for q and k not yet rotated, of ``form``; for decode batches (T <= B) only.
 
     Raises:
-        ValueError: caches whose head dim is not contiguous; scales that the caches do not go with, or strided unlike each
-            other.
+        ValueError: caches whose head dim is not contiguous; scales that do not match the caches, or differ in strides.
     """
     check_scales(k_cache, k_scale, v_scale)
-    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
-        raise ValueError("the triton backend needs k_scale and v_scale of the same strides, got "
-                         f"{k_scale.stride()} and {v_scale.stride()}")
-    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
-        raise ValueError("the triton backend needs KV caches whose last dim is contiguous, got strides "
-                         f"{k_cache.stride()} and {v_cache.stride()}")
+    caches = Caches(k_cache, v_cache, k_scale, v_scale)
+    host.check_cache_strides("the triton backend", caches)
     device = q.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on the current device
-            return paged_attention(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc,
-                                   seq_lens, sinks, prepared, scale=scale, window=window, softcap=softcap, chunk=chunk,
-                                   rope=rope)
-    _, decode, extend, write = _kernels or _load()
+            return paged_attention(q, k, v, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
+                                   scale=scale, window=window, softcap=softcap, chunk=chunk, rope=rope, form=form)
     num_tokens, num_reqs = q.shape[0], seq_lens.shape[0]
     out = q.new_empty((num_tokens, q.shape[1], v_cache.shape[3]))
     if not num_tokens:
         return out
-    if q.stride(2) != 1:
-        q = q.contiguous()
+    decode = kernel_module("backends.triton.decode").decode
+    batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
+    q = rows_contiguous(q)
     if k is None or v is None:
         k = v = None
     else:
-        if k.stride(2) != 1:
-            k = k.contiguous()
-        if v.stride(2) != 1:
-            v = v.contiguous()
-    options = (scale, window, softcap, chunk)
-    caches = (k_cache, v_cache, k_scale, v_scale)
+        k, v = rows_contiguous(k), rows_contiguous(v)
+    rest = (caches, batch, sinks, prepared, out, scale, window, softcap, chunk)
     if num_tokens <= num_reqs:
-        decode.decode(q, k, v, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options,
-                      by_row=False, rope=rope)
+        decode(q, k, v, *rest, by_row=False, rope=rope, form=form)
         return out
     if k is not None and v is not None:
-        write.write(k, v, *caches, slot_mapping)
-    singles = num_reqs > 1
-    extend.extend(q, *caches, block_table, query_start_loc, seq_lens, sinks, prepared, out, *options, skip_single=singles)
-    if singles:
-        decode.decode(q, None, None, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared, out,
-                      *options, by_row=True)
+        kernel_module("backends.triton.write").write(k, v, caches, slot_mapping)
+    kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
+    if num_reqs > 1:
+        decode(q, None, None, *rest, by_row=True)
     return out
 
 
@@ -120,49 +97,38 @@ def rope_paged_attention(
     prepared: list[torch.Tensor], *, interleaved: bool = False, half_tables: bool = False, norm_after: bool = False,
     norm_offset: float | None = None, **options: Any,
 ) -> torch.Tensor:
-    """Rotate q and k (``attn_ops/ops/rope.py``), then ``paged_attention``. Small decode batches take one launch for all of it; with
-    a program or more for each multiprocessor the registers that rotating takes would cost more than the launch."""
+    """Rotate q and k (``attn_ops/ops/rope.py``), then ``paged_attention``. Small decode batches take one launch for all of it;
+    with a program or more per multiprocessor the registers for rotating would cost more than a launch."""
     caches, tables = (k_cache, v_cache, k_scale, v_scale), (slot_mapping, block_table, query_start_loc, seq_lens)
     rope, form = (cos, sin, q_norm_weight, k_norm_weight, eps), RopeForm(interleaved, half_tables, norm_after, norm_offset)
-    common = (_kernels or _load())[0]
-    if q.shape[0] > seq_lens.shape[0] or q.shape[0] * k.shape[1] >= common.num_sms(q.device):
+    if q.shape[0] > seq_lens.shape[0] or q.shape[0] * k.shape[1] >= host.num_sms(q.device):
         q = rope_kv_write(q, k, v, *rope, *caches, slot_mapping, **form.options())
         return paged_attention(q, None, None, *caches, *tables, sinks, prepared, **options)
-    return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=(*rope, form))
+    return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=rope, form=form)
 
 
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
              seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
     """Counters for the forward, zeroed. See NOTE [Last one merges]."""
-    return [_load()[0].new_counters(slot_mapping.device)]
+    return [host.new_counters(slot_mapping.device)]
 
-
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-    return [_load()[0].new_counters(slot_mapping.device)]
-
-
-LIBRARY.define(
-    "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
-    "-> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("triton_prepare", _prepare, _device)
-torch.library.register_fake("quire::triton_prepare", _prepare_fake, lib=LIBRARY)
 
 BACKEND = AttentionBackend(
     name="triton",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTISED, min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)},  # older ones lack the conversions
+        kv_dtypes=QUANTIZED_KV_DTYPES,
+        min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)},  # older ones lack the conversions
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
         window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=available,
-    op=define_paged_op("triton", paged_attention),
-    rope_op=define_paged_op("triton", rope_paged_attention, rope=True),
+    op=define_paged_op("triton", paged_attention, launches=True),
+    rope_op=define_paged_op("triton", rope_paged_attention, rope=True, launches=True),
     rope_forms=True,
-    prepare=torch.ops.quire.triton_prepare.default,
+    prepare=define_op(
+        "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
+        "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),
     priority={"cuda": 10},
     packages=("triton",),
 )
-implementations |= {BACKEND.op: paged_attention, BACKEND.rope_op: rope_paged_attention}

@@ -1,75 +1,89 @@
-"""Attention of several query tokens a sequence: prefill, chunked prefill, and the same over a long cached prefix.
+"""Attention of several query tokens per sequence: prefill, chunked prefill, and the same over a long cached prefix.
 
 A program serves up to BLOCK_M query rows of one sequence and one key head: BLOCK_Q consecutive tokens x the query
 heads that read the key head, so that grouped heads fill a matrix tile. Tokens are cut at sequence boundaries:
-sequence r gets the blocks from query_start_loc[r] // BLOCK_Q + r on, which never overlap; T // BLOCK_Q + B + 1 blocks
+sequence r has the blocks from query_start_loc[r] // BLOCK_Q + r on, which never overlap; T // BLOCK_Q + B + 1 blocks
 hold any batch of T tokens in B sequences, the padding tokens after the last sequence counted as one more. Programs
-without tokens leave at once.
+without tokens return at once.
 
 The step's keys are in the cache already (``write`` runs first), so keys come from one place only, and a sequence may
-read pages that another one fills in this very step. Keys are walked in three stretches: those that some rows may not
-see yet or no more at the lower end (window, chunk), those that all rows see (no masks), and the causal end. Where the
-batch has few query tokens the keys are divided among programs too; see NOTE [Partial results] and NOTE [Last one
-merges].
+read pages that another one fills in this very step. The loop over keys has three stretches: keys that some rows do not
+see at the lower end (window, chunk), keys that all rows see (no masks), and the causal end. Where the batch has few query
+tokens, keys are split among programs too; see NOTE [Partial results] and NOTE [Last one merges].
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton._common import (
-    LOG2E,
-    NUM_COUNTERS,
-    arrived_last,
-    counters_for,
-    first_key,
-    head_blocks,
-    key_rows,
-    load_rows,
-    load_scales,
-    logits,
-    num_sms,
-    power_of_2,
-    unit,
-)
-from quire.attn_ops.kernels.kv_quant import scale_strides, widen
+from quire.attn_ops.backends.triton.common import LOG2E, arrived_last, first_key, load_keys, load_scales, logits
+from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.constants import next_power_of_2
+from quire.attn_ops.kernels.host import CacheLayout, Caches
+from quire.attn_ops.kernels.kv_quant import code_format, widen
 from quire.attn_ops.kernels.launch import launch
+
+
+class ExtendConfig(NamedTuple):
+    """Tuning parameters: rows and keys per tile, warps, loop stages, fewest keys per split, bound on splits."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    chunk_min: int
+    max_splits: int
+
+
+class ExtendTile(NamedTuple):
+    """Constants of a launch.
+
+    blocks, heads: blocks of query heads per key head, heads per block.  skip_single: sequences with one query token are served
+    elsewhere.  split: whether keys are split.
+    """
+
+    blocks: int
+    heads: int
+    skip_single: bool
+    split: bool
+    block_m: int
+    block_n: int
+    stages: int
 
 
 @triton.jit
 def attend(
-    highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, stop, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-    K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
-    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr, UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, D_P2: tl.constexpr, DV_P2: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    highest, total, acc, query, pos, caches, table_row, kv_head, begin, stop, scale, softcap, SITE: tl.constexpr,
+    LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """The running softmax over keys begin..stop. Without MASKED every row sees all of them, and BLOCK_N divides
-    them. See NOTE [Quantised caches]."""
-    for block in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        offsets = block + tl.arange(0, BLOCK_N)
+    """The running softmax over keys begin..stop. Without MASKED every row sees all of them, and TILE.block_n divides their
+    number. See NOTE [Quantized caches]."""
+    D: tl.constexpr = LAYOUT.dim
+    DV: tl.constexpr = LAYOUT.dim_v
+    PAGE: tl.constexpr = LAYOUT.page
+    K: tl.constexpr = LAYOUT.k
+    V: tl.constexpr = LAYOUT.v
+    S: tl.constexpr = LAYOUT.scale
+    PRECISION: tl.constexpr = "ieee" if query.dtype == tl.float32 else "tf32"
+    for block in tl.range(begin, stop, TILE.block_n, num_stages=TILE.stages):
+        offsets = block + tl.arange(0, TILE.block_n)
         live = offsets < stop
-        keys = load_rows(key_rows(k_cache, table_row, kv_head, offsets, live, PAGE, K_PAGE, K_TOKEN, K_HEAD, MASKED),
-                         live, D, D_P2, MASKED)
-        if k_scale is not None:
+        keys = load_keys(caches.k, table_row, kv_head, offsets, live, PAGE, K, D, next_power_of_2(D, 16), MASKED)
+        if caches.k_scale is not None:
             keys = widen(keys, query)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
-        if k_scale is not None:
-            scores *= load_scales(k_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, MASKED)[None, :]
+        if caches.k_scale is not None:
+            scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, MASKED)[None, :]
         scores = logits(scores, scale, softcap)
         if MASKED:
             keep = live[None, :] & (offsets[None, :] <= pos[:, None])
-            if (WINDOW > 0) or (CHUNK > 0):
-                keep = keep & (offsets[None, :] >= first_key(pos, WINDOW, CHUNK)[:, None])
+            if (SITE.window > 0) or (SITE.chunk > 0):
+                keep = keep & (offsets[None, :] >= first_key(pos, SITE.window, SITE.chunk)[:, None])
             scores = tl.where(keep, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         if MASKED:  # rows that have seen no key yet
@@ -80,12 +94,11 @@ def attend(
         weights = tl.exp2(scores - safe[:, None])
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        values = load_rows(key_rows(v_cache, table_row, kv_head, offsets, live, PAGE, V_PAGE, V_TOKEN, V_HEAD, MASKED),
-                           live, DV, DV_P2, MASKED)
-        if v_scale is not None:
+        values = load_keys(caches.v, table_row, kv_head, offsets, live, PAGE, V, DV, next_power_of_2(DV, 16), MASKED)
+        if caches.v_scale is not None:
             values = widen(values, query)
-            scales = load_scales(v_scale, table_row, kv_head, offsets, live, PAGE, S_PAGE, S_TOKEN, S_HEAD, MASKED) * UNIT
-            weights *= scales[None, :]
+            UNIT: tl.constexpr = code_format(caches.v.dtype.element_ty)[3]
+            weights *= (load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, MASKED) * UNIT)[None, :]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         highest = new_highest
     return highest, total, acc
@@ -93,69 +106,70 @@ def attend(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "stride_table"])
 def extend_kernel(
-    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
-    num_tokens, num_reqs, splits, chunk_min, scale, softcap, stride_qt, stride_qh, stride_table,
-    H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-    K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
-    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    S_PAGE: tl.constexpr, S_TOKEN: tl.constexpr, S_HEAD: tl.constexpr, UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr,
-    D_P2: tl.constexpr, DV_P2: tl.constexpr, SKIP_SINGLE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    q, caches, batch, sinks, out, partial, counters, num_tokens, num_reqs, splits, chunk_min, scale, softcap, strides,
+    stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr,
 ):
-    """BLOCK_M rows (tokens x HEADS query heads) of one sequence. SKIP_SINGLE: sequences with one query token are served
-    elsewhere. None stands for absent scales (S_* are their strides), sinks, softcap, partial or counters."""
-    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
+    """TILE.block_m rows (tokens x TILE.heads query heads) of one sequence.
+
+    caches: Caches, batch: Batch; strides: of tokens and heads of q. SITE: Site, LAYOUT: CacheLayout, TILE: ExtendTile. None
+    stands for absent scales, sinks, softcap, partial or counters."""
+    DV: tl.constexpr = LAYOUT.dim_v
+    HEADS: tl.constexpr = TILE.heads
+    GROUP: tl.constexpr = SITE.heads // LAYOUT.heads
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_Q: tl.constexpr = TILE.block_m // HEADS
+    DV_P2: tl.constexpr = next_power_of_2(DV, 16)
+    WINDOWED: tl.constexpr = SITE.window > 0 or SITE.chunk > 0
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks have the most keys: start with them
-    head_block = program % (HKV * BLOCKS)
-    block = program // (HKV * BLOCKS)
+    head_block = program % (LAYOUT.heads * TILE.blocks)
+    block = program // (LAYOUT.heads * TILE.blocks)
     split = 0
-    if SPLIT:
+    if TILE.split:
         split = block % splits
         block = block // splits
     low = num_reqs * 0
     high = num_reqs
     while low < high:  # the last sequence whose blocks start at or before this one; num_reqs: the padding tokens
         middle = (low + high + 1) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+        if tl.load(batch.query_start_loc + middle) // BLOCK_Q + middle <= block:
             low = middle
         else:
             high = middle - 1
     row = low
-    start = tl.load(query_start_loc + row)
-    end = tl.load(query_start_loc + tl.minimum(row + 1, num_reqs))
+    start = tl.load(batch.query_start_loc + row)
+    end = tl.load(batch.query_start_loc + tl.minimum(row + 1, num_reqs))
     end = tl.where(row == num_reqs, num_tokens, end)
     first_token = start + (block - start // BLOCK_Q - row) * BLOCK_Q
     if first_token >= end:
         return
 
-    kv_head = head_block // BLOCKS
-    lines = tl.arange(0, BLOCK_M)
+    kv_head = head_block // TILE.blocks
+    lines = tl.arange(0, TILE.block_m)
     token = first_token + lines // HEADS
-    in_group = head_block % BLOCKS * HEADS + lines % HEADS
-    head = kv_head * (H // HKV) + in_group
-    live = (lines < BLOCK_Q * HEADS) & (token < end) & (in_group < H // HKV)
-    columns = tl.arange(0, D_P2)
+    in_group = head_block % TILE.blocks * HEADS + lines % HEADS
+    head = kv_head * GROUP + in_group
+    live = (lines < BLOCK_Q * HEADS) & (token < end) & (in_group < GROUP)
+    columns = tl.arange(0, next_power_of_2(LAYOUT.dim, 16))
     columns_v = tl.arange(0, DV_P2)
-    out_row = token.to(tl.int64) * H + head
+    out_row = token.to(tl.int64) * SITE.heads + head
     out_live = live[:, None] & (columns_v < DV)[None, :]
     if row == num_reqs:
         if split == 0:
-            zeros = tl.zeros([BLOCK_M, DV_P2], tl.float32)
+            zeros = tl.zeros([TILE.block_m, DV_P2], tl.float32)
             tl.store(out + out_row[:, None] * DV + columns_v[None, :], zeros, mask=out_live)
         return
-    if SKIP_SINGLE:
+    if TILE.skip_single:
         if end - start == 1:
             return
 
-    offset = tl.load(seq_lens + row) - end  # position of a token = its index + offset
+    offset = tl.load(batch.seq_lens + row) - end  # position of a token = its index + offset
     first_pos = first_token + offset
     last_pos = tl.minimum(first_token + BLOCK_Q, end) - 1 + offset
-    lowest = first_key(first_pos, WINDOW, CHUNK)
+    lowest = first_key(first_pos, SITE.window, SITE.chunk)
     begin = lowest
     stop = last_pos + 1
     active = 1
-    if SPLIT:
+    if TILE.split:
         size = tl.cdiv(tl.maximum(tl.cdiv(stop - lowest, splits), chunk_min), BLOCK_N) * BLOCK_N
         active = tl.cdiv(stop - lowest, size)
         if split >= active:
@@ -164,50 +178,45 @@ def extend_kernel(
         stop = tl.minimum(begin + size, stop)
     # begin .. all_see: some rows may not see these keys any more; .. causal: all rows see all; .. stop: the causal end
     all_see = begin
-    if (WINDOW > 0) or (CHUNK > 0):
-        lead = tl.cdiv(first_key(last_pos, WINDOW, CHUNK) - begin, BLOCK_N)
+    if WINDOWED:
+        lead = tl.cdiv(first_key(last_pos, SITE.window, SITE.chunk) - begin, BLOCK_N)
         all_see = tl.minimum(begin + tl.maximum(lead, 0) * BLOCK_N, stop)
     causal = all_see + tl.maximum(tl.minimum(first_pos + 1, stop) - all_see, 0) // BLOCK_N * BLOCK_N
 
     pos = token + offset
-    query = tl.load(q + token.to(tl.int64)[:, None] * stride_qt + (head * stride_qh)[:, None] + columns[None, :],
-                    mask=live[:, None] & (columns < D)[None, :], other=0.0)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
+    query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + (head * strides[1])[:, None] + columns[None, :],
+                    mask=live[:, None] & (columns < LAYOUT.dim)[None, :], other=0.0)
+    highest = tl.full([TILE.block_m], float("-inf"), tl.float32)
+    total = tl.zeros([TILE.block_m], tl.float32)
+    acc = tl.zeros([TILE.block_m, DV_P2], tl.float32)
     if sinks is not None:
         if split == 0:
             highest = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2E
             total = total + 1.0
-    table_row = block_table + row.to(tl.int64) * stride_table
-    if (WINDOW > 0) or (CHUNK > 0):
-        highest, total, acc = attend(
-            highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, all_see,
-            scale, softcap, D, DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD, UNIT,
-            WINDOW, CHUNK, D_P2, DV_P2, PRECISION, BLOCK_N, STAGES, True)
-    highest, total, acc = attend(
-        highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, all_see, causal, scale,
-        softcap, D, DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD, UNIT, WINDOW, CHUNK,
-        D_P2, DV_P2, PRECISION, BLOCK_N, STAGES, False)
-    highest, total, acc = attend(
-        highest, total, acc, query, pos, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, causal, stop, scale,
-        softcap, D, DV, PAGE, K_PAGE, K_TOKEN, K_HEAD, V_PAGE, V_TOKEN, V_HEAD, S_PAGE, S_TOKEN, S_HEAD, UNIT, WINDOW, CHUNK,
-        D_P2, DV_P2, PRECISION, BLOCK_N, STAGES, True)
-    if v_scale is not None:
+    table_row = batch.block_table + row.to(tl.int64) * stride_table
+    if WINDOWED:
+        highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, begin, all_see, scale, softcap,
+                                     SITE, LAYOUT, TILE, True)
+    highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, all_see, causal, scale, softcap,
+                                 SITE, LAYOUT, TILE, False)
+    highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, causal, stop, scale, softcap, SITE,
+                                 LAYOUT, TILE, True)
+    if caches.v_scale is not None:
+        UNIT: tl.constexpr = code_format(caches.v.dtype.element_ty)[3]
         acc *= 1.0 / UNIT
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLIT:
+    if TILE.split:
         if active > 1:
-            lse = partial + num_tokens.to(tl.int64) * splits * (H * DV)
-            index = out_row + num_tokens.to(tl.int64) * H * split
+            lse = partial + num_tokens.to(tl.int64) * splits * (SITE.heads * DV)
+            index = out_row + num_tokens.to(tl.int64) * SITE.heads * split
             tl.store(partial + index[:, None] * DV + columns_v[None, :], acc, mask=out_live)
             tl.store(lse + index, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=live)
-            if arrived_last(counters + block * (HKV * BLOCKS) + head_block, active):
-                highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
+            if arrived_last(counters + block * (LAYOUT.heads * TILE.blocks) + head_block, active):
+                highest = tl.full([TILE.block_m], float("-inf"), tl.float32)
+                total = tl.zeros([TILE.block_m], tl.float32)
+                acc = tl.zeros([TILE.block_m, DV_P2], tl.float32)
                 for other in range(0, active):
-                    index = out_row + num_tokens.to(tl.int64) * H * other
+                    index = out_row + num_tokens.to(tl.int64) * SITE.heads * other
                     part_lse = tl.load(lse + index, mask=live, other=0.0, cache_modifier=".cg")
                     part = tl.load(partial + index[:, None] * DV + columns_v[None, :], mask=out_live, other=0.0,
                                    cache_modifier=".cg")
@@ -225,36 +234,8 @@ def extend_kernel(
         tl.store(out + out_row[:, None] * DV + columns_v[None, :], acc, mask=out_live)
 
 
-class ExtendConfig(NamedTuple):
-    """Tuning parameters: rows and keys a tile, warps, loop stages, least keys a split is made for, bound on splits."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    chunk_min: int
-    max_splits: int
-
-
-_overrides: dict[str, Any] = {}
-
-
-@contextlib.contextmanager
-def overridden(**params: Any) -> Iterator[None]:
-    """Run with some fields of ExtendConfig set by hand; for benchmarks and tests, not thread-safe."""
-    saved = dict(_overrides)
-    _overrides.update(params)
-    _plan.cache_clear()
-    try:
-        yield
-    finally:
-        _overrides.clear()
-        _overrides.update(saved)
-        _plan.cache_clear()
-
-
 def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int) -> ExtendConfig:
-    """The parameters for padded head dims, bytes an element, query heads a key head, mean tokens a sequence."""
+    """The parameters for padded head dims, bytes per element, query heads per key head, mean tokens per sequence."""
     widest = max(dim, dim_v)
     rows = tokens_per_row * group
     if itemsize == 4:
@@ -266,68 +247,40 @@ def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int)
         block_m, block_n, warps, stages = 64, 64 if widest <= 128 else 32, 4, 3
     else:
         block_m, block_n, warps, stages = 128, 64 if widest <= 128 else 32, 8, 3
-    params = dict(block_m=block_m, block_n=block_n, warps=warps, stages=stages, chunk_min=512, max_splits=32)
-    return ExtendConfig(**(params | _overrides))
+    return tuned(ExtendConfig(block_m, block_n, warps, stages, 512, 32))
 
 
-class _Plan(NamedTuple):
-    """What a launch needs besides tensors: everything that follows from shapes, worked out once for each."""
-
-    grid: tuple[int]
-    splits: int
-    workspace: int
-    tuned: ExtendConfig
-    constants: tuple
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(q_shape: torch.Size, dtype: torch.dtype, k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size,
-          v_strides: tuple[int, ...], num_reqs: int, table_width: int, window: int | None, chunk: int | None,
-          s_strides: tuple[int, ...], kv_dtype: torch.dtype, skip_single: bool, device: torch.device) -> _Plan:
-    num_tokens, heads, dim = q_shape
-    page, kv_heads, dim_v = k_shape[1], k_shape[2], v_shape[3]
-    itemsize = dtype.itemsize
-    dim_p2, dim_v_p2 = power_of_2(dim, 16), power_of_2(dim_v, 16)
-    group = heads // kv_heads
-    tuned = config(dim_p2, dim_v_p2, itemsize, group, -(-num_tokens // max(num_reqs, 1)))
-    blocks, per_block = head_blocks(group, tuned.block_m)
-    full_blocks = num_tokens // (tuned.block_m // per_block)
-    slots = (full_blocks + num_reqs + 1) * kv_heads * blocks
+@planner
+def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs: int, table_width: int, window: int | None,
+          chunk: int | None, skip_single: bool, device: torch.device) -> Plan:
+    num_tokens, heads, _ = q_shape
+    dims = host.next_power_of_2(layout.dim, 16), host.next_power_of_2(layout.dim_v, 16)
+    group = heads // layout.heads
+    params = config(*dims, dtype.itemsize, group, -(-num_tokens // max(num_reqs, 1)))
+    blocks, per_block = host.head_blocks(group, params.block_m)
+    full_blocks = num_tokens // (params.block_m // per_block)
+    slots = (full_blocks + num_reqs + 1) * layout.heads * blocks
     splits = 1
-    if full_blocks * kv_heads * blocks < 2 * num_sms(device) and slots <= NUM_COUNTERS:
-        most = -(-table_width * page // tuned.chunk_min)
-        splits = max(1, min(tuned.max_splits, most, 8192 // slots, 2048 // num_tokens))
-    return _Plan(
-        grid=(slots * splits,), splits=splits, workspace=num_tokens * heads * splits * (dim_v + 1) if splits > 1 else 0,
-        tuned=tuned,
-        constants=(heads, kv_heads, dim, dim_v, page, *k_strides[:3], *v_strides[:3], *s_strides, unit(kv_dtype),
-                   window or 0, chunk or 0, blocks, per_block, dim_p2, dim_v_p2, skip_single, splits > 1,
-                   "ieee" if itemsize == 4 else "tf32", tuned.block_m, tuned.block_n, tuned.stages),
-    )
+    if full_blocks * layout.heads * blocks < 2 * host.num_sms(device) and slots <= host.NUM_COUNTERS:
+        most = -(-table_width * layout.page // params.chunk_min)
+        splits = max(1, min(params.max_splits, most, 8192 // slots, 2048 // num_tokens))
+    tile = ExtendTile(blocks, per_block, skip_single, splits > 1, params.block_m, params.block_n, params.stages)
+    return Plan((slots * splits,), params.warps, splits, params.chunk_min,
+                num_tokens * heads * splits * (layout.dim_v + 1) if splits > 1 else 0,
+                (Site(heads, window or 0, chunk or 0), layout, tile))
 
 
-def extend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None, prepared: list[torch.Tensor], out: torch.Tensor, scale: float, window: int | None,
-    softcap: float | None, chunk: int | None, skip_single: bool,
-) -> None:
+def extend(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | None, prepared: list[torch.Tensor],
+           out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool
+           ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv) for all tokens, zeros for padding tokens; with ``skip_single`` not
     for tokens that are alone in their sequence. The other arguments are the paged op's."""
-    num_reqs, device = seq_lens.shape[0], q.device
-    plan = _plan(q.shape, q.dtype, k_cache.shape, k_cache.stride(), v_cache.shape, v_cache.stride(), num_reqs,
-                 block_table.shape[1], window, chunk, scale_strides(k_scale), k_cache.dtype, skip_single, device)
-    partial = counters = None
-    if plan.workspace:
-        partial = torch.empty(plan.workspace, dtype=torch.float32, device=device)
-        counters = counters_for(prepared, device)
-    stride_qt, stride_qh, _ = q.stride()
-    launch(
-        extend_kernel, plan.grid,
-        q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, partial, counters,
-        q.shape[0], num_reqs, plan.splits, plan.tuned.chunk_min, scale, softcap, stride_qt, stride_qh,
-        block_table.stride(0), *plan.constants, num_warps=plan.tuned.warps,
-    )
+    num_reqs, device = batch.seq_lens.shape[0], q.device
+    plan = _plan(q.shape, q.dtype, host.cache_layout(caches), num_reqs, batch.block_table.shape[1], window, chunk, skip_single,
+                 device)
+    launch(extend_kernel, plan.grid, q, caches, batch, sinks, out, *plan.buffers(prepared, device), q.shape[0], num_reqs,
+           plan.splits, plan.chunk_min, scale, softcap, q.stride()[:2], batch.block_table.stride(0), *plan.constants,
+           num_warps=plan.warps)
 
 
-__all__ = ["ExtendConfig", "config", "extend", "overridden"]
+__all__ = ["ExtendConfig", "config", "extend"]

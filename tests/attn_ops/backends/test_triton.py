@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.attn_ops.backends.triton import BACKEND, _load, available
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.backends.triton import BACKEND, available
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
 from tests.attn_ops.oracle import oracle_attention
@@ -23,7 +22,10 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 if DEVICE.type == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: set it outside, or run this file alone",
                 allow_module_level=True)
-common, decode, extend, write = _load()
+from quire.attn_ops.backends.triton import common, decode, extend, write  # noqa: E402
+from quire.attn_ops.backends.triton.plan import overridden  # noqa: E402
+
+DecodeConfig, ExtendConfig = decode.DecodeConfig, extend.ExtendConfig
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVICE)
 
 
@@ -173,7 +175,7 @@ def test_half_precision_goes_to_the_tensor_cores(num_heads, head_dim):
 
 # Keys divided among programs.
 
-SPLITS = [dict(atomic=a, dot=d) for a in (True, False) for d in (True, False)]
+SPLITS = [dict(dot=d) for d in (True, False)]
 
 
 @pytest.mark.parametrize("params", SPLITS, ids=str)
@@ -181,7 +183,7 @@ SPLITS = [dict(atomic=a, dot=d) for a in (True, False) for d in (True, False)]
                                       dict(write=False)], ids=str)
 def test_split_decode(params, features):
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=16, page_size=4, device=DEVICE)
-    with decode.overridden(block_n=16, chunk_min=16, max_splits=7, **params):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, **params):
         shape |= features
         check_case(BACKEND, make_case([1] * 5, [1, 16, 17, 33, 150], **shape, pad_tokens=1, pad_reqs=1))
         check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, pad_tokens=2, pad_reqs=1))
@@ -190,7 +192,7 @@ def test_split_decode(params, features):
 @pytest.mark.parametrize("features", [{}, dict(sinks=True, softcap=4.0), dict(window=40, sinks=True), dict(chunk=32)],
                          ids=str)
 def test_split_extend(features):
-    with extend.overridden(block_m=16, block_n=16, chunk_min=16, max_splits=5):
+    with overridden(ExtendConfig, block_m=16, block_n=16, chunk_min=16, max_splits=5):
         check_case(BACKEND, make_case([9], [120], **SMALL, **features))
         check_case(BACKEND, make_case([9, 1, 0, 20], [120, 60, 7, 20], **SMALL, **features, pad_tokens=3, pad_reqs=1))
 
@@ -200,7 +202,7 @@ def test_one_forward_shares_its_counters():
     case = make_case([1, 1], [150, 20], **SMALL)
     m = case.metadata
     prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
-    with decode.overridden(block_n=16, chunk_min=16):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16):
         for _ in range(3):
             check_output(BACKEND.op(*case.arguments(prepared), **case.options), case)
             assert not prepared[0].any()
@@ -280,7 +282,7 @@ def test_rope(query_lens, options, splits):
     m = other.metadata
     rotated = rope_kv_write_eager(other.q, other.k, other.v, *rope, *other.cache.of_layer(0), m.slot_mapping, **form.options())
     prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
-    with decode.overridden(block_n=16, chunk_min=16, max_splits=splits):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=splits):
         expected = BACKEND.op(rotated, None, None, *other.arguments(prepared)[3:], **other.options)
         got = BACKEND.rope_op(case.q, case.k, case.v, *rope, *case.arguments(prepared)[3:], **case.options, **form.options())
     # float32: one rotation and one softmax, each to some 1e-6 of numbers of order 10; float16: rounded to 2**-11 twice. A key
@@ -306,9 +308,9 @@ def test_rope_opcheck():
 # Quantised caches. Codes and scales must be bit for bit those of the oracle.
 
 QUANT = pytest.mark.parametrize("kv_dtype", [
-    pytest.param(kind, marks=[pytest.mark.slow] * (kind == torch.float8_e5m2)) for kind in sorted(QUANTISED, key=str)], ids=str)
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind == torch.float8_e5m2)) for kind in sorted(QUANTIZED_KV_DTYPES, key=str)], ids=str)
 INT8_FIRST = pytest.mark.parametrize("kv_dtype", [  # where the kinds differ in conversions only, which others test
-    pytest.param(kind, marks=[pytest.mark.slow] * (kind != torch.int8)) for kind in sorted(QUANTISED, key=str)], ids=str)
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind != torch.int8)) for kind in sorted(QUANTIZED_KV_DTYPES, key=str)], ids=str)
 
 
 @QUANT
@@ -336,10 +338,10 @@ def test_quantised_features(features, kv_dtype):
 @QUANT
 @pytest.mark.parametrize("params", SPLITS, ids=str)
 def test_quantised_splits(params, kv_dtype):
-    with decode.overridden(block_n=16, chunk_min=16, max_splits=7, **params):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, **params):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **SMALL, kv_dtype=kv_dtype, sinks=True))
         check_case(BACKEND, make_case([1, 9, 1], [150, 40, 2], **SMALL, kv_dtype=kv_dtype, pad_tokens=1))
-    with extend.overridden(block_m=16, block_n=16, chunk_min=16, max_splits=5):
+    with overridden(ExtendConfig, block_m=16, block_n=16, chunk_min=16, max_splits=5):
         check_case(BACKEND, make_case([9, 1], [120, 3], **SMALL, kv_dtype=kv_dtype, window=70))
 
 
@@ -387,9 +389,8 @@ WORDS = dict(num_heads=8, num_kv_heads=2, head_dim=64, page_size=4, dtype=torch.
 def by_words(monkeypatch) -> list[bool]:
     """What decoding chose, for each of its launches: see NOTE [Values by words]."""
     chosen, launch = [], decode.launch
-    place = list(inspect.signature(decode.decode_kernel.fn).parameters).index("WORDS")
     monkeypatch.setattr(decode, "launch", lambda kernel, grid, *args, **options: (
-        chosen.append(args[place]) if kernel is decode.decode_kernel else None, launch(kernel, grid, *args, **options)))
+        chosen.extend(a.words for a in args if hasattr(a, "words")), launch(kernel, grid, *args, **options)))
     return chosen
 
 
@@ -406,7 +407,7 @@ def test_values_by_words(features, kv_dtype, monkeypatch):
     check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
     check_case(BACKEND, make_case([3, 1, 0, 1], [20, 40, 3, 70], **shape, pad_tokens=2, pad_reqs=1))
     check_case(BACKEND, make_case([9, *[0] * 9], [40, *[0] * 9], **shape))  # T <= B, and no decode batch
-    with decode.overridden(block_n=16, chunk_min=16, max_splits=7):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **shape))
     assert chosen and all(chosen)
 

@@ -17,7 +17,7 @@ from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, Cuda
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance import kit as conformance
 from quire.attn_ops.conformance.kit import Kit, main, oracle, run
-from quire.attn_ops.kv_quant import dequantise, quantise
+from quire.attn_ops.kv_quant import dequantize, quantize
 from quire.attn_ops.ops.rope import rotate
 from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.step import current_step
@@ -201,7 +201,7 @@ def newest_as_it_was(given):
     if given["k_scale"] is not None and given["k"] is not None:
         exact = {**given, "k_scale": None, "v_scale": None}
         for name in ("k", "v"):
-            exact[f"{name}_cache"] = dequantise(given[f"{name}_cache"], given[f"{name}_scale"])
+            exact[f"{name}_cache"] = dequantize(given[f"{name}_cache"], given[f"{name}_scale"])
         torch_native.paged_attention(**given)
         return torch_native.paged_attention(**exact)
 
@@ -215,7 +215,7 @@ def hide_nan(given):
 def truncate(given):
     """Codes rounded towards zero."""
     if given["k_scale"] is not None and given["k"] is not None:
-        codes, scale = quantise(given["k"], given["k_cache"].dtype)
+        codes, scale = quantize(given["k"], given["k_cache"].dtype)
         exact = given["k"].float() / scale[..., None]
         given["k"] = (exact.trunc() * scale[..., None]).to(given["k"].dtype)
 

@@ -14,13 +14,13 @@ import torch
 triton = pytest.importorskip("triton")
 
 from quire.attn_ops.kernels import kv_quant  # noqa: E402
-from quire.attn_ops.kv_quant import QUANTISED  # noqa: E402
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES  # noqa: E402
 
 Register = torch.Tensor  # int64: the 32 bits of a register, one for each thread
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 UNPACK = {(kind, dtype): getattr(kv_quant, f"{NAMES[kind]}_{name}_WORDS").value
-          for kind in sorted(QUANTISED, key=str) for dtype, name in ((BF16, "BF16"), (FP16, "FP16"))}
+          for kind in sorted(QUANTIZED_KV_DTYPES, key=str) for dtype, name in ((BF16, "BF16"), (FP16, "FP16"))}
 WIDEN = {(torch.float8_e4m3fn, BF16): kv_quant.E4M3_BF16.value, (torch.float8_e5m2, BF16): kv_quant.E5M2_BF16.value}
 
 

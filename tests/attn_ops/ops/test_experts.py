@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quire.attn_ops.ops import experts
 from quire.attn_ops.ops.experts import (
     MAX_PAIRS,
-    MAX_PAIRS_AN_EXPERT,
-    MIN_GROUPED_AN_EXPERT,
+    MAX_PAIRS_PER_EXPERT,
+    MIN_PAIRS_PER_EXPERT_GROUPED,
     Tile,
     decode_tile,
     expert_linear,
@@ -204,8 +204,8 @@ def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(experts, "_launch", lambda x, w, b, ids, path, tile, pdl: told(path, x, ids))
     monkeypatch.setattr(experts, "_grouped", lambda x, w, b, ids, pdl: told("grouped", x, ids))
-    sizes = ((MAX_PAIRS // 8, 8, 128), (MAX_PAIRS // 8 + 1, 8, 128), (MAX_PAIRS_AN_EXPERT, 1, 1),
-             (MAX_PAIRS_AN_EXPERT + 1, 1, 1), (MIN_GROUPED_AN_EXPERT, 2, 2), (MIN_GROUPED_AN_EXPERT - 1, 2, 2))
+    sizes = ((MAX_PAIRS // 8, 8, 128), (MAX_PAIRS // 8 + 1, 8, 128), (MAX_PAIRS_PER_EXPERT, 1, 1),
+             (MAX_PAIRS_PER_EXPERT + 1, 1, 1), (MIN_PAIRS_PER_EXPERT_GROUPED, 2, 2), (MIN_PAIRS_PER_EXPERT_GROUPED - 1, 2, 2))
     for grouped in (False, True):
         monkeypatch.setattr(experts, "_has_grouped_mm", lambda x, w, answer=grouped: answer)
         for tokens, k, count in sizes:

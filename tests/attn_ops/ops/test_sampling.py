@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quire.attn_ops.ops import sampling as draw
-from quire.attn_ops.ops.sampling import BLOCK, PROGRAMS, divide, draw_tokens, draw_tokens_cuda, draw_tokens_eager
+from quire.attn_ops.ops.sampling import BLOCK, PROGRAMS, divide, sample_tokens, sample_tokens_cuda, sample_tokens_eager
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -44,9 +44,9 @@ def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def check(logits: torch.Tensor, rows: Rows) -> list[int]:
     """The tokens of the kernel, which are those of the definition."""
-    tokens = draw_tokens_cuda(*on_device(logits, *rows))
+    tokens = sample_tokens_cuda(*on_device(logits, *rows))
     assert tokens.dtype == torch.int64 and tokens.shape == logits.shape[:1]
-    assert tokens.tolist() == draw_tokens_eager(logits, *rows).tolist()
+    assert tokens.tolist() == sample_tokens_eager(logits, *rows).tolist()
     return tokens.tolist()
 
 
@@ -138,7 +138,7 @@ def test_rows_past_two_gigabytes() -> None:
     far = torch.empty(2**31 + 100, dtype=torch.float16, device=DEVICE).as_strided((3, 100), (2**30, 1))
     far.copy_(case(3, 100, torch.float16))
     rows = on_device(*how(3))
-    assert draw_tokens_cuda(far, *rows).tolist() == draw_tokens_eager(case(3, 100, torch.float16), *how(3)).tolist()
+    assert sample_tokens_cuda(far, *rows).tolist() == sample_tokens_eager(case(3, 100, torch.float16), *how(3)).tolist()
 
 
 def test_float64_takes_the_definition() -> None:
@@ -215,7 +215,7 @@ def test_tokens_are_drawn_from_the_softmax() -> None:
     """Chi-square of 3 degrees of freedom is over 16.3 in one case of 1000."""
     rows, logits = 400, torch.tensor([1.0, -0.5, -math.inf, 0.3, 2.0])
     temperature, seed, position = torch.full((rows,), 1.5), torch.full((rows,), 3), torch.arange(rows)
-    drawn = draw_tokens_cuda(*on_device(logits.expand(rows, 5), temperature, seed, position)).cpu().bincount(minlength=5)
+    drawn = sample_tokens_cuda(*on_device(logits.expand(rows, 5), temperature, seed, position)).cpu().bincount(minlength=5)
     expected = rows * torch.softmax(logits / 1.5, 0)
     assert drawn[2] == 0
     live = expected > 0
@@ -230,7 +230,7 @@ def test_greedy_rows_cost_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = case(4, 2 * BLOCK + 1)
     for temperatures, drawn in [((0.0,), 0), ((0.0, 1e-6, 0.0, 1.0), 1), ((0.5, 0.0), 2), ((1.0,), 4)]:
         made.clear()
-        draw_tokens_cuda(logits, *how(4, temperatures))
+        sample_tokens_cuda(logits, *how(4, temperatures))
         assert len(made) == 3 * drawn
 
 
@@ -240,12 +240,12 @@ def test_greedy_rows_cost_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     for rows in (3, 1):
-        torch.library.opcheck(torch.ops.quire.draw_tokens, on_device(case(rows, 70, dtype), *how(rows)))
+        torch.library.opcheck(torch.ops.quire.sample_tokens, on_device(case(rows, 70, dtype), *how(rows)))
 
 
 def test_the_op_where_there_is_nothing_to_draw_from() -> None:
-    assert torch.ops.quire.draw_tokens(*on_device(case(0, 5), *how(0))).shape == (0,)
-    assert torch.ops.quire.draw_tokens(*on_device(case(2, 0), *how(2))).tolist() == [-1, -1]
+    assert torch.ops.quire.sample_tokens(*on_device(case(0, 5), *how(0))).shape == (0,)
+    assert torch.ops.quire.sample_tokens(*on_device(case(2, 0), *how(2))).tolist() == [-1, -1]
 
 
 def test_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,12 +257,12 @@ def test_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not draw.uses_kernel(torch.empty(3, 70, dtype=torch.float64, device="cuda"))
 
     def ops() -> list[str]:
-        graph = make_fx(draw_tokens)(case(3, 70), *how(3)).graph
+        graph = make_fx(sample_tokens)(case(3, 70), *how(3)).graph
         return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
     assert len(ops()) > 20 and not any("quire" in op for op in ops())
     monkeypatch.setattr(draw, "uses_kernel", lambda logits: True)
-    assert ops() == ["quire.draw_tokens.default"]
+    assert ops() == ["quire.sample_tokens.default"]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -283,6 +283,6 @@ def test_greedy_rows_are_argmax(dtype: torch.dtype, as_on_gpu: bool, monkeypatch
     expected = logits.argmax(-1)
     expected[4] = -1
     greedy = temperature == 0
-    assert torch.equal(draw_tokens_eager(logits, temperature, seed, position)[greedy], expected[greedy])
-    tokens = draw_tokens_cuda(*on_device(logits, temperature, seed, position)).cpu()
+    assert torch.equal(sample_tokens_eager(logits, temperature, seed, position)[greedy], expected[greedy])
+    tokens = sample_tokens_cuda(*on_device(logits, temperature, seed, position)).cpu()
     assert torch.equal(tokens[greedy], expected[greedy])

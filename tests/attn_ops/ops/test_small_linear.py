@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.attn_ops.kv_quant import quantise
+from quire.attn_ops.kv_quant import quantize
 from quire.attn_ops.ops.small_linear import (
     MAX_TOKENS,
-    MAX_TOKENS_QUANTISED,
-    QUANTISED,
+    MAX_TOKENS_QUANTIZED,
+    QUANTIZED_WEIGHT_DTYPES,
     small_linear,
     small_linear_cuda,
     small_linear_eager,
@@ -49,11 +49,11 @@ def test_kernel(tokens, n, k, options) -> None:
 
 def quantised(args, kind):
     """The same with a weight of codes, as attn_ops/kv_quant.py rounds them, and their scales."""
-    codes, scale = quantise(args[1], kind)
+    codes, scale = quantize(args[1], kind)
     return (args[0], codes, *args[2:], scale)
 
 
-@pytest.mark.parametrize("kind", QUANTISED, ids=str)
+@pytest.mark.parametrize("kind", QUANTIZED_WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, dict(norm=True, bias=True, residual=True, swiglu=True)], ids=len)
 @pytest.mark.parametrize("tokens, n, k", [
     (1, 64, 128), (1, 40, 200), (16, 40, 200), (40, 64, 128), (130, 72, 72), (257, 8, 16),
@@ -63,7 +63,7 @@ def test_quantised(tokens, n, k, options, kind) -> None:
     args = quantised(case(tokens, n, k, **options), kind)
     out = small_linear_cuda(*args)
     close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
-    assert tokens <= MAX_TOKENS_QUANTISED or torch.equal(out, small_linear_eager(*args))
+    assert tokens <= MAX_TOKENS_QUANTIZED or torch.equal(out, small_linear_eager(*args))
 
 
 @pytest.mark.parametrize("tokens, n, k", [(40, 64, 128), (130, 72, 200), (33, 8, 16)])

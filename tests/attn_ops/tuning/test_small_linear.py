@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from quire.attn_ops.kernels.launch import noting
+from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.ops.small_linear import small_linear_cuda, small_linear_eager
 from quire.attn_ops.tuning import small_linear as tuning
 from quire.attn_ops.tuning.small_linear import (
@@ -91,9 +91,9 @@ def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
         for config in tuning.candidates(tokens, codes):
             tuning._known.cache_clear()
             tuning._known(CPU)[key(tokens, shape.n, shape.k, False, codes)] = list(config)
-            with noting() as launched:
+            with recording() as launched:
                 small_linear_cuda(*call)
-            with noting() as wanted:
+            with recording() as wanted:
                 small_linear_cuda(*call, config=config)
             assert launched == wanted and len(launched) == 1
 
@@ -101,7 +101,7 @@ def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
 def test_what_is_compiled_ahead_is_what_measuring_launches() -> None:
     shapes = [SHAPE, SHAPE._replace(n=64, residual=True), SHAPE._replace(swiglu=True), SHAPE._replace(codes=torch.int8)]
     ahead = tuning.launches(shapes, CPU)
-    with noting() as launched:  # results are not there, so nothing is timed: every candidate is called once
+    with recording() as launched:  # results are not there, so nothing is timed: every candidate is called once
         tune(shapes, CPU, timer=Timer(1.0))
     assert ahead == launched and len(ahead) >= len(CANDIDATES[True]) + len(CANDIDATES[False])
     assert not tuning.launches(shapes, CPU), "all is measured now"

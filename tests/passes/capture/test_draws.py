@@ -52,7 +52,7 @@ def check(model: PagedModel) -> None:
 
 def ops(model: PagedModel) -> int:
     """How often the op stands in the model's graph."""
-    return sum(node.target is torch.ops.quire.draw_tokens.default for node in model.graph.traced.gm.graph.nodes)
+    return sum(node.target is torch.ops.quire.sample_tokens.default for node in model.graph.traced.gm.graph.nodes)
 
 
 @pytest.mark.parametrize("op", [False, True], ids=["", "op"])

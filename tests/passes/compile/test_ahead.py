@@ -15,7 +15,7 @@ from torch import fx
 
 pytest.importorskip("triton")
 
-from quire.attn_ops.kernels.launch import Launch, TensorArgument, _side_stream, implementations, launch, noting, side_stream
+from quire.attn_ops.kernels.launch import Launch, TensorArgument, _side_stream, implementations, launch, recording, side_stream
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
@@ -45,7 +45,7 @@ class Kernel:
 
 def test_a_launch_is_noted_up_to_what_its_code_depends_on() -> None:
     def noted(*args: Any, **options: Any) -> Launch:
-        with noting() as found:
+        with recording() as found:
             launch(Kernel(), (3,), *args, **options)
         (one,) = found
         return one
@@ -179,7 +179,7 @@ def test_the_first_launch_finds_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["processes"]) == 2 and all(1 <= n <= 2 for n in found["processes"])
-    assert {"decode_kernel", "extend_kernel", "rope_kv_write_kernel", "vector_kernel", "draw_kernel"} <= set(found["names"])
+    assert {"decode_kernel", "extend_kernel", "rope_kv_write_kernel", "vector_kernel", "sample_kernel"} <= set(found["names"])
     assert len(found["first"]) >= len(found["names"]) and found["after"] == found["first"]
     assert found["more"] == 0, "compiled again though a note says that it was done"
 

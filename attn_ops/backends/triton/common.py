@@ -1,0 +1,122 @@
+"""Parts that the attention kernels share: which keys a query sees, loading keys and values, merging partial results.
+
+Softmax is computed in base 2 (``exp2`` is one instruction): scores carry a factor log2(e), and so does every ``lse``.
+
+NOTE [Partial results]: where a query's keys are split among ``splits`` programs, each program that has keys (they are
+numbered 0 to active - 1, without gaps) writes a normalized output and the log2 of its softmax denominator, ``lse``, to a
+float32 workspace: first all outputs, then all lse. A slot is what one program would have computed alone. The number of active
+splits follows from the lengths, on the device; the grid never does. Merging goes in the order of the splits, whichever
+program does it, so results do not depend on timing.
+
+NOTE [Last one merges]: every active program of a slot adds 1 to the slot's counter after its partial result is written; the
+one that finds active - 1 there merges, then sets the counter back to 0. This is correct because
+* the barrier before the addition orders the writes of all threads of a program before the addition of its one thread,
+* the addition is acquire-release at GPU scope, and releases are cumulative: whoever reads the last count sees all writes,
+* the partial results are read past the L1 cache (``.cg``), which need not be coherent,
+* exactly one program of a slot sees active - 1, and all of them agree on ``active``.
+The counters are zero before a launch and after it. They belong to one forward (``prepare`` makes them), so forwards on two
+streams do not share them, and launches of one forward follow each other in stream order.
+
+NOTE [Quantized caches]: codes are multiplied as they are, in the dtype of the queries, which holds each of them exactly; a
+key's scale multiplies its scores, a value's scale its weights. Weights are rounded to the dtype of the queries, and in float16
+a weight times a small scale could vanish: so values' scales are multiplied with ``unit``, a power of two near the largest
+code, and the sums divided by it in the end.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+#: Whether the kernels run in Triton's interpreter: read when this module is imported.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_key(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Position of the first key that the query at ``pos`` sees."""
+    first = pos * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, pos - (WINDOW - 1))
+    if CHUNK > 0:
+        first = tl.maximum(first, pos // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def find_row(query_start_loc, num_reqs, token):
+    """Largest r with query_start_loc[r] <= token: the token's sequence, or num_reqs for a padding token."""
+    low = num_reqs * 0
+    high = num_reqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start_loc + middle) <= token:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def key_rows(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr):
+    """Pointers to the keys (or values) of one head at positions ``offsets``. ROW: Strides of the cache. 64-bit: caches exceed
+    2**31 elements."""
+    if MASKED:
+        page = tl.load(block_table_row + offsets // PAGE, mask=live, other=0)
+    else:
+        page = tl.load(block_table_row + offsets // PAGE)
+    return cache + page.to(tl.int64) * ROW.page + (offsets % PAGE) * ROW.token + (kv_head * ROW.head).to(tl.int64)
+
+
+@triton.jit
+def load_keys(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
+              DIM_P2: tl.constexpr, MASKED: tl.constexpr):
+    """Keys (or values) of one head at positions ``offsets``: (N, DIM_P2), padded with zeros. Rows that are not live are zeros
+    too: memory there may hold NaN, and 0 * NaN is NaN."""
+    columns = tl.arange(0, DIM_P2)
+    pointers = key_rows(cache, block_table_row, kv_head, offsets, live, PAGE, ROW, MASKED)[:, None] + columns[None, :]
+    if MASKED:
+        if DIM == DIM_P2:
+            return tl.load(pointers, mask=live[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
+    else:
+        if DIM == DIM_P2:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def load_scales(scale, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr):
+    """Scales of the codes of one head at positions ``offsets``; 0 where not live."""
+    at = key_rows(scale, block_table_row, kv_head, offsets, live, PAGE, ROW, MASKED)
+    if MASKED:
+        return tl.load(at, mask=live, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def logits(scores, scale, softcap):
+    """q.k -> base-2 logits, scaled and capped. ``softcap``: a number or None."""
+    if softcap is not None:
+        # tanh(x) = 1 - 2 / (e^2x + 1); e^2x may overflow to inf, where the limit is right.
+        power = tl.exp2(scores * (scale / softcap * (2 * LOG2E)))
+        return (1 - 2 / (power + 1)) * (softcap * LOG2E)
+    else:
+        return scores * (scale * LOG2E)
+
+
+@triton.jit
+def arrived_last(counter, active):
+    """Count this program's partial result as written; True for the last program of a slot. See NOTE [Last one merges]."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == active - 1
+    if last:
+        tl.store(counter, 0)
+    return last

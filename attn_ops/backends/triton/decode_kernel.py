@@ -1,0 +1,280 @@
+"""The kernel of ``decode.py``.
+
+Offsets into caches, q, k, v, out and the workspace (see NOTE [Partial results]) are 64-bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.attn_ops.backends.triton.common import (
+    LOG2E,
+    arrived_last,
+    find_row,
+    first_key,
+    load_keys,
+    load_scales,
+    logits,
+)
+from quire.attn_ops.kernels.constants import next_power_of_2
+from quire.attn_ops.kernels.kv_quant import code_format, encode, joined, store_rows, unpack, widen
+from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
+from quire.attn_ops.kernels.rope import rotated
+
+
+@triton.jit
+def merge_partials(partial, lse, slot, splits, active, ROWS: tl.constexpr, ROWS_P2: tl.constexpr, DV: tl.constexpr,
+                   DV_P2: tl.constexpr, STEP: tl.constexpr):
+    """Merge the partial results of a slot's ROWS heads, STEP splits at a time: (ROWS_P2, DV_P2), normalized."""
+    rows = tl.arange(0, ROWS_P2)
+    columns = tl.arange(0, DV_P2)
+    highest = tl.full([ROWS_P2], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS_P2], tl.float32)
+    merged = tl.zeros([ROWS_P2, DV_P2], tl.float32)
+    for begin in range(0, active, STEP):
+        split = begin + tl.arange(0, STEP)
+        index = (slot.to(tl.int64) * splits + split[:, None]) * ROWS + rows[None, :]
+        live = (split < active)[:, None] & (rows < ROWS)[None, :]
+        part = tl.load(partial + index[:, :, None] * DV + columns[None, None, :],
+                       mask=live[:, :, None] & (columns < DV)[None, None, :], other=0.0, cache_modifier=".cg")
+        part_lse = tl.load(lse + index, mask=live, other=float("-inf"), cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(part_lse, 0))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of padding
+        weight = tl.exp2(part_lse - safe[None, :])
+        shrink = tl.exp2(highest - safe)
+        total = total * shrink + tl.sum(weight, 0)
+        merged = merged * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        highest = new_highest
+    return merged / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def one_key(highest, total, acc, query, key, value, scale, softcap):
+    """One step of the running softmax with a single key (1, D_P2) and value (1, DV_P2), in float32."""
+    score = logits(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap)
+    new_highest = tl.maximum(highest, score)
+    shrink = tl.exp2(highest - new_highest)
+    weight = tl.exp2(score - new_highest)
+    return new_highest, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)
+
+
+@triton.jit
+def new_key(k_head, stride, token, rope, D: tl.constexpr, D_P2: tl.constexpr, ROTARY: tl.constexpr, FORM: tl.constexpr):
+    """The key (1, D_P2) of one of the step's tokens (64-bit), rotated if there is ``rope``, in k's dtype."""
+    if rope is None:
+        columns = tl.arange(0, D_P2)[None, :]
+        return tl.load(k_head + token * stride + columns, mask=columns < D, other=0.0)
+    else:
+        one = tl.arange(0, 1)
+        return rotated(k_head + token * stride + one, one == 0, token, rope, rope.k_norm, D, D_P2, ROTARY, FORM).to(
+            k_head.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "stride_table"])
+def decode_kernel(
+    q, k, v, rope, caches, batch, sinks, out, partial, counters, num_reqs, splits, chunk_min, scale, softcap, strides,
+    stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr, FORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILE.heads query heads (TILE.rows with padding) of one token, over one range of its keys.
+
+    rope: Rope, caches: Caches, batch: Batch; strides: of tokens and heads of q, k and v. SITE: Site, LAYOUT: CacheLayout, TILE:
+    DecodeTile; ROTARY, FORM: number of rotated dimensions, RopeForm. None stands for an absent k, v, rope, k_scale, v_scale,
+    sinks, softcap, partial or counters. See NOTE [Quantized caches]."""
+    wait_for_previous(PDL)
+    D: tl.constexpr = LAYOUT.dim
+    DV: tl.constexpr = LAYOUT.dim_v
+    D_P2: tl.constexpr = next_power_of_2(D, 16)
+    DV_P2: tl.constexpr = next_power_of_2(DV, 16)
+    PAGE: tl.constexpr = LAYOUT.page
+    K: tl.constexpr = LAYOUT.k
+    V: tl.constexpr = LAYOUT.v
+    V_WORDS: tl.constexpr = LAYOUT.v_words
+    S: tl.constexpr = LAYOUT.scale
+    HEADS: tl.constexpr = TILE.heads
+    BLOCK_N: tl.constexpr = TILE.block_n
+    GROUP: tl.constexpr = SITE.heads // LAYOUT.heads
+    CODE: tl.constexpr = caches.k.dtype.element_ty
+    UNIT: tl.constexpr = 1.0 if caches.k_scale is None else code_format(CODE)[3]
+    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
+    k_cache, v_cache, k_scale, v_scale = caches.k, caches.v, caches.k_scale, caches.v_scale
+    program = tl.program_id(0)
+    head_block = program % (LAYOUT.heads * TILE.blocks)
+    item = program // (LAYOUT.heads * TILE.blocks)
+    split = 0
+    if TILE.split:
+        split = item % splits
+        item = item // splits
+    slot = item * (LAYOUT.heads * TILE.blocks) + head_block
+    kv_head = head_block // TILE.blocks
+    first_head = kv_head * GROUP + head_block % TILE.blocks * HEADS
+    rows = tl.arange(0, TILE.rows)
+    row_live = (rows < HEADS) & (head_block % TILE.blocks * HEADS + rows < GROUP)
+    columns = tl.arange(0, D_P2)
+    columns_v = tl.arange(0, DV_P2)
+
+    row = item
+    start = tl.load(batch.query_start_loc + row)
+    end = tl.load(batch.query_start_loc + row + 1)
+    seq_len = tl.load(batch.seq_lens + row)
+    if TILE.by_row:
+        token = start
+        if end - start != 1:
+            return
+    else:
+        token = item
+        if (start != token) | (end != token + 1):  # not a pure decode batch
+            row = find_row(batch.query_start_loc, num_reqs, token)
+            if row < num_reqs:
+                start = tl.load(batch.query_start_loc + row)
+                end = tl.load(batch.query_start_loc + row + 1)
+                seq_len = tl.load(batch.seq_lens + row)
+    out_offsets = (token.to(tl.int64) * (SITE.heads * DV) + (first_head + rows) * DV)[:, None] + columns_v[None, :]
+    out_live = row_live[:, None] & (columns_v < DV)[None, :]
+    if not TILE.by_row:
+        if row >= num_reqs:  # a padding token
+            if split == 0:
+                tl.store(out + out_offsets, tl.zeros([TILE.rows, DV_P2], tl.float32), mask=out_live)
+            return
+
+    pos = seq_len - (end - token)
+    first = first_key(pos, SITE.window, SITE.chunk)
+    if k is None:
+        last = pos + 1
+    else:
+        last = seq_len - (end - start)
+    num_keys = tl.maximum(last - first, 0)
+    active = 1
+    begin = first
+    stop = last
+    if TILE.split:
+        chunk = tl.maximum(tl.cdiv(num_keys, splits), chunk_min)
+        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+        active = tl.maximum(tl.cdiv(num_keys, chunk), 1)
+        if split >= active:
+            return
+        begin = first + split * chunk
+        stop = tl.minimum(begin + chunk, last)
+
+    if rope is None:
+        query = tl.load(q + token.to(tl.int64) * strides.q_token + ((first_head + rows) * strides.q_head)[:, None]
+                        + columns[None, :], mask=row_live[:, None] & (columns < D)[None, :], other=0.0)
+    else:
+        query = rotated(q + token.to(tl.int64) * strides.q_token + (first_head + rows) * strides.q_head, row_live,
+                        token.to(tl.int64), rope, rope.q_norm, D, D_P2, ROTARY, FORM).to(q.dtype.element_ty)
+    highest = tl.full([TILE.rows], float("-inf"), tl.float32)
+    total = tl.zeros([TILE.rows], tl.float32)
+    if TILE.words:
+        v_words = v_cache.to(tl.pointer_type(tl.int32), bitcast=True)
+        acc_0 = tl.zeros([TILE.rows, DV_P2 // 4], tl.float32)
+        acc_1 = acc_0
+        acc_2 = acc_0
+        acc_3 = acc_0
+    else:
+        acc = tl.zeros([TILE.rows, DV_P2], tl.float32)
+    table_row = batch.block_table + row.to(tl.int64) * stride_table
+    for block in tl.range(begin, stop, BLOCK_N, num_stages=TILE.stages):
+        offsets = block + tl.arange(0, BLOCK_N)
+        live = offsets < stop
+        keys = load_keys(k_cache, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, True)
+        if TILE.dot:
+            if k_scale is not None:
+                keys = widen(keys, query)
+            scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        else:
+            scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
+        if k_scale is not None:
+            scores *= load_scales(k_scale, table_row, kv_head, offsets, live, PAGE, S, True)[None, :]
+        scores = tl.where(live[None, :], logits(scores, scale, softcap), float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - new_highest)
+        weights = tl.exp2(scores - new_highest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        if v_scale is not None:
+            weights *= (load_scales(v_scale, table_row, kv_head, offsets, live, PAGE, S, True) * UNIT)[None, :]
+        if TILE.words:
+            words = load_keys(v_words, table_row, kv_head, offsets, live, PAGE, V_WORDS, DV // 4, DV_P2 // 4, True)
+            value_0, value_1, value_2, value_3 = unpack(words, query, v_cache.dtype.element_ty)
+            weights = weights.to(query.dtype)
+            acc_0 = tl.dot(weights, value_0, acc_0 * shrink[:, None])
+            acc_1 = tl.dot(weights, value_1, acc_1 * shrink[:, None])
+            acc_2 = tl.dot(weights, value_2, acc_2 * shrink[:, None])
+            acc_3 = tl.dot(weights, value_3, acc_3 * shrink[:, None])
+        else:
+            acc = acc * shrink[:, None]
+            values = load_keys(v_cache, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, True)
+            if TILE.dot:
+                if v_scale is not None:
+                    values = widen(values, query)
+                acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+            else:
+                acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
+        highest = new_highest
+
+    if TILE.words:
+        acc = joined(acc_0, acc_1, acc_2, acc_3, TILE.rows, DV_P2)
+    let_next_start(PDL)
+    if split == 0:
+        if k is not None:
+            k_head = k + kv_head * strides.k_head
+            v_head = v + kv_head * strides.v_head + columns_v[None, :]
+            live_v = (columns_v < DV)[None, :]
+            # The step's earlier tokens of the sequence: none in a pure decode batch.
+            for other in range(start + tl.maximum(first - last, 0), token):
+                source = token.to(tl.int64) - (token - other)
+                key = new_key(k_head, strides.k_token, source, rope, D, D_P2, ROTARY, FORM)
+                value = tl.load(v_head + source * strides.v_token, mask=live_v, other=0.0)
+                if k_scale is not None:
+                    codes, key_scale = encode(key, CODE)
+                    codes_v, value_scale = encode(value, CODE)
+                    key = codes * key_scale[:, None]
+                    value = codes_v * (value_scale * UNIT)[:, None]
+                highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
+            key = new_key(k_head, strides.k_token, token.to(tl.int64), rope, D, D_P2, ROTARY, FORM)
+            value = tl.load(v_head + token.to(tl.int64) * strides.v_token, mask=live_v, other=0.0)
+            key_scale, value_scale = None, None
+            if k_scale is not None:
+                key, key_scale = encode(key, CODE)
+                value, value_scale = encode(value, CODE)
+            if head_block % TILE.blocks == 0:
+                target = tl.load(batch.slot_mapping + token).to(tl.int64)
+                head = kv_head + tl.arange(0, 1)
+                live = target + tl.arange(0, 1) >= 0
+                store_rows(key, key_scale, head, live, target, k_cache, k_scale, PAGE, K, S, D)
+                store_rows(value, value_scale, head, live, target, v_cache, v_scale, PAGE, V, S, DV)
+            if k_scale is not None:
+                key = key * key_scale[:, None]
+                value = value * (value_scale * UNIT)[:, None]
+            highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
+        if sinks is not None:
+            sink = tl.load(sinks + first_head + rows, mask=row_live, other=0.0).to(tl.float32) * LOG2E
+            new_highest = tl.maximum(highest, sink)
+            shrink = tl.exp2(highest - new_highest)
+            total = total * shrink + tl.exp2(sink - new_highest)
+            acc = acc * shrink[:, None]
+            highest = new_highest
+
+    if v_scale is not None:
+        acc *= 1.0 / UNIT
+    acc = acc / total[:, None]
+    if TILE.split:
+        if active > 1:
+            lse = partial + tl.num_programs(0).to(tl.int64) * (HEADS * DV)
+            index = (slot.to(tl.int64) * splits + split) * HEADS + rows
+            tl.store(partial + index[:, None] * DV + columns_v[None, :], acc,
+                     mask=(rows < HEADS)[:, None] & (columns_v < DV)[None, :])
+            tl.store(lse + index, highest + tl.log2(total), mask=rows < HEADS)
+            if arrived_last(counters + slot, active):
+                merged = merge_partials(partial, lse, slot, splits, active, HEADS, TILE.merge_rows, DV, DV_P2, TILE.merge_step)
+                merged_rows = tl.arange(0, TILE.merge_rows)
+                live = (merged_rows < HEADS) & (head_block % TILE.blocks * HEADS + merged_rows < GROUP)
+                tl.store(out + token.to(tl.int64) * (SITE.heads * DV) + ((first_head + merged_rows) * DV)[:, None]
+                         + columns_v[None, :], merged, mask=live[:, None] & (columns_v < DV)[None, :])
+        else:
+            tl.store(out + out_offsets, acc, mask=out_live)
+    else:
+        tl.store(out + out_offsets, acc, mask=out_live)
+
+
+__all__ = ["decode_kernel"]

@@ -1,0 +1,88 @@
+"""What a launch of ``decode`` or ``extend`` needs besides tensors: it follows from shapes, and is worked out once per shape."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import CacheLayout
+
+C = TypeVar("C", bound=Any)
+_overrides: dict[type, dict[str, Any]] = {}
+_planners: list[Any] = []
+
+
+class Site(NamedTuple):
+    """Constants of an attention site: query heads, window and chunk (0: none)."""
+
+    heads: int
+    window: int
+    chunk: int
+
+
+class Batch(NamedTuple):
+    """The paged op's tensors of metadata, for a kernel."""
+
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class Plan(NamedTuple):
+    """Args:
+        grid, warps: of the launch.
+        splits: most programs per slot; chunk_min: fewest keys per split. See NOTE [Partial results].
+        workspace: float32 elements for partial results; 0: none.
+        constants: site, layout of the cache and tile: the kernel's constant arguments.
+    """
+
+    grid: tuple[int]
+    warps: int
+    splits: int
+    chunk_min: int
+    workspace: int
+    constants: tuple[Site, CacheLayout, Any]
+
+    def buffers(self, prepared: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Workspace and zeroed counters, those of the forward if it has any; None where keys are not split."""
+        if not self.workspace:
+            return None, None
+        counters = prepared[0] if prepared else host.new_counters(device)
+        return torch.empty(self.workspace, dtype=torch.float32, device=device), counters
+
+
+def planner(function: C) -> C:
+    """Cache a function from shapes to a Plan."""
+    cached: Any = functools.lru_cache(maxsize=4096)(function)
+    _planners.append(cached)
+    return cached
+
+
+def tuned(config: C) -> C:
+    """``config``, a NamedTuple, with the fields that ``overridden`` sets."""
+    return config._replace(**_overrides.get(type(config), {}))
+
+
+@contextlib.contextmanager
+def overridden(kind: Callable[..., Any], **params: Any) -> Iterator[None]:
+    """Set fields of DecodeConfig or ExtendConfig (``kind``) by hand; for benchmarks and tests, not thread-safe."""
+    assert isinstance(kind, type)
+    saved = _overrides.get(kind, {})
+    try:
+        _overrides[kind] = saved | params
+        for cached in _planners:
+            cached.cache_clear()
+        yield
+    finally:
+        _overrides[kind] = saved
+        for cached in _planners:
+            cached.cache_clear()
+
+
+__all__ = ["Batch", "Plan", "Site", "overridden", "planner", "tuned"]

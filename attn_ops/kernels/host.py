@@ -1,0 +1,137 @@
+"""What the host needs to launch kernels. Imports no Triton: modules of ops load without it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+#: Counters per forward. Kernels that merge partial results take one per slot; see NOTE [Last one merges].
+NUM_COUNTERS = 16384
+#: Largest number of tokens in a step whose kernels use programmatic dependent launch (attn_ops/kernels/pdl.py).
+PDL_MAX_TOKENS = 1
+
+
+class Caches(NamedTuple):
+    """A layer's KV cache: k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv); of a quantized one the scales too
+    (pages, page_size, Hkv), else None."""
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Strides(NamedTuple):
+    """Strides of a cache or of its scales, in elements."""
+
+    page: int
+    token: int
+    head: int
+
+
+class CacheLayout(NamedTuple):
+    """Shape and strides of a layer's KV cache: one constant argument of a kernel. ``v_words``: v in words of four bytes."""
+
+    heads: int
+    dim: int
+    dim_v: int
+    page: int
+    k: Strides
+    v: Strides
+    v_words: Strides
+    scale: Strides
+
+
+class Rope(NamedTuple):
+    """Tables and norm weights of a rotary embedding, for a kernel (attn_ops/ops/rope.py). Strides are per token."""
+
+    cos: Any
+    sin: Any
+    q_norm: Any
+    k_norm: Any
+    eps: float
+    cos_stride: int
+    sin_stride: int
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor, q_norm: Any, k_norm: Any, eps: float) -> Rope:
+        cos, sin = rows_contiguous(cos), rows_contiguous(sin)
+        return cls(cos, sin, q_norm, k_norm, eps, cos.stride(0), sin.stride(0))
+
+
+def cache_layout(caches: Caches) -> CacheLayout:
+    k, v, scale, _ = caches
+    return _cache_layout(k.shape, k.stride(), v.shape, v.stride(), (0, 0, 0) if scale is None else scale.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _cache_layout(k_shape: torch.Size, k_strides: tuple[int, ...], v_shape: torch.Size, v_strides: tuple[int, ...],
+                  scale_strides: tuple[int, ...]) -> CacheLayout:
+    return CacheLayout(k_shape[2], k_shape[3], v_shape[3], k_shape[1], Strides(*k_strides[:3]), Strides(*v_strides[:3]),
+                       Strides(*(n // 4 for n in v_strides[:3])), Strides(*scale_strides))
+
+
+def check_cache_strides(name: str, caches: Caches) -> None:
+    """Raises ValueError for strides that the kernels of ``name`` do not support."""
+    k, v, k_scale, v_scale = caches
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError(f"{name} needs KV caches whose last dim is contiguous, got strides {k.stride()} and {v.stride()}")
+    if k_scale is not None and v_scale is not None and k_scale.stride() != v_scale.stride():
+        raise ValueError(f"{name} needs k_scale and v_scale of the same strides, got {k_scale.stride()} and "
+                         f"{v_scale.stride()}")
+
+
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied if its last dim is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@functools.cache
+def kernel_module(name: str) -> Any:
+    """The module ``quire.attn_ops.<name>``, imported at the first call: it needs Triton."""
+    return importlib.import_module(f"quire.attn_ops.{name}")
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the GPU; for the interpreter 8, few enough that tests split keys too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def next_power_of_2(n: int, minimum: int = 1) -> int:
+    """The smallest power of two >= n and >= ``minimum``, itself a power of two."""
+    return max(minimum, 1 << (n - 1).bit_length())
+
+
+def head_blocks(group: int, rows: int) -> tuple[int, int]:
+    """Split the query heads of one key head into blocks of at most ``rows``: (blocks, heads per block)."""
+    blocks = -(-group // rows)
+    return blocks, -(-group // blocks)
+
+
+def new_counters(device: torch.device) -> torch.Tensor:
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+def use_pdl(device: torch.device, tokens: int) -> bool:
+    """Whether to use PDL for a step of ``tokens`` tokens. QUIRE_PDL=1: always, QUIRE_PDL=0: never."""
+    setting = _pdl_setting()
+    return (tokens <= PDL_MAX_TOKENS if setting is None else setting) and _has_pdl(device)
+
+
+@functools.cache
+def _pdl_setting() -> bool | None:
+    return {"0": False, "1": True}.get(os.environ.get("QUIRE_PDL", ""))
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+__all__ = ["CacheLayout", "Caches", "NUM_COUNTERS", "Rope", "Strides", "cache_layout", "check_cache_strides", "head_blocks",
+           "kernel_module", "new_counters", "next_power_of_2", "num_sms", "rows_contiguous", "use_pdl"]
