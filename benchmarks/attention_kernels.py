@@ -5,7 +5,7 @@
     python benchmarks/attention_kernels.py --heads 32/32x128,16/8x64 --sweep --params dot --only decode   # over a grid
     python benchmarks/attention_kernels.py --set block_n=128,stages=5 --only decode
 
-To compare backends use ``quire bench attention``, which times in the same way: ``graph_runner/bench/attention_op.py`` says how.
+To compare backends use ``quire bench attention``, which times in the same way (``graph_runner/bench/attention_op.py``).
 ``host`` is the time of one eager call on the host. Decode is measured against the bytes of keys, values, their scales, queries
 and outputs, and the bandwidth of a copy on the same GPU; prefill against the operations of the two matrix products over visible
 keys only.
@@ -36,10 +36,10 @@ from quire.graph_runner.loading import kv_dtype
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 DECODE_CONTEXTS = (1024, 2048, 8192)
 PREFILLS = {point.name: point for point in extend_points()}
-#: Values tried, one parameter after another, each time keeping the best.
+#: Values to try, one parameter after another, keeping the best each time.
 SWEEPS = {
     "decode": [("block_n", (32, 64, 128)), ("stages", (2, 3, 5, 7)), ("warps", (2, 4, 8)), ("dot", (True, False)),
-               ("chunk_min", (64, 128, 256, 512, 1024, 2048)), ("max_splits", (16, 64)), ("atomic", (True, False)),
+               ("chunk_min", (64, 128, 256, 512, 1024, 2048)), ("max_splits", (16, 64)),
                ("stages", (2, 3, 5)), ("warps", (2, 4, 8)), ("block_n", (32, 64, 128))],
     "prefill": [("block_m", (64, 128)), ("block_n", (32, 64, 128)), ("warps", (4, 8)), ("stages", (2, 3, 5)),
                 ("chunk_min", (256, 512, 1024)), ("warps", (4, 8))],
@@ -49,9 +49,9 @@ SWEEPS = {
 def overridden(kind: str, params: dict[str, Any]) -> contextlib.AbstractContextManager:
     if not params:
         return contextlib.nullcontext()
-    from quire.attn_ops.backends.triton import decode, extend
+    from quire.attn_ops.backends.triton import decode, extend, plan
 
-    return (decode if kind == "decode" else extend).overridden(**params)
+    return plan.overridden(decode.DecodeConfig if kind == "decode" else extend.ExtendConfig, **params)
 
 
 def report(kind: str, name: str, backend: str, params: dict, size: int, flops: int, us: float, host: float,
@@ -66,22 +66,22 @@ def report(kind: str, name: str, backend: str, params: dict, size: int, flops: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="triton", help="names, with commas between")
+    parser.add_argument("--backend", default="triton", help="comma-separated names")
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--batch", help=f"decode batch sizes (default {DECODE_BATCHES})")
     parser.add_argument("--ctx", help=f"decode contexts (default {DECODE_CONTEXTS})")
-    parser.add_argument("--prefill", help=f"prefill shapes, with blanks between (default {' '.join(PREFILLS)})")
+    parser.add_argument("--prefill", help=f"prefill shapes, separated by blanks (default {' '.join(PREFILLS)})")
     parser.add_argument("--set", default="", help="parameters of the triton backend: name=value,...")
     parser.add_argument("--sweep", action="store_true", help="search the triton backend's parameters for each shape")
-    parser.add_argument("--params", default="", help="search only these parameters: names, with commas between")
-    parser.add_argument("--heads", default="32/8x128", help="query heads/key heads x head dim, with commas between")
+    parser.add_argument("--params", default="", help="search only these parameters: comma-separated names")
+    parser.add_argument("--heads", default="32/8x128", help="query heads/key heads x head dim, comma-separated")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--layout", default="NHD", choices=("NHD", "HND"))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="auto", help="of the cache: auto (--dtype), int8, fp8, fp8_e5m2")
     parser.add_argument("--window", type=int)
     parser.add_argument("--max-len", type=int, default=8192, help="tokens that the block table has room for")
-    parser.add_argument("--json", help="write the results there")
+    parser.add_argument("--json", help="write the results to this file")
     args = parser.parse_args()
     fixed = {n: json.loads(v.lower()) for n, v in (item.split("=") for item in args.set.split(",") if item)}
 
@@ -113,7 +113,7 @@ def main() -> None:
             try:
                 with overridden(kind, params if backend == "triton" else {}):
                     timing = measure(get_backend(backend), batch)
-            except Exception as error:  # a variant that needs too much shared memory, say: on record, and go on
+            except Exception as error:  # e.g. too much shared memory: record it and go on
                 print(f"{kind:8s}{name:24s}{backend:12s}failed with {params}: {type(error).__name__}: {error}"[:300])
                 rows.append(dict(kind=kind, shape=name, backend=backend, params=params, error=str(error)))
                 return float("inf")

@@ -110,8 +110,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 *HEADS["llama-8b"], query_lens=n, dtype=t)
     for dtype, (rows, vocabulary), pdl in itertools.product(
             (torch.bfloat16, torch.float16, torch.float32), ((1, 128256), (2048, 4096), (8, 50257)), (False, True)):
-        yield f"sample {rows} x {vocabulary} {dtype}{' pdl' if pdl else ''}", lambda b=rows, v=vocabulary, t=dtype, p=pdl: sample(
-            b, v, t, p)
+        name = f"sample {rows} x {vocabulary} {dtype}{' pdl' if pdl else ''}"
+        yield name, lambda a=(rows, vocabulary, dtype, pdl): sample(*a)
     shapes = {"qkv": (6144, 4096, True, False, False), "o": (4096, 4096, False, True, False),
               "gate_up": (28672, 4096, True, False, True), "down": (4096, 14336, False, True, False),
               "odd": (1000, 1100, True, False, False)}

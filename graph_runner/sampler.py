@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn_ops.ops.sampling import INVALID_TOKEN, chunks, sample_tokens, inverse, is_greedy, on_gpu, score, winner
+from quire.attn_ops.ops.sampling import INVALID_TOKEN, chunks, inverse, is_greedy, on_gpu, sample_tokens, score, winner
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.fx import with_own_code
 

@@ -23,8 +23,8 @@ def _load_ids(ids, at, S, E):
 @triton.jit
 def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr,
                  EVEN_K: tl.constexpr):
-    """A (BLOCK_N, BLOCK_K) tile of an expert's weight, along the contiguous dim. Read once, so it should not evict the rows from
-    the cache."""
+    """A (BLOCK_N, BLOCK_K) tile of an expert's weight, along the contiguous dim. Read once, so it should not evict the rows
+    from the cache."""
     if TRANSPOSED:
         at = w + cols.to(tl.int64)[:, None] * stride_k + outputs[None, :]
         if EVEN_N and EVEN_K:
@@ -40,9 +40,10 @@ def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.cons
 
 @triton.jit
 def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
-    """Write ``outputs`` (BLOCK_N,) of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the tensor cores
-    (the long side). The order of a row's sum does not depend on the other rows."""
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+                   EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Write ``outputs`` (BLOCK_N,) of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the tensor
+    cores (the long side). The order of a row's sum does not depend on the other rows."""
     rows = x + (pairs // repeat).to(tl.int64) * stride_x
     weight = w + expert.to(tl.int64) * stride_e
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -100,8 +101,8 @@ def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, s
 
 @triton.jit(do_not_specialize=["S"])
 def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexpr):
-    """Sort the pairs by expert. Program e (0 .. E) writes the pairs of expert e to ``order`` (S,), after those of lower experts,
-    and their end to ``ends`` (E,). Each program reads all ids twice: to count, and to write."""
+    """Sort the pairs by expert. Program e (0 .. E) writes the pairs of expert e to ``order`` (S,), after those of lower
+    experts, and their end to ``ends`` (E,). Each program reads all ids twice: to count, and to write."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     expert = tl.program_id(0)
@@ -129,8 +130,8 @@ def sorted_kernel(x, w, bias, order, ends, out, S, N, K, E, repeat, stride_x, st
                   BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                   PRECISION: tl.constexpr, PDL: tl.constexpr):
-    """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first; the grid has as many
-    tiles as any distribution of the pairs among the experts can need, and surplus programs return.
+    """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first; the grid has as
+    many tiles as any distribution of the pairs among the experts can need, and surplus programs return.
 
     order: (S,) the pairs sorted by expert; ends: (E,) the end of each expert's pairs in it."""
     let_next_start(PDL)

@@ -1,20 +1,19 @@
-"""Storing keys and values in the cache inside kernels, as they are or quantised as ``attn_ops/kv_quant.py`` defines it.
+"""Storing keys and values in the cache from kernels, as they are or quantized as ``attn_ops/kv_quant.py`` defines it.
 
-NOTE [Rounding to codes]: ``encode`` rounds in float32 and leaves only numbers that are codes, so whatever way a GPU has
-to convert to fp8 is exact. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - mantissa) apart; adding and subtracting
+NOTE [Rounding to codes]: ``encode`` rounds in float32 to values that are codes, so the GPU's conversion to fp8 is exact
+whatever its rounding. For x with 2**e <= |x| < 2**(e+1) codes lie 2**(e - mantissa) apart; adding and subtracting
 1.5 * 2**23 times that rounds x to a multiple of it, ties to even. 2**e are the exponent bits of x; ROUNDER is
-1.5 * 2**(23 - mantissa), and LOWEST is 2**min_exponent, below which codes get no closer.
+1.5 * 2**(23 - mantissa), and below 2**min_exponent codes get no closer.
 
-NOTE [Values by words]: the product of weights and values wants pairs of keys side by side, and codes lie the other way in
-memory. Byte by byte that takes a load from shared memory for each code. So four neighbouring codes are loaded as one word,
-and words are taken apart into four tensors (``unpack``), whose products are put side by side when all keys are seen
-(``joined``).
+NOTE [Values by words]: the product of weights and values needs pairs of keys adjacent, but memory has adjacent codes of one
+key. By bytes that takes a load from shared memory per code. So four adjacent codes are loaded as one word, words are split
+into four tensors (``unpack``), and the four products are interleaved at the end (``joined``).
 
 NOTE [Converting codes]: with integer instructions and one multiplication, not by the GPU's converter. Two codes
 at a time, in the halves of a register. int8 to bfloat16: the bits 0x4300 with the code's lower 7 are 128 plus these; with its
 sign bit they are 128 or 256; the difference is the code. int8 to float16: 0x6400 with the code, its sign flipped, is
-1024 + 128 plus the code. fp8: the code's bits go to where exponent and mantissa end, and a multiplication by a power of two
-puts the exponent right, subnormal codes included. (No code is NaN or infinite, see ``encode``.) bfloat16 is subtracted and
+1024 + 128 plus the code. fp8: the code's bits move to where exponent and mantissa end, and a multiplication by a power of two
+corrects the exponent, subnormal codes included. (No code is NaN or infinite, see ``encode``.) bfloat16 is subtracted and
 multiplied by fma, with factor -1 and summand -0: compute capability 8 has no other. Inputs are read before an output is
 written, which may be the same register.
 """
@@ -27,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: For ``unpack``: two registers of codes -> four of numbers. First the codes of one place in both are put side by side.
+#: For ``unpack``: two registers of codes -> four of numbers. First codes in the same place of both are made adjacent.
 _WORDS = """{
     .reg .b32 t, u, a, b, c;
     prmt.b32 t, $4, $5, 0x5140;
@@ -86,7 +85,7 @@ E4M3_BF16_WORDS, E5M2_BF16_WORDS = _of_words(_E4M3_BF16), _of_words(_E5M2_BF16)
 E4M3_FP16_WORDS = _of_words(_FP8 % dict(shift=1, mask="0x3f803f80", power="0x5c005c00", type="f16x2"))  # 2**8
 E5M2_FP16_WORDS = _of_words(_FP8 % dict(shift=0, mask="0x7f007f00", power="0x3c003c00", type="f16x2"))  # 1
 
-#: The interpreter runs no assembly, nor does a GPU of AMD's this one.
+#: Neither the interpreter nor an AMD GPU runs this assembly.
 NO_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1" or torch.version.hip is not None)
 SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
@@ -102,16 +101,20 @@ def code_format(dtype):
 
 @triton.jit
 def encode(x, CODE: tl.constexpr):
-    """``kv_quant.quantize`` of rows x (N, D): codes, still float32, and scales (N,). CODE: their dtype. See NOTE [Rounding to
+    """``kv_quant.quantize`` of x (N, D) or (D,): codes, still float32, and scales. CODE: their dtype. See NOTE [Rounding to
     codes]."""
     FORMAT: tl.constexpr = code_format(CODE)
+    AXIS: tl.constexpr = len(x.shape) - 1
     x = x.to(tl.float32)
     size = tl.abs(x)
-    broken = tl.max((~(size < float("inf"))).to(tl.int32), 1) > 0
-    scale = tl.maximum(tl.div_rn(tl.max(size, 1), FORMAT[0]), SMALLEST)
+    broken = tl.max((~(size < float("inf"))).to(tl.int32), AXIS) > 0
+    scale = tl.maximum(tl.div_rn(tl.max(size, AXIS), FORMAT[0]), SMALLEST)
     scale = tl.where(broken, float("nan"), scale)
-    scaled = tl.div_rn(x, tl.where(broken, 1.0, scale)[:, None])
-    scaled = tl.where(broken[:, None], 0.0, scaled)
+    if AXIS == 1:
+        scaled = tl.div_rn(x, tl.where(broken, 1.0, scale)[:, None])
+        scaled = tl.where(broken[:, None], 0.0, scaled)
+    else:
+        scaled = tl.where(broken, 0.0, tl.div_rn(x, tl.where(broken, 1.0, scale)))
     scaled = tl.minimum(tl.maximum(scaled, -FORMAT[0]), FORMAT[0])
     power = tl.maximum(tl.abs(scaled), FORMAT[1]).to(tl.int32, bitcast=True) & 0x7F800000
     shift = power.to(tl.float32, bitcast=True) * FORMAT[2]
@@ -121,7 +124,7 @@ def encode(x, CODE: tl.constexpr):
 @triton.jit
 def widen(codes, like):
     """Codes in the dtype of ``like``, which holds each of them exactly. See NOTE [Converting codes]."""
-    if NO_ASSEMBLY or like.dtype != tl.bfloat16 or codes.dtype == tl.int8:  # Triton converts int8 in the same way itself
+    if NO_ASSEMBLY or like.dtype != tl.bfloat16 or codes.dtype == tl.int8:  # Triton converts int8 the same way
         return codes.to(like.dtype)
     else:
         ASM: tl.constexpr = E4M3_BF16 if codes.dtype == tl.float8e4nv else E5M2_BF16
@@ -130,8 +133,8 @@ def widen(codes, like):
 
 @triton.jit
 def unpack(words, like, kind: tl.constexpr):
-    """Words (N, C) of four codes each -> four tensors (N, C) in the dtype of ``like``, float16 or bfloat16: the first codes of
-    all words, the second ones, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
+    """Words (N, C) of four codes each -> four tensors (N, C) in the dtype of ``like``, float16 or bfloat16: the first code of
+    each word, the second, and so on. ``kind``: dtype of the codes. See NOTE [Converting codes]."""
     if NO_ASSEMBLY:
         return (_byte(words, 0, kind).to(like.dtype), _byte(words, 1, kind).to(like.dtype),
                 _byte(words, 2, kind).to(like.dtype), _byte(words, 3, kind).to(like.dtype))
@@ -161,16 +164,21 @@ def joined(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def store_rows(x, scale, head, live, slot, cache, scales, PAGE: tl.constexpr, ROW: tl.constexpr, SCALE: tl.constexpr,
                DIM: tl.constexpr):
-    """Store keys (or values) x (heads, DIM padded) of one token at its ``slot`` (64-bit, not negative): those of ``live``
-    heads, with their ``scale`` (heads,) if there are ``scales``. ROW, SCALE: Strides of cache and scales."""
+    """Store the keys (or values) of one token, x (heads, DIM padded) or (DIM padded,) for a single head, at its ``slot``
+    (64-bit): those of ``live`` heads, with their ``scale`` if there are ``scales``. ROW, SCALE: Strides of both."""
     page = slot // PAGE
     offset = slot % PAGE
-    columns = tl.arange(0, x.shape[1])
     where = head.to(tl.int64)
     if scales is not None:
         tl.store(scales + page * SCALE.page + offset * SCALE.token + where * SCALE.head, scale, mask=live)
-    tl.store(cache + page * ROW.page + offset * ROW.token + (where * ROW.head)[:, None] + columns[None, :],
-             x.to(cache.dtype.element_ty), mask=live[:, None] & (columns < DIM)[None, :])
+    start = cache + page * ROW.page + offset * ROW.token
+    x = x.to(cache.dtype.element_ty)
+    if len(x.shape) == 2:
+        columns = tl.arange(0, x.shape[1])
+        tl.store(start + (where * ROW.head)[:, None] + columns[None, :], x, mask=live[:, None] & (columns < DIM)[None, :])
+    else:
+        columns = tl.arange(0, x.shape[0])
+        tl.store(start + where * ROW.head + columns, x, mask=live & (columns < DIM))
 
 
 @triton.jit

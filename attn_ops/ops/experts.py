@@ -29,9 +29,9 @@ from quire.attn_ops.kernels.host import next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
-#: Maximum pairs, and pairs per expert, for the single launch (estimated, not measured). Above, a program would search the ids for
-#: more than a tenth of its time, or read the weight again for a third tile of pairs; and an expert with more than a hundred
-#: pairs is bound by arithmetic, not by bytes, on an H200.
+#: Maximum pairs, and pairs per expert, for the single launch (estimated, not measured). Above, a program would search the ids
+#: for more than a tenth of its time, or read the weight again for a third tile of pairs; and an expert with more than a
+#: hundred pairs is bound by arithmetic, not by bytes, on an H200.
 MAX_PAIRS, MAX_PAIRS_PER_EXPERT = 1024, 32
 #: Minimum pairs per expert for torch's grouped GEMM (estimated, not measured). Below, the weights' bytes take the time, and
 #: gathering rows for it and scattering them are launches that our kernel does not need.

@@ -7,9 +7,9 @@ maximizes ``logits_v / temperature - log(e_v)`` is distributed as ``softmax(logi
 normalized, sorted or summed, and a row is one pass over its logits; a greedy row takes the same pass, without noise.
 
 On a CPU it is plain PyTorch, ``sample_tokens_eager``, which torch.compile fuses into one reduction. On CUDA it is the op
-``torch.ops.quire.sample_tokens``, a Triton kernel (``attn_ops/kernels/sampling.py``): the fused reduction computes the noise for
-every row, three 64-bit multiplications and two logarithms per logit, and discards that of greedy rows. The kernel reads a row's
-temperature first.
+``torch.ops.quire.sample_tokens``, a Triton kernel (``attn_ops/kernels/sampling.py``): the fused reduction computes the noise
+of every row, three 64-bit multiplications and two logarithms per logit, and discards that of greedy rows. The kernel reads a
+row's temperature first.
 
 NOTE [Same seed, same tokens]: the noise e_v is a function of (seed, position, v) alone: no generator has a state that
 other rows, the order of scheduling or a preemption could advance. The hash is in 64-bit integers, which agree on every
@@ -75,14 +75,14 @@ def sample_tokens_eager(logits: Tensor, temperature: Tensor, seed: Tensor, posit
 
 
 def uses_kernel(logits: Tensor) -> bool:
-    """Whether the op samples from these logits. Decided while tracing: on a CPU the op would run the plain functions unfused."""
+    """Whether the op samples from these logits. Decided while tracing: on a CPU the op would run plain functions unfused."""
     return logits.is_cuda and logits.dtype in KERNEL_DTYPES and _HAS_TRITON
 
 
 # ---- the op
 
-#: Logits that a program reads at once, and the number of programs to aim for: enough loads in flight to hide the memory's latency
-#: (an H200 runs about a thousand at a time), and to spread a sampled row among greedy ones.
+#: Logits that a program reads at once, and the number of programs to aim for: enough loads in flight to hide the memory's
+#: latency (an H200 runs about a thousand at a time), and to spread a sampled row among greedy ones.
 BLOCK, PROGRAMS = 1024, 2048
 
 
@@ -237,5 +237,5 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-__all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "sample_tokens", "sample_tokens_cuda", "sample_tokens_eager",
-           "gumbel_noise", "inverse", "is_greedy", "on_gpu", "random_bits", "score", "uses_kernel", "winner"]
+__all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "gumbel_noise", "inverse", "is_greedy", "on_gpu",
+           "random_bits", "sample_tokens", "sample_tokens_cuda", "sample_tokens_eager", "score", "uses_kernel", "winner"]

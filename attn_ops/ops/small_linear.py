@@ -78,7 +78,8 @@ def small_linear_cuda(
     where it was measured to be faster.
 
     Args:
-        config: launch parameters; None: the measured ones (``attn_ops/tuning/small_linear.py``). pdl: see attn_ops/kernels/pdl.py.
+        config: launch parameters; None: the measured ones (``attn_ops/tuning/small_linear.py``). pdl: see
+            attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)

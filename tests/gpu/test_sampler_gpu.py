@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.attn_ops.ops.sampling import sample_tokens, sample_tokens_cuda, sample_tokens_eager, random_bits
+from quire.attn_ops.ops.sampling import random_bits, sample_tokens, sample_tokens_cuda, sample_tokens_eager
 from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
 from quire.graph_runner.sampling_params import SamplingParams
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from quire.attn_ops.kv_quant import quantize
-from quire.attn_ops.ops.small_linear import MAX_TOKENS, QUANTIZED_WEIGHT_DTYPES, small_linear, small_linear_cuda, small_linear_eager
+from quire.attn_ops.ops.small_linear import (
+    MAX_TOKENS,
+    QUANTIZED_WEIGHT_DTYPES,
+    small_linear,
+    small_linear_cuda,
+    small_linear_eager,
+)
 from quire.attn_ops.tuning.small_linear import TABLE, LinearShape, candidates, missing, parsed, tune
 
 pytestmark = [

@@ -8,7 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backends.triton import BACKEND, _load
+from quire.attn_ops.backends.triton import BACKEND
+from quire.attn_ops.backends.triton.decode import DecodeConfig
+from quire.attn_ops.backends.triton.extend import ExtendConfig
+from quire.attn_ops.backends.triton.plan import overridden
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
@@ -20,27 +23,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LLAMA = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, device="cuda")
-ATOMIC = pytest.mark.parametrize("atomic", [True, False], ids=["one_launch", "two_launches"])
-
-
-def decode():
-    return _load()[1]
-
-
-def extend():
-    return _load()[2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@ATOMIC
-def test_decode(dtype, layout, atomic):
+def test_decode(dtype, layout):
     lens = [1, 15, 16, 17, 32, 63, 64, 65, 127, 500, 1023, 1024, 1025, 2049, 4000, 6007]
-    with decode().overridden(atomic=atomic):
-        check_case(BACKEND, make_case([1] * 16, lens, **LLAMA, dtype=dtype, layout=layout))
-        check_case(BACKEND, make_case([1], [9001], **LLAMA, dtype=dtype, layout=layout))
-        check_case(BACKEND, make_case([1] * 150, [1 + 7 * i for i in range(150)], **LLAMA, dtype=dtype, pad_tokens=6,
-                                      pad_reqs=6))
+    check_case(BACKEND, make_case([1] * 16, lens, **LLAMA, dtype=dtype, layout=layout))
+    check_case(BACKEND, make_case([1], [9001], **LLAMA, dtype=dtype, layout=layout))
+    check_case(BACKEND, make_case([1] * 150, [1 + 7 * i for i in range(150)], **LLAMA, dtype=dtype, pad_tokens=6, pad_reqs=6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -198,8 +189,7 @@ BUCKETS = {
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("features", [{}, dict(window=300, sinks=True), dict(kv_dtype=torch.int8)], ids=str)
-@ATOMIC
-def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
+def test_graph_captured_short_and_replayed_long(bucket, features):
     tokens, reqs, *batches = BUCKETS[bucket]
 
     def batch(query_lens, seq_lens, seed):
@@ -208,12 +198,11 @@ def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
                          poison=float("nan"))
 
     static = batch(*batches[0], seed=0)
-    with decode().overridden(atomic=atomic):
-        run_case(BACKEND, static)  # compiles the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run_case(BACKEND, static)
+    run_case(BACKEND, static)  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run_case(BACKEND, static)
     previous = None
     for seed, (query_lens, seq_lens) in enumerate(batches[1:], 1):
         case = batch(query_lens, seq_lens, seed)
@@ -233,13 +222,12 @@ def test_graph_captured_short_and_replayed_long(bucket, features, atomic):
             assert torch.equal(got, codes) and torch.equal(scale, wanted)
 
 
-@ATOMIC
-def test_merging_is_deterministic(atomic):
-    """A race between programs that merge would show as a result that differs; the order of merging is fixed."""
+def test_merging_is_deterministic():
+    """A race between programs that merge would change the result; the order of merging is fixed."""
     for query_lens, seq_lens in (([1] * 4, [8000, 7000, 6000, 65]), ([64], [6000])):
         case = make_case(query_lens, seq_lens, **LLAMA, dtype=torch.bfloat16)
         m = case.metadata
-        with decode().overridden(atomic=atomic, chunk_min=64), extend().overridden(chunk_min=64):
+        with overridden(DecodeConfig, chunk_min=64), overridden(ExtendConfig, chunk_min=64):
             prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
             first = BACKEND.op(*case.arguments(prepared), **case.options)
             check_output(first, case)

@@ -51,24 +51,24 @@ def merge_partials(partial, lse, slot, splits, active, ROWS: tl.constexpr, ROWS_
 
 @triton.jit
 def one_key(highest, total, acc, query, key, value, scale, softcap):
-    """One step of the running softmax with a single key (1, D_P2) and value (1, DV_P2), in float32."""
-    score = logits(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap)
+    """One step of the running softmax with a single key (D_P2,) and value (DV_P2,), in float32."""
+    score = logits(tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1), scale, softcap)
     new_highest = tl.maximum(highest, score)
     shrink = tl.exp2(highest - new_highest)
     weight = tl.exp2(score - new_highest)
-    return new_highest, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)
+    return new_highest, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
 
 
 @triton.jit
 def new_key(k_head, stride, token, rope, D: tl.constexpr, D_P2: tl.constexpr, ROTARY: tl.constexpr, FORM: tl.constexpr):
-    """The key (1, D_P2) of one of the step's tokens (64-bit), rotated if there is ``rope``, in k's dtype."""
-    if rope is None:
-        columns = tl.arange(0, D_P2)[None, :]
+    """The key (D_P2,) of one of the step's tokens (64-bit), rotated if ROTARY, in k's dtype."""
+    if ROTARY == 0:
+        columns = tl.arange(0, D_P2)
         return tl.load(k_head + token * stride + columns, mask=columns < D, other=0.0)
     else:
         one = tl.arange(0, 1)
-        return rotated(k_head + token * stride + one, one == 0, token, rope, rope.k_norm, D, D_P2, ROTARY, FORM).to(
-            k_head.dtype.element_ty)
+        key = rotated(k_head + token * stride + one, one == 0, token, rope, rope.k_norm, D, D_P2, ROTARY, FORM)
+        return tl.sum(key, 0).to(k_head.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "stride_table"])
@@ -80,8 +80,9 @@ def decode_kernel(
     """TILE.heads query heads (TILE.rows with padding) of one token, over one range of its keys.
 
     rope: Rope, caches: Caches, batch: Batch; strides: of tokens and heads of q, k and v. SITE: Site, LAYOUT: CacheLayout, TILE:
-    DecodeTile; ROTARY, FORM: number of rotated dimensions, RopeForm. None stands for an absent k, v, rope, k_scale, v_scale,
-    sinks, softcap, partial or counters. See NOTE [Quantized caches]."""
+    DecodeTile; ROTARY, FORM: number of rotated dimensions, RopeForm. None stands for an absent k, v, rope (then ROTARY is 0:
+    Triton 3.6 fails to compare a tuple that holds None), k_scale, v_scale, sinks, softcap, partial or counters. See NOTE
+    [Quantized caches]."""
     wait_for_previous(PDL)
     D: tl.constexpr = LAYOUT.dim
     DV: tl.constexpr = LAYOUT.dim_v
@@ -93,12 +94,12 @@ def decode_kernel(
     V_WORDS: tl.constexpr = LAYOUT.v_words
     S: tl.constexpr = LAYOUT.scale
     HEADS: tl.constexpr = TILE.heads
+    ROWS: tl.constexpr = TILE.rows  # a local constant: Triton takes no plain integer in a shape
     BLOCK_N: tl.constexpr = TILE.block_n
     GROUP: tl.constexpr = SITE.heads // LAYOUT.heads
     CODE: tl.constexpr = caches.k.dtype.element_ty
     UNIT: tl.constexpr = 1.0 if caches.k_scale is None else code_format(CODE)[3]
     PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
-    k_cache, v_cache, k_scale, v_scale = caches.k, caches.v, caches.k_scale, caches.v_scale
     program = tl.program_id(0)
     head_block = program % (LAYOUT.heads * TILE.blocks)
     item = program // (LAYOUT.heads * TILE.blocks)
@@ -109,7 +110,7 @@ def decode_kernel(
     slot = item * (LAYOUT.heads * TILE.blocks) + head_block
     kv_head = head_block // TILE.blocks
     first_head = kv_head * GROUP + head_block % TILE.blocks * HEADS
-    rows = tl.arange(0, TILE.rows)
+    rows = tl.arange(0, ROWS)
     row_live = (rows < HEADS) & (head_block % TILE.blocks * HEADS + rows < GROUP)
     columns = tl.arange(0, D_P2)
     columns_v = tl.arange(0, DV_P2)
@@ -135,7 +136,7 @@ def decode_kernel(
     if not TILE.by_row:
         if row >= num_reqs:  # a padding token
             if split == 0:
-                tl.store(out + out_offsets, tl.zeros([TILE.rows, DV_P2], tl.float32), mask=out_live)
+                tl.store(out + out_offsets, tl.zeros([ROWS, DV_P2], tl.float32), mask=out_live)
             return
 
     pos = seq_len - (end - token)
@@ -157,45 +158,45 @@ def decode_kernel(
         begin = first + split * chunk
         stop = tl.minimum(begin + chunk, last)
 
-    if rope is None:
+    if ROTARY == 0:
         query = tl.load(q + token.to(tl.int64) * strides.q_token + ((first_head + rows) * strides.q_head)[:, None]
                         + columns[None, :], mask=row_live[:, None] & (columns < D)[None, :], other=0.0)
     else:
         query = rotated(q + token.to(tl.int64) * strides.q_token + (first_head + rows) * strides.q_head, row_live,
                         token.to(tl.int64), rope, rope.q_norm, D, D_P2, ROTARY, FORM).to(q.dtype.element_ty)
-    highest = tl.full([TILE.rows], float("-inf"), tl.float32)
-    total = tl.zeros([TILE.rows], tl.float32)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     if TILE.words:
-        v_words = v_cache.to(tl.pointer_type(tl.int32), bitcast=True)
-        acc_0 = tl.zeros([TILE.rows, DV_P2 // 4], tl.float32)
+        v_words = caches.v.to(tl.pointer_type(tl.int32), bitcast=True)
+        acc_0 = tl.zeros([ROWS, DV_P2 // 4], tl.float32)
         acc_1 = acc_0
         acc_2 = acc_0
         acc_3 = acc_0
     else:
-        acc = tl.zeros([TILE.rows, DV_P2], tl.float32)
+        acc = tl.zeros([ROWS, DV_P2], tl.float32)
     table_row = batch.block_table + row.to(tl.int64) * stride_table
     for block in tl.range(begin, stop, BLOCK_N, num_stages=TILE.stages):
         offsets = block + tl.arange(0, BLOCK_N)
         live = offsets < stop
-        keys = load_keys(k_cache, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, True)
+        keys = load_keys(caches.k, table_row, kv_head, offsets, live, PAGE, K, D, D_P2, True)
         if TILE.dot:
-            if k_scale is not None:
+            if caches.k_scale is not None:
                 keys = widen(keys, query)
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         else:
             scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
-        if k_scale is not None:
-            scores *= load_scales(k_scale, table_row, kv_head, offsets, live, PAGE, S, True)[None, :]
+        if caches.k_scale is not None:
+            scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, True)[None, :]
         scores = tl.where(live[None, :], logits(scores, scale, softcap), float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         shrink = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        if v_scale is not None:
-            weights *= (load_scales(v_scale, table_row, kv_head, offsets, live, PAGE, S, True) * UNIT)[None, :]
+        if caches.v_scale is not None:
+            weights *= (load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, True) * UNIT)[None, :]
         if TILE.words:
             words = load_keys(v_words, table_row, kv_head, offsets, live, PAGE, V_WORDS, DV // 4, DV_P2 // 4, True)
-            value_0, value_1, value_2, value_3 = unpack(words, query, v_cache.dtype.element_ty)
+            value_0, value_1, value_2, value_3 = unpack(words, query, caches.v.dtype.element_ty)
             weights = weights.to(query.dtype)
             acc_0 = tl.dot(weights, value_0, acc_0 * shrink[:, None])
             acc_1 = tl.dot(weights, value_1, acc_1 * shrink[:, None])
@@ -203,9 +204,9 @@ def decode_kernel(
             acc_3 = tl.dot(weights, value_3, acc_3 * shrink[:, None])
         else:
             acc = acc * shrink[:, None]
-            values = load_keys(v_cache, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, True)
+            values = load_keys(caches.v, table_row, kv_head, offsets, live, PAGE, V, DV, DV_P2, True)
             if TILE.dot:
-                if v_scale is not None:
+                if caches.v_scale is not None:
                     values = widen(values, query)
                 acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
             else:
@@ -213,39 +214,37 @@ def decode_kernel(
         highest = new_highest
 
     if TILE.words:
-        acc = joined(acc_0, acc_1, acc_2, acc_3, TILE.rows, DV_P2)
+        acc = joined(acc_0, acc_1, acc_2, acc_3, ROWS, DV_P2)
     let_next_start(PDL)
     if split == 0:
         if k is not None:
             k_head = k + kv_head * strides.k_head
-            v_head = v + kv_head * strides.v_head + columns_v[None, :]
-            live_v = (columns_v < DV)[None, :]
+            v_head = v + kv_head * strides.v_head + columns_v
             # The step's earlier tokens of the sequence: none in a pure decode batch.
             for other in range(start + tl.maximum(first - last, 0), token):
                 source = token.to(tl.int64) - (token - other)
                 key = new_key(k_head, strides.k_token, source, rope, D, D_P2, ROTARY, FORM)
-                value = tl.load(v_head + source * strides.v_token, mask=live_v, other=0.0)
-                if k_scale is not None:
+                value = tl.load(v_head + source * strides.v_token, mask=columns_v < DV, other=0.0)
+                if caches.k_scale is not None:
                     codes, key_scale = encode(key, CODE)
                     codes_v, value_scale = encode(value, CODE)
-                    key = codes * key_scale[:, None]
-                    value = codes_v * (value_scale * UNIT)[:, None]
+                    key = codes * key_scale
+                    value = codes_v * (value_scale * UNIT)
                 highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
             key = new_key(k_head, strides.k_token, token.to(tl.int64), rope, D, D_P2, ROTARY, FORM)
-            value = tl.load(v_head + token.to(tl.int64) * strides.v_token, mask=live_v, other=0.0)
-            key_scale, value_scale = None, None
-            if k_scale is not None:
-                key, key_scale = encode(key, CODE)
-                value, value_scale = encode(value, CODE)
-            if head_block % TILE.blocks == 0:
-                target = tl.load(batch.slot_mapping + token).to(tl.int64)
-                head = kv_head + tl.arange(0, 1)
-                live = target + tl.arange(0, 1) >= 0
-                store_rows(key, key_scale, head, live, target, k_cache, k_scale, PAGE, K, S, D)
-                store_rows(value, value_scale, head, live, target, v_cache, v_scale, PAGE, V, S, DV)
-            if k_scale is not None:
-                key = key * key_scale[:, None]
-                value = value * (value_scale * UNIT)[:, None]
+            value = tl.load(v_head + token.to(tl.int64) * strides.v_token, mask=columns_v < DV, other=0.0)
+            place = tl.load(batch.slot_mapping + token).to(tl.int64)
+            stored = (place >= 0) & (head_block % TILE.blocks == 0)
+            if caches.k_scale is not None:
+                codes, key_scale = encode(key, CODE)
+                codes_v, value_scale = encode(value, CODE)
+                store_rows(codes, key_scale, kv_head, stored, place, caches.k, caches.k_scale, PAGE, K, S, D)
+                store_rows(codes_v, value_scale, kv_head, stored, place, caches.v, caches.v_scale, PAGE, V, S, DV)
+                key = codes * key_scale
+                value = codes_v * (value_scale * UNIT)
+            else:
+                store_rows(key, None, kv_head, stored, place, caches.k, None, PAGE, K, S, D)
+                store_rows(value, None, kv_head, stored, place, caches.v, None, PAGE, V, S, DV)
             highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
         if sinks is not None:
             sink = tl.load(sinks + first_head + rows, mask=row_live, other=0.0).to(tl.float32) * LOG2E
@@ -255,7 +254,7 @@ def decode_kernel(
             acc = acc * shrink[:, None]
             highest = new_highest
 
-    if v_scale is not None:
+    if caches.v_scale is not None:
         acc *= 1.0 / UNIT
     acc = acc / total[:, None]
     if TILE.split:

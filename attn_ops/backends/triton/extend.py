@@ -116,8 +116,9 @@ def extend_kernel(
     DV: tl.constexpr = LAYOUT.dim_v
     HEADS: tl.constexpr = TILE.heads
     GROUP: tl.constexpr = SITE.heads // LAYOUT.heads
+    BLOCK_M: tl.constexpr = TILE.block_m  # a local constant: Triton takes no plain integer in a shape
     BLOCK_N: tl.constexpr = TILE.block_n
-    BLOCK_Q: tl.constexpr = TILE.block_m // HEADS
+    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     DV_P2: tl.constexpr = next_power_of_2(DV, 16)
     WINDOWED: tl.constexpr = SITE.window > 0 or SITE.chunk > 0
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks have the most keys: start with them
@@ -144,7 +145,7 @@ def extend_kernel(
         return
 
     kv_head = head_block // TILE.blocks
-    lines = tl.arange(0, TILE.block_m)
+    lines = tl.arange(0, BLOCK_M)
     token = first_token + lines // HEADS
     in_group = head_block % TILE.blocks * HEADS + lines % HEADS
     head = kv_head * GROUP + in_group
@@ -155,7 +156,7 @@ def extend_kernel(
     out_live = live[:, None] & (columns_v < DV)[None, :]
     if row == num_reqs:
         if split == 0:
-            zeros = tl.zeros([TILE.block_m, DV_P2], tl.float32)
+            zeros = tl.zeros([BLOCK_M, DV_P2], tl.float32)
             tl.store(out + out_row[:, None] * DV + columns_v[None, :], zeros, mask=out_live)
         return
     if TILE.skip_single:
@@ -186,21 +187,21 @@ def extend_kernel(
     pos = token + offset
     query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + (head * strides[1])[:, None] + columns[None, :],
                     mask=live[:, None] & (columns < LAYOUT.dim)[None, :], other=0.0)
-    highest = tl.full([TILE.block_m], float("-inf"), tl.float32)
-    total = tl.zeros([TILE.block_m], tl.float32)
-    acc = tl.zeros([TILE.block_m, DV_P2], tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
     if sinks is not None:
         if split == 0:
             highest = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2E
             total = total + 1.0
     table_row = batch.block_table + row.to(tl.int64) * stride_table
     if WINDOWED:
-        highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, begin, all_see, scale, softcap,
-                                     SITE, LAYOUT, TILE, True)
-    highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, all_see, causal, scale, softcap,
-                                 SITE, LAYOUT, TILE, False)
-    highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, causal, stop, scale, softcap, SITE,
-                                 LAYOUT, TILE, True)
+        highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, begin, all_see, scale,
+                                     softcap, SITE, LAYOUT, TILE, True)
+    highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, all_see, causal, scale,
+                                 softcap, SITE, LAYOUT, TILE, False)
+    highest, total, acc = attend(highest, total, acc, query, pos, caches, table_row, kv_head, causal, stop, scale,
+                                 softcap, SITE, LAYOUT, TILE, True)
     if caches.v_scale is not None:
         UNIT: tl.constexpr = code_format(caches.v.dtype.element_ty)[3]
         acc *= 1.0 / UNIT
@@ -212,9 +213,9 @@ def extend_kernel(
             tl.store(partial + index[:, None] * DV + columns_v[None, :], acc, mask=out_live)
             tl.store(lse + index, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=live)
             if arrived_last(counters + block * (LAYOUT.heads * TILE.blocks) + head_block, active):
-                highest = tl.full([TILE.block_m], float("-inf"), tl.float32)
-                total = tl.zeros([TILE.block_m], tl.float32)
-                acc = tl.zeros([TILE.block_m, DV_P2], tl.float32)
+                highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
                 for other in range(0, active):
                     index = out_row + num_tokens.to(tl.int64) * SITE.heads * other
                     part_lse = tl.load(lse + index, mask=live, other=0.0, cache_modifier=".cg")
