@@ -1,10 +1,10 @@
-"""Compile Triton kernels for an H100 or H200 on a machine without a GPU: what the interpreter forgives, the compiler does not.
+"""Compile Triton kernels for an H100 or H200 without a GPU: the compiler rejects what the interpreter accepts.
 
     python -m benchmarks.hopper                  # compile every kernel, print registers, spills and shared memory
-    python -m benchmarks.hopper --loops experts  # those with "experts" in their names; the instructions of their longest loop, too
+    python -m benchmarks.hopper --loops experts  # cases with "experts" in their names; and the size of the longest loop
 
 Inside ``compiling()`` a kernel launch compiles the kernel for compute capability 9.0, down to machine code, and returns without
-launching. Must run in a process where TRITON_INTERPRET is not set.
+launching. Requires a process where TRITON_INTERPRET is not set.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel compiled: registers a thread, bytes spilled a thread, bytes of shared memory a program; instructions of the
-    longest loop, 0 if they were not counted."""
+    """A compiled kernel: registers and spilled bytes per thread, bytes of shared memory per program, and instructions of the
+    longest loop (0: not counted)."""
 
     name: str
     registers: int
@@ -77,7 +77,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _loop(cubin: bytes) -> int:
-    """Instructions between the jump back that reaches furthest and its target."""
+    """Instructions of the longest backward jump."""
     found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", _dump(cubin, "--dump-sass"))
     code = [(int(m[1], 16), m[2], m[3]) for m in found]
     each = code[1][0] - code[0][0]
@@ -86,7 +86,7 @@ def _loop(cubin: bytes) -> int:
 
 
 def _dump(cubin: bytes, what: str) -> str:
-    """What cuobjdump says, which comes with Triton."""
+    """Output of cuobjdump, which comes with Triton."""
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"

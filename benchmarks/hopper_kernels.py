@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.hopper`` compiles: each Triton kernel, as the shapes of large models launch it."""
+"""The cases of ``python -m benchmarks.hopper``: each Triton kernel as launched for the shapes of large models."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HEADS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
         window=4096, softcap=50.0)), "gpt-oss-20b": (64, 8, 64, 64, dict(window=128, sinks=True)),
     "phi-2": (32, 32, 80, 80, {}), "deepseek-v2-lite": (16, 16, 192, 128, {}), "llama4": (40, 8, 128, 128, dict(chunk=8192)),
 }
-#: name -> experts, experts of a token, (N, K) of each of its two layers, transposed (and with bias)
+#: name -> experts, experts per token, (N, K) of its two layers, transposed (and with bias)
 EXPERTS: dict[str, tuple[int, int, list[tuple[int, int]], bool]] = {
     "qwen3-30b-a3b": (128, 8, [(1536, 2048), (2048, 768)], False), "mixtral": (8, 2, [(28672, 4096), (4096, 14336)], False),
     "gpt-oss-20b": (32, 4, [(5760, 2880), (2880, 2880)], True),
     "deepseek-v2-lite": (64, 6, [(2816, 2048), (2048, 1408)], False),
 }
-#: other forms of the rotation than Llama's, each with the shapes to compile it for
+#: model -> form of the rotation
 FORMS = {"gpt-oss-20b": RopeForm(half_tables=True), "llama-8b": RopeForm(interleaved=True),
          "llama4": RopeForm(interleaved=True, half_tables=True, norm_after=True), "gemma2-9b": RopeForm(norm_offset=1.0)}
 KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -40,7 +40,7 @@ KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": tor
 def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, Any], *, query_lens: list[int],
               dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, rope: bool = False,
               form: RopeForm | None = None) -> None:
-    """One call of the backend's op; its launches compile, and nothing runs."""
+    """Call the backend's op: its launches compile, nothing runs."""
     tokens, rows = sum(query_lens), len(query_lens)
     cache = PagedKVCache(num_layers=1, num_pages=2, page_size=16, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
                          dtype=kv_dtype or dtype, device="cpu")
@@ -57,7 +57,7 @@ def attention(heads: int, kv_heads: int, dim: int, dim_v: int, site: dict[str, A
         form = form or RopeForm()
         cos = torch.zeros(tokens, dim // 2 if form.half_tables else dim, dtype=dtype)
         norm = torch.zeros(dim, dtype=dtype) if form.norm_after or form.norm_offset is not None else None
-        # As on a GPU: rope_kv_write's own implementation there, and not the one for CPU tensors.
+        # rope_kv_write's CUDA implementation, not the one for CPU tensors.
         backend.rope_kv_write = rope_kv_write_cuda
         backend.rope_paged_attention(q, k, v, cos, cos, norm, norm, 0.0, *rest, **options, **form.options())
     else:
@@ -92,7 +92,7 @@ def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
-    """(name, what launches) of everything to compile."""
+    """(name, function that launches) of each case."""
     batches = {"decode 1": [1], "decode 8": [1] * 8, "decode 32": [1] * 32, "decode 256": [1] * 256, "extend": [512],
                "mixed": [448, *[1] * 63]}
     for (model, heads), (batch, lens) in itertools.product(HEADS.items(), batches.items()):
@@ -135,7 +135,7 @@ def as_an_h200() -> None:
 
 
 def main() -> None:
-    """Compile everything, or the cases whose name has one of the arguments in it; a line for each kernel."""
+    """Compile all cases, or those whose name contains one of the arguments; print a line per kernel."""
     as_an_h200()
     failed, words = 0, [word for word in sys.argv[1:] if word != "--loops"]
     with compiling(loops="--loops" in sys.argv) as found:
@@ -156,6 +156,6 @@ def main() -> None:
 
 def describe(name: str, kernel: Compiled) -> str:
     spilled = f", SPILLED {kernel.spilled} bytes" if kernel.spilled else ""
-    loop = f", {kernel.loop} instructions a turn" if kernel.loop else ""
+    loop = f", {kernel.loop} instructions per iteration" if kernel.loop else ""
     return (f"{name:34s} {kernel.name:20s} {kernel.registers:3d} registers, {kernel.warps} warps, "
             f"{kernel.shared / 1024:5.1f} KiB shared{spilled}{loop}")

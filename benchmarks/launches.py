@@ -1,10 +1,10 @@
-"""Which kernels a step launches on an H100 or H200, found out without one: Inductor's code for CUDA, read and never run.
+"""Which kernels a step launches on an H100 or H200, without one: read from Inductor's code for CUDA, which never runs.
 
     python -m benchmarks.launches llama-8b                 # every distinct piece of the graph for small batches
-    python -m benchmarks.launches gemma2-9b --large --code # the graph for more tokens, with what each kernel computes
+    python -m benchmarks.launches gemma2-9b --large --code # the graph for more tokens, with the code of each kernel
 
-The model is traced, lowered and cut on the CPU, as an engine does it. Then each piece's operations are said to be on a GPU, and
-Inductor generates its program: what it calls is a launch (or, for a custom op, what that op launches).
+The model is traced, lowered and cut on the CPU, as in an engine. Then each piece's tensors are declared to be on a GPU, and
+Inductor generates its program: each of its calls is a launch (or, for a custom op, what that op launches).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ H200 = SimpleNamespace(
 
 
 class _Generated(Exception):
-    """Raised in the place of loading the program."""
+    """Raised instead of loading the program."""
 
 
 @contextlib.contextmanager
 def _as_if_on_an_h200() -> Iterator[None]:
-    """While inside, Inductor finds an H200 when it asks for one."""
+    """Inside, Inductor finds an H200."""
     import torch._inductor.scheduler as scheduler
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
@@ -99,7 +99,7 @@ def _move(gm: fx.GraphModule) -> None:
 
 
 def generate(gm: fx.GraphModule, inputs: Any) -> Any:
-    """Inductor's compile_fx, up to the program for an H200; a Dynamo backend too. What it returns runs on the CPU."""
+    """Inductor's compile_fx up to the program for an H200; also a Dynamo backend. The result runs on the CPU."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(graph: fx.GraphModule, fakes: Any, **options: Any) -> Any:
@@ -117,7 +117,7 @@ def generate(gm: fx.GraphModule, inputs: Any) -> Any:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[str]]:
-    """The programs that are generated while inside."""
+    """Collects the programs generated inside."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -137,8 +137,8 @@ def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", 
     """Inductor's program for each distinct piece of the model's lowered graph: source code, in the order of the pieces.
 
     Args:
-        small: of the graph for few tokens, else of the one for many.
-        own_experts: a mixture of experts keeps transformers' implementation, else it has quire's, as on a GPU.
+        small: the graph for few tokens, else the one for many.
+        own_experts: keep transformers' experts instead of quire's.
     """
     with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
           mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: not own_experts)):
@@ -153,7 +153,7 @@ def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", 
 
 
 def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str = "triton", page_size: int = 16) -> None:
-    """Let ``ahead`` see both graphs of the model, as if they were compiled on an H200."""
+    """Pass both graphs of the model to ``ahead``, as if compiled on an H200."""
     with (mock.patch("quire.attn_ops.ops.sampling.uses_kernel", lambda logits: True),
           mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: True)):
         paged = PagedModel(model, QuireOptions(compiler="eager", fusions="all"), draws=True)
@@ -174,8 +174,8 @@ def compile_ahead(model: torch.nn.Module, ahead: CompileAhead, *, attention: str
 
 
 def launches(program: str) -> list[str]:
-    """What a program calls that runs on the GPU, in order: custom ops and library products by name, Inductor's kernels by their
-    kind (pointwise, reduction, ...)."""
+    """A program's calls that run on the GPU, in order: custom ops and library functions by name, Inductor's kernels by kind
+    (pointwise, reduction, ...)."""
     body = program[program.index("def call(") : program.index("runner = ")] if "runner = " in program else program
     kinds = {"poi": "pointwise", "per": "reduction", "red": "reduction", "tem": "template", "for": "foreach"}
     found = []

@@ -5,7 +5,7 @@
 
 Weights are cold: each shape rotates among copies that together are several times the L2 cache, and the calls are replayed from
 one CUDA graph, so launches do not count. The floor is the weight's bytes over the copy bandwidth measured in this run.
-Compiles candidates in several processes first (they share Triton's cache on disk), then times them alone.
+Candidates are compiled by several processes first (they share Triton's cache on disk), then timed one by one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPES = {
 VECTOR = [Config(*c) for c in itertools.product((1, 2, 4), (512, 1024, 2048), (4, 8), (1, 3))]
 TILE = [Config(*c) for c in itertools.product((16, 32, 64), (128, 256), (4,), (3, 4, 5))] + [
     Config(64, 64, 4, 6), Config(128, 64, 4, 5), Config(128, 128, 8, 3), Config(32, 512, 8, 3), Config(16, 512, 4, 3)]
-# For codes: one token without the matrix units; up to 32 tokens, a slice for each warp; more.
+# For codes: one token without tensor cores; up to 32 tokens, a slice per warp; more tokens.
 VECTOR_CODES = [Config(*c) for c in ((1, 2048, 4, 2), (2, 2048, 4, 2), (4, 1024, 4, 2), (4, 1024, 8, 2))]
 SLICED = [Config(*c) for c in itertools.product((16, 32, 64), (64, 128), (4,), (3, 4))] + [
     Config(*c) for c in ((32, 128, 2, 4), (64, 128, 2, 4), (128, 64, 4, 3), (32, 64, 8, 3), (32, 64, 8, 4), (64, 32, 8, 4),
@@ -57,20 +57,20 @@ def candidates(m: int, codes: torch.dtype | None) -> list[Config]:
 
 
 def shape_of(shape: tuple[int, int, bool, bool, bool], m: int, codes: torch.dtype | None) -> LinearShape:
-    """The layer as steps of m tokens run it: see ``passes/fusions/small_linear.py``."""
+    """The layer in steps of m tokens; see ``passes/fusions/small_linear.py``."""
     n, k, norm, residual, swiglu = shape
     return LinearShape(n, k, norm and codes is None, residual and m <= MAX_TOKENS, swiglu and m <= MAX_TOKENS, torch.bfloat16,
                        codes)
 
 
 def compile_share(job: tuple[int, int, list[tuple[int, LinearShape]]]) -> None:
-    """One process's share of the compilations: launch each candidate once."""
+    """Compile one process's share: launch each candidate once."""
     which, of, work = job
     alike = sorted({(m, s._replace(n=256, k=4096)) for m, s in work}, key=str)
     for m, shape, config in [(*each, c) for each in alike for c in candidates(each[0], each[1].codes)][which::of]:
         try:
             small_linear_cuda(*arguments(shape, m, torch.device("cuda"), 1)[0], config=config)
-        except Exception:  # does not fit in shared memory: the timing run reports it
+        except Exception:  # too much shared memory: the timing run reports it
             continue
 
 
@@ -84,7 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-8b", choices=sorted(SHAPES))
     parser.add_argument("--tokens", default="1,8,32")
-    parser.add_argument("--codes", default="", help="dtypes of quantised weights, not bf16 ones: int8,float8_e4m3fn")
+    parser.add_argument("--codes", default="", help="dtypes of quantized weights instead of bf16: int8,float8_e4m3fn")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="merge the best parameters into this file")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))

@@ -168,17 +168,18 @@ def store_rows(x, scale, head, live, slot, cache, scales, PAGE: tl.constexpr, RO
     (64-bit): those of ``live`` heads, with their ``scale`` if there are ``scales``. ROW, SCALE: Strides of both."""
     page = slot // PAGE
     offset = slot % PAGE
-    where = head.to(tl.int64)
+    if len(x.shape) == 2:
+        head = head.to(tl.int64)
     if scales is not None:
-        tl.store(scales + page * SCALE.page + offset * SCALE.token + where * SCALE.head, scale, mask=live)
+        tl.store(scales + page * SCALE.page + offset * SCALE.token + head * SCALE.head, scale, mask=live)
     start = cache + page * ROW.page + offset * ROW.token
     x = x.to(cache.dtype.element_ty)
     if len(x.shape) == 2:
         columns = tl.arange(0, x.shape[1])
-        tl.store(start + (where * ROW.head)[:, None] + columns[None, :], x, mask=live[:, None] & (columns < DIM)[None, :])
+        tl.store(start + (head * ROW.head)[:, None] + columns[None, :], x, mask=live[:, None] & (columns < DIM)[None, :])
     else:
         columns = tl.arange(0, x.shape[0])
-        tl.store(start + where * ROW.head + columns, x, mask=live & (columns < DIM))
+        tl.store(start + head * ROW.head + columns, x, mask=(columns < DIM) & live)
 
 
 @triton.jit

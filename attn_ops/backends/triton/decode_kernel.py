@@ -233,18 +233,20 @@ def decode_kernel(
                 highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
             key = new_key(k_head, strides.k_token, token.to(tl.int64), rope, D, D_P2, ROTARY, FORM)
             value = tl.load(v_head + token.to(tl.int64) * strides.v_token, mask=columns_v < DV, other=0.0)
-            place = tl.load(batch.slot_mapping + token).to(tl.int64)
-            stored = (place >= 0) & (head_block % TILE.blocks == 0)
             if caches.k_scale is not None:
                 codes, key_scale = encode(key, CODE)
                 codes_v, value_scale = encode(value, CODE)
-                store_rows(codes, key_scale, kv_head, stored, place, caches.k, caches.k_scale, PAGE, K, S, D)
-                store_rows(codes_v, value_scale, kv_head, stored, place, caches.v, caches.v_scale, PAGE, V, S, DV)
+            if head_block % TILE.blocks == 0:
+                place = tl.load(batch.slot_mapping + token).to(tl.int64)
+                if caches.k_scale is not None:
+                    store_rows(codes, key_scale, kv_head, place >= 0, place, caches.k, caches.k_scale, PAGE, K, S, D)
+                    store_rows(codes_v, value_scale, kv_head, place >= 0, place, caches.v, caches.v_scale, PAGE, V, S, DV)
+                else:
+                    store_rows(key, None, kv_head, place >= 0, place, caches.k, None, PAGE, K, S, D)
+                    store_rows(value, None, kv_head, place >= 0, place, caches.v, None, PAGE, V, S, DV)
+            if caches.k_scale is not None:
                 key = codes * key_scale
                 value = codes_v * (value_scale * UNIT)
-            else:
-                store_rows(key, None, kv_head, stored, place, caches.k, None, PAGE, K, S, D)
-                store_rows(value, None, kv_head, stored, place, caches.v, None, PAGE, V, S, DV)
             highest, total, acc = one_key(highest, total, acc, query, key, value, scale, softcap)
         if sinks is not None:
             sink = tl.load(sinks + first_head + rows, mask=row_live, other=0.0).to(tl.float32) * LOG2E
