@@ -1,4 +1,4 @@
-"""The definition of quantised keys and values, against one that looks through all codes; ``torch_native`` on such caches."""
+"""The definition of quantized keys and values, against one that looks through all codes; ``torch_native`` on such caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.torch_native import BACKEND
 from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTISED, check_scales, dequantise, quantise
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
-from tests.attn_ops.oracle import half_step, quantised, read_back
+from tests.attn_ops.oracle import half_step, quantized, read_back
 from tests.attn_ops.scheduling import in_pieces, steps_of
 
 KV_DTYPES = sorted(QUANTISED, key=str)
@@ -33,7 +33,7 @@ def test_codes_and_scales_are_the_nearest(kv_dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(4000, 3, 16) * torch.exp(3 * torch.randn(4000, 3, 16))
     codes, scale = quantise(x, kv_dtype)
-    wanted, wanted_scale = quantised(x, kv_dtype)
+    wanted, wanted_scale = quantized(x, kv_dtype)
     assert codes.dtype == kv_dtype and codes.shape == x.shape and scale.shape == x.shape[:-1]
     assert torch.equal(bits(codes), bits(wanted)) and torch.equal(scale, wanted_scale)
     assert ((dequantise(codes, scale) - x).abs() <= half_step(x, scale, kv_dtype) * (1 + 1e-6)).all()  # of float32
@@ -161,7 +161,7 @@ def test_how_a_sequence_is_cut_does_not_matter(kv_dtype) -> None:
         torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
         for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
             assert torch.equal(bits(mine), bits(theirs))
-    expected = fast_oracle(q, read_back(*quantised(k, kv_dtype)), read_back(*quantised(v, kv_dtype)), scale=8**-0.5)
+    expected = fast_oracle(q, read_back(*quantized(k, kv_dtype)), read_back(*quantized(v, kv_dtype)), scale=8**-0.5)
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
 
 
