@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from quire.attn_ops.attention import LIBRARY
 from quire.attn_ops.kernels.launch import implementations, launch
-from quire.attn_ops.tuning.small_linear import Config, config_for, padded
+from quire.attn_ops.tuning.launch_config import Config, config_for, padded
 
 #: dtypes of codes that the kernels multiply; above so many tokens codes are converted first, and cuBLAS multiplies.
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -82,7 +82,7 @@ def small_linear_cuda(
     where it was measured to be faster.
 
     Args:
-        config: launch parameters; None: the measured ones (``attn_ops/tuning/small_linear.py``). pdl: see _kernels/pdl.py.
+        config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see _kernels/pdl.py.
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
