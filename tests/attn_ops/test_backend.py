@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.attn_ops import backend as registry
+from quire.attn_ops import registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import (
     AttentionBackend,
@@ -36,26 +35,18 @@ def make(name, *, why=None, priority=None, **capabilities) -> AttentionBackend:
 
 
 @pytest.fixture
-def empty(monkeypatch):
-    """A registry with nothing in it, and no entry point to fill it."""
-    monkeypatch.setattr(registry, "_BACKENDS", {})
-    monkeypatch.setattr(registry, "_BROKEN", {})
-    monkeypatch.setattr(registry, "_load_entry_points", lambda: None)
+def entries(monkeypatch):
+    """A function that puts a registry with these entry points, name=loader, in the place of the process's."""
+    def given(**loaders):
+        entries = [SimpleNamespace(name=name, load=load) for name, load in loaders.items()]
+        monkeypatch.setattr(registry, "REGISTRY", registry.Registry(entries))
+
+    return given
 
 
 @pytest.fixture
-def unloaded(monkeypatch):
-    """A registry that has yet to load its entry points. Returns a function that says which there are."""
-    monkeypatch.setattr(registry, "_BACKENDS", {})
-    monkeypatch.setattr(registry, "_BROKEN", {})
-    load = functools.cache(registry._load_entry_points.__wrapped__)
-    monkeypatch.setattr(registry, "_load_entry_points", load)
-
-    def found(**loaders):
-        points = [SimpleNamespace(name=name, load=load) for name, load in loaders.items()]
-        monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "quire.backends" else [])
-
-    return found
+def empty(entries):
+    entries()
 
 
 # The registry.
@@ -75,28 +66,27 @@ def test_third_party_backend(empty) -> None:
         register_backend(make("mine"))
 
 
-def test_third_party_entry_point(unloaded) -> None:
+def test_third_party_entry_point(entries) -> None:
     mine = make("mine", priority={"cpu": -1})
-    unloaded(mine=lambda: mine)
-    assert all_backends()["mine"] is mine
-    assert "torch_native" in all_backends()  # from the source tree, where quire is not installed
+    entries(mine=lambda: mine, other=lambda: make("other", priority={"cpu": 3}))
+    assert all_backends()["mine"] is mine and list(all_backends()) == ["mine", "other"]
     assert select_backend("auto", [SITE], device=CPU, page_size=16).backend is mine
 
 
-def test_a_broken_entry_point_is_reported_not_raised(unloaded) -> None:
+def test_a_broken_entry_point_is_reported_not_raised(entries) -> None:
     def fail():
         raise ImportError("libmagic.so.1: cannot open shared object file")
 
-    unloaded(magic=fail)
-    assert "magic" not in all_backends() and "torch_native" in all_backends()
+    entries(magic=fail, other=lambda: make("other"))
+    assert list(all_backends()) == ["other"]
     assert broken_backends()["magic"] == "failed to load: ImportError: libmagic.so.1: cannot open shared object file"
     with pytest.raises(ValueError, match="unknown attention backend 'magic'.*magic failed to load: ImportError: libm"):
         get_backend("magic")
 
 
-def test_an_entry_point_cannot_take_a_name_that_is_taken(unloaded) -> None:
-    unloaded(other=lambda: dataclasses.replace(get_backend("torch_native"), priority=None))
-    assert "registered already" in broken_backends()["other"]
+def test_an_entry_point_cannot_take_a_name_that_is_taken(entries) -> None:
+    entries(first=lambda: make("taken"), second=lambda: make("taken"))
+    assert "registered already" in broken_backends()["second"] and list(all_backends()) == ["taken"]
 
 
 def test_unknown_name(empty) -> None:
@@ -110,7 +100,7 @@ def test_unknown_name(empty) -> None:
 
 def test_backends_load_lazily_and_without_a_gpu() -> None:
     """Importing the registry imports no kernels; loading every backend starts no CUDA context."""
-    code = ("import sys, torch, quire.attn_ops.backend as b; assert 'triton' not in sys.modules; "
+    code = ("import sys, torch, quire.attn_ops.registry as b; assert 'triton' not in sys.modules; "
             "b.all_backends(); assert not torch.cuda.is_initialized()")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

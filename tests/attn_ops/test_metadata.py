@@ -33,10 +33,9 @@ def test_mixed_batch() -> None:
     assert meta.block_table is meta.block_table_tensor
     assert meta.slot_mapping.tolist() == [2 * 4 + 3, 9 * 4, 9 * 4 + 1, 8 * 4 + 1]
     assert meta.positions.tolist() == [7, 8, 9, 5]
-    assert meta.num_computed_tokens_cpu.tolist() == [7, 4, 5]
     assert meta.logits_indices.tolist() == [2, 2, 3]
     assert (meta.num_reqs, meta.num_actual_tokens, meta.num_tokens) == (3, 4, 4)
-    assert (meta.max_query_len, meta.max_seq_len, meta.page_size, meta.causal) == (3, 10, 4, True)
+    assert (meta.max_query_len, meta.max_seq_len, meta.page_size) == (3, 10, 4)
 
 
 def test_pages_that_sequences_read_may_be_shared() -> None:
@@ -87,7 +86,6 @@ def test_padding() -> None:
     assert padded.positions.tolist() == meta.positions.tolist() + [0, 0, 0]
     assert padded.logits_indices.tolist() == [1, 2, 2, 2]
     assert (padded.num_reqs, padded.num_actual_tokens, padded.num_tokens) == (2, 3, 6)  # the first two without padding
-    assert padded.num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
     assert padded.query_start_loc.dtype == torch.int32 and padded.slot_mapping.dtype == torch.int64
 
 
@@ -128,7 +126,7 @@ def test_slots_are_what_the_definition_says(data) -> None:
 
 
 @pytest.mark.parametrize("queries, seqs, table, message", [
-    ([1, 1], [1], [[1]], "describe 2, 1 and 1 sequences; they must be as many"),
+    ([1, 1], [1], [[1]], "describe 2, 1 and 1 sequences; the numbers must be equal"),
     ([1], [1], [], "describe 1, 1 and 0 sequences"),
     ([3], [2], [[1]], "sequence 0 schedules 3 tokens but has 2 after the step; need 0 <= query_len <= seq_len"),
     ([1, -1], [1, 4], [[1], [2]], "sequence 1 schedules -1 tokens"),

@@ -1,15 +1,16 @@
-"""``quire.backends()``: one row a backend, in the order of attention="auto", with the reason where it is unusable."""
+"""``quire.backends()``: one row per backend, in the order of attention="auto", with the reason where it is unusable."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
-import quire.attn_ops.backend
+from quire.attn_ops import registry
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.registry import BackendRow, BackendTable, all_backends, backends, get_backend
 
@@ -32,9 +33,13 @@ FAKES = {b.name: b for b in (
 
 @pytest.fixture
 def fakes(monkeypatch):
-    all_backends()  # loads the real ones, once, before their registry is put aside
-    monkeypatch.setattr(quire.attn_ops.backend, "_BACKENDS", dict(FAKES))
-    monkeypatch.setattr(quire.attn_ops.backend, "_BROKEN", {"broken": "failed to load: ImportError: no module y"})
+    def fail():
+        raise ImportError("no module y")
+
+    made = registry.Registry([SimpleNamespace(name="broken", load=fail)])
+    for backend in FAKES.values():
+        made.register(backend)
+    monkeypatch.setattr(registry, "REGISTRY", made)
 
 
 def test_rows_and_order(fakes) -> None:
@@ -51,7 +56,7 @@ def test_rows_and_order(fakes) -> None:
 
 def test_text(fakes) -> None:
     assert_expected_inline(str(backends("cpu")), """\
-backend     usable  dtypes             quantised KV  head dims  page sizes  features       CUDA graphs
+backend     usable  dtypes             quantized KV  head dims  page sizes  features       CUDA graphs
 first       yes     float32            none          any        any         none           NEVER
 missing     no      float32            none          any        any         none           NEVER
 second      yes     bfloat16, float16  int8          64, 128    16          window, sinks  ALWAYS
@@ -73,7 +78,7 @@ def test_rows_are_frozen(fakes) -> None:
 
 def test_empty_table() -> None:
     text = str(BackendTable([], torch.device("cpu")))
-    assert text.split() == "backend usable dtypes quantised KV head dims page sizes features CUDA graphs".split()
+    assert text.split() == "backend usable dtypes quantized KV head dims page sizes features CUDA graphs".split()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -88,7 +93,7 @@ def test_the_backends_here(device) -> None:
         backend = get_backend(row.name)
         assert row.capabilities is backend.capabilities
         serves = device in backend.capabilities.devices
-        expected = backend.available(torch.device(device)) if serves else "not for this device"
+        expected = backend.available(torch.device(device)) if serves else "not declared"
         assert row.usable == (expected is None)
         assert re.search(rf"^{row.name} +{'yes' if row.usable else 'no'} ", text, re.MULTILINE)
         if not row.usable:

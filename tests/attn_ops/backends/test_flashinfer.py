@@ -207,7 +207,7 @@ def test_accepts() -> None:
             assert BACKEND.capabilities.reasons_against(site(**changes), device=CUDA, page_size=1, layout=layout) == []
     assert "runs on cuda, not cpu" in BACKEND.capabilities.reasons_against(site(), device=torch.device("cpu"))
     assert BACKEND.capabilities.cudagraph_support == CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert BACKEND.capabilities.needs_plan and BACKEND.capabilities.min_compute_capability == (8, 0)
+    assert BACKEND.capabilities.min_compute_capability == (8, 0)
     assert BACKEND.priority == {"cuda": 20}
 
 
@@ -426,7 +426,7 @@ def test_graph_errors(on_cpu, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="'b' was not captured with a plan of flashinfer; these were: 'a'"):
         plan(case.metadata, "b")
     mixed = make_case([1, 2], [9, 3], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4).metadata
-    with pytest.raises(RuntimeError, match="for one token a sequence; graph 'a' was given 3 tokens of 2 sequences"):
+    with pytest.raises(RuntimeError, match="for one token per sequence; graph 'a' has 3 tokens of 2 sequences"):
         plan(mixed, "a")
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -461,7 +461,7 @@ def test_op_errors(on_cpu) -> None:
             changed = [*arguments[:11], wrong.pop("sinks", None), []]
             with pytest.raises(UnsupportedAttention, match="neither sinks nor chunked attention"):
                 flashinfer.paged_attention(*changed, **(options | wrong))
-        with pytest.raises(UnsupportedAttention, match="no quantised KV cache: its kernels take one scale for a whole cache"):
+        with pytest.raises(UnsupportedAttention, match="no quantized KV cache: its kernels take one scale for a whole cache"):
             flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
 
 
