@@ -15,12 +15,14 @@ from quire.attn_ops import registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.backends import torch_native
+from quire.attn_ops.conformance.batches import reference
 from quire.attn_ops.conformance.checks import MIXED, Kit
 from quire.attn_ops.conformance.report import check_backend, main
 from quire.attn_ops.kv_quant import dequantise, quantise
 from quire.attn_ops.ops.rope import rotate
 from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.step import current_step
+from tests.attn_ops.oracle import oracle_attention
 
 NATIVE = get_backend("torch_native")
 NAMES = ("q", "k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping", "block_table", "query_start_loc",
@@ -74,6 +76,19 @@ def test_rope_forms(honoured: tuple[str, ...], declared: bool, status: str) -> N
 
     backend = dataclasses.replace(NATIVE, rope_op=rope_op, rope_forms=declared)
     assert statuses(backend, "rotary") == {"rotary embedding (rope_op)": status}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("features", [dict(), dict(window=3), dict(softcap=2.0), dict(chunk=4),
+                                      dict(window=5, softcap=3.0, chunk=8)], ids=str)
+def test_the_reference_is_the_oracle(features, sinks) -> None:
+    """The kit compares with the eager op; the oracle, plain loops, is written apart from it."""
+    torch.manual_seed(0)
+    q, keys, values, column = torch.randn(5, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 6), torch.randn(4)
+    site = AttentionSite(0, 4, 2, 8, 6, torch.float32, 0.3, sinks=sinks, **features)
+    expected = oracle_attention(q, keys, values, scale=0.3, sinks=column if sinks else None, **features)
+    got = reference(site, q, keys, values, column if sinks else None, rows=2)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 # A right backend.
@@ -147,6 +162,13 @@ def leak_garbage(given):
     return out + 0 * given["v_cache"][pages].sum()
 
 
+def leak_from_others(given):
+    """0 * NaN from the first sequence's values, in the output of every other one."""
+    out = torch_native.paged_attention(**given)
+    values = given["v_cache"][given["block_table"][0].long()].flatten(0, 1)[: int(given["seq_lens"][0])]
+    return out + 0 * values.sum()
+
+
 def pages_in_physical_order(given):
     given["block_table"] = given["block_table"].sort(dim=1, descending=True).values
 
@@ -164,6 +186,9 @@ def pages_in_physical_order(given):
     (read_the_next_page_too, {"decode batch", "mixed batch"}),
     (no_zeros_for_padding, {"padding", "stale metadata in padding"}),
     (leak_garbage, {"garbage in unused slots"}),
+    (leak_from_others, {"garbage in unused slots"}),
+    (spoil(window=lambda g: g["window"] if g["window"] != 1 else 2), {"feature window"}),
+    (spoil(chunk=lambda g: g["chunk"] if g["chunk"] != 29 else None), {"feature chunk"}),
     (pages_in_physical_order, {"decode batch", "mixed batch"}),
     (spoil(k=lambda g: g["k"] if g["k"] is not None else torch.zeros_like(g["q"][:, : g["k_cache"].shape[2]]),
            v=lambda g: g["v"] if g["v"] is not None else torch.zeros_like(g["q"][:, : g["k_cache"].shape[2]])),
@@ -171,7 +196,8 @@ def pages_in_physical_order(given):
     (lambda g: torch_native.paged_attention(**g).double(), {"decode batch"}),
     (lambda g: torch_native.paged_attention(**g)[:-1], {"decode batch", "padding"}),
 ], ids=["no_window", "window_off_by_one", "no_softcap", "no_chunk", "no_sinks", "scale", "functional", "slot_minus_one",
-        "one_slot_more", "one_key_more", "padding_not_zero", "nan", "page_order", "writes_when_shared", "dtype", "shape"])
+        "one_slot_more", "one_key_more", "padding_not_zero", "nan", "nan_of_others", "window_of_one", "long_chunk",
+        "page_order", "writes_when_shared", "dtype", "shape"])
 def test_a_broken_backend_fails(change, caught_by) -> None:
     assert caught_by <= failures(broken(change))
 
@@ -209,13 +235,13 @@ def truncate(given):
 
 
 @pytest.mark.parametrize("change", [scale_of_one, newest_as_it_was, hide_nan, truncate], ids=lambda f: f.__name__)
-def test_a_backend_that_quantises_in_its_own_way_fails(change) -> None:
+def test_a_backend_that_quantizes_in_its_own_way_fails(change) -> None:
     names = {"KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
     assert failures(broken(change)) == names
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_all_checks_on_a_quantised_cache(kv_dtype) -> None:
+def test_all_checks_on_a_quantized_cache(kv_dtype) -> None:
     results = check_backend(NATIVE, "cpu", kv_dtype=kv_dtype)
     assert {r.status for r in results} == {"ok", "skip"} and len(results) > 30
     only = check_backend(broken(spoil(window=lambda g: None)), "cpu", only="feature window", kv_dtype=kv_dtype)
