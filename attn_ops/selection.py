@@ -57,8 +57,8 @@ def select_backend(
     elif not auto:
         candidates = [get_backend(name)]
     else:
-        ranked = [(b.priority[device.type], n, b) for n, b in all_backends().items() if device.type in (b.priority or {})]
-        candidates = [b for *_, b in sorted(ranked, key=lambda r: r[:2])]
+        ranked = [((b.priority or {}).get(device.type), n, b) for n, b in all_backends().items()]
+        candidates = [b for _, _, b in sorted((r for r in ranked if r[0] is not None), key=lambda r: r[:2])]
     against: dict[str, list[str]] = {}
     usable: list[AttentionBackend] = []
     first: Selection | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.kv_quant import dequantise, quantise
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.ops.rope import RopeForm, rotate
+from quire.attn_ops.ops.rope import PLAIN, RopeForm, rotate
 from quire.attn_ops.step import Step, ensure_planned, running
 
 NOISE = 30.0  # standard deviation of what lies in slots without an owner; keys and values have 1
@@ -192,40 +192,39 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def planned(backend: AttentionBackend, batch: Batch, **step_options: Any) -> Iterator[list[torch.Tensor]]:
-    """Inside, the batch's step is in progress and planned; yields what ``prepare`` returned."""
+def planned(backend: AttentionBackend, batch: Batch, **step_options: Any) -> Iterator[None]:
+    """Inside, the batch's step is in progress and the backend has planned it."""
     step = Step(batch.cache, batch.metadata, attention=backend, **step_options)
     with running(step), torch.no_grad():
         ensure_planned(step, backend, [batch.site])
-        yield prepared(backend, batch)
+        yield
 
 
 def prepared(backend: AttentionBackend, batch: Batch) -> list[torch.Tensor]:
     return [] if backend.prepare is None else list(backend.prepare(*batch.tables, batch.metadata.page_size))
 
 
-def run(backend: AttentionBackend, batch: Batch) -> torch.Tensor:
-    """The batch through the backend as in a model's forward: state and plan on the host, then ``prepare`` and the op."""
-    with planned(backend, batch) as given:
-        return backend.op(*batch.arguments(given), **batch.options)
+def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
+    """The batch through the backend as in a model's forward: state and plan on the host, then ``prepare`` and the op.
+
+    With ``rotary`` through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions turns into the batch's: by quarter
+    turns, which are exact.
+    """
+    with planned(backend, batch):
+        arguments = batch.arguments(prepared(backend, batch))
+        if not rotary:
+            return backend.op(*arguments, **batch.options)
+        turns = torch.randint(4, (len(batch.q), rotary // 2), generator=torch.Generator().manual_seed(3))
+        if not form.half_tables:
+            turns = turns.repeat_interleave(2, dim=1) if form.interleaved else turns.repeat(1, 2)
+        cos, sin = (torch.tensor(quarters, dtype=batch.q.dtype)[turns].to(batch.q.device)
+                    for quarters in ((1, 0, -1, 0), (0, 1, 0, -1)))
+        q, k = (rotate(x, cos, -sin, form.interleaved, form.half_tables) for x in (batch.q, batch.new_k))
+        op: Any = backend.rope_op
+        return op(q, k, batch.new_v, cos, sin, None, None, 0.0, *arguments[3:], **batch.options, **form.options())
 
 
-def run_rotated(backend: AttentionBackend, batch: Batch, rotary: int, form: RopeForm) -> torch.Tensor:
-    """The batch through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions turns into the batch's: by quarter
-    turns, which are exact."""
-    turns = torch.randint(4, (len(batch.q), rotary // 2), generator=torch.Generator().manual_seed(3))
-    if not form.half_tables:
-        turns = turns.repeat_interleave(2, dim=1) if form.interleaved else turns.repeat(1, 2)
-    cos, sin = (torch.tensor(quarters, dtype=batch.q.dtype)[turns].to(batch.q.device)
-                for quarters in ((1, 0, -1, 0), (0, 1, 0, -1)))
-    q, k = (rotate(x, cos, -sin, form.interleaved, form.half_tables) for x in (batch.q, batch.new_k))
-    op: Any = backend.rope_op
-    with planned(backend, batch) as given:
-        return op(q, k, batch.new_v, cos, sin, None, None, 0.0, *batch.arguments(given)[3:], **batch.options, **form.options())
-
-
-def check(backend: AttentionBackend, batch: Batch, forward: Callable[[AttentionBackend, Batch], torch.Tensor] = run
-          ) -> torch.Tensor:
+def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
     """Run the batch. Raises Failure unless outputs are within bounds, new keys and values are stored exactly, and every other
     slot is bit for bit as before."""
     wanted = {name: bits(tensor).clone() for name, tensor in batch.held.items()}
@@ -235,7 +234,7 @@ def check(backend: AttentionBackend, batch: Batch, forward: Callable[[AttentionB
             for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
                 if part is not None:
                     wanted[name][live // size, live % size] = bits(part)
-    out = forward(backend, batch)
+    out = run(backend, batch, rotary, form)
     for name, tensor in batch.held.items():
         differs = (bits(tensor) != wanted[name]).flatten(2).any(-1)
         if differs.any():
@@ -262,4 +261,4 @@ def compare(out: torch.Tensor, batch: Batch) -> None:
         raise Failure("outputs of padding tokens are not zero")
 
 
-__all__ = ["Batch", "Failure", "bits", "check", "compare", "lay_out", "planned", "prepared", "reference", "run", "run_rotated"]
+__all__ = ["Batch", "Failure", "bits", "check", "compare", "lay_out", "planned", "prepared", "reference", "run"]

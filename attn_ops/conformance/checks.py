@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_name
-from quire.attn_ops.conformance.batches import (
-    Batch,
-    Failure,
-    bits,
-    check,
-    compare,
-    lay_out,
-    planned,
-    prepared,
-    run,
-    run_rotated,
-)
+from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
 from quire.attn_ops.kv_quant import QUANTISED
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm
-from quire.attn_ops.step import Step, ensure_planned, running
 
 #: Values of each feature; the first is the one used in combinations. Windows and chunks: also of one token, and longer than
 #: most sequences.
@@ -88,8 +75,11 @@ class Kit:
             ("strided q, k, v", lambda: self.exact(DECODE, MIXED, strided=True)),
             ("opcheck", self.opcheck),
             ("no synchronization", self.no_sync),
-            ("CUDA graph of a decode batch", self.graph_decode),
-            ("CUDA graph of a mixed batch", self.graph_mixed),
+            ("CUDA graph of a decode batch", lambda: self.graph(
+                CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, [(1, 90), (1, 70), (1, 80), (1, 60)],
+                [(1, 20), (1, 1), (1, 33)], pad=(1, 1))),
+            ("CUDA graph of a mixed batch", lambda: self.graph(
+                CudagraphSupport.ALWAYS, [(1, 90), (30, 70), (5, 80), (1, 60)], [(9, 9), (1, 33), (20, 24)], pad=(7, 1))),
         ]
 
     def site(self, heads: int = 4, kv_heads: int = 2, dims: tuple[int, int] | None = None, **features: Any) -> AttentionSite:
@@ -97,12 +87,14 @@ class Kit:
         return AttentionSite(layer=0, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
                              dtype=self.dtype, scale=dim**-0.5, **features)
 
-    def batch(self, rows: Rows, *, page_size: int | None = None, layout: str | None = None, pad: tuple[int, int] = (0, 0),
-              fill: float | None = None, seed: int = 0, write: bool = True, strided: bool = False, **site: Any) -> Batch:
-        """A batch (``lay_out``); ``site``: arguments of ``self.site``."""
-        return lay_out(self.site(**site), [n for n, _ in rows], [t for _, t in rows], device=self.device, pad=pad, fill=fill,
+    def batch(self, rows: Rows, *, heads: int = 4, kv_heads: int = 2, dims: tuple[int, int] | None = None,
+              page_size: int | None = None, layout: str | None = None, **options: Any) -> Batch:
+        """A batch, see ``lay_out``; ``options``: of that, and features of the site."""
+        features = {name: options.pop(name) for name in FEATURES if name in options}
+        site = self.site(heads, kv_heads, dims, **features)
+        return lay_out(site, [n for n, _ in rows], [t for _, t in rows], device=self.device, kv_dtype=self.kv_dtype,
                        page_size=page_size or self.usual_page_size, layout=layout or self.layouts[0],  # type: ignore[arg-type]
-                       kv_dtype=self.kv_dtype, write=write, strided=strided, fast_tanh=True, seed=seed)
+                       fast_tanh=True, **options)
 
     def exact(self, *batches: Rows, **options: Any) -> None:
         """Check batches of these rows; ``options``: of ``self.batch``."""
@@ -188,17 +180,13 @@ class Kit:
         if self.backend.rope_op is None:
             raise Skip("it has no rope_op; a kernel before it rotates")
 
-        def rotated(rotary: int, form: RopeForm = PLAIN) -> Callable[[AttentionBackend, Batch], torch.Tensor]:
-            return lambda backend, batch: run_rotated(backend, batch, rotary, form)
-
+        dim = self.dims[0][0]
         for rows in (DECODE[:1], DECODE, MIXED):
             for features in ({}, self.features):
-                batch = self.batch(rows, pad=(2, 1), **features)
-                check(self.backend, batch, rotated(batch.site.head_dim))
-                check(self.backend, self.batch(rows), rotated(batch.site.head_dim // 2))
-            for form in FORMS if self.backend.rope_forms else ():
-                check(self.backend, self.batch(rows), rotated(batch.site.head_dim, form))
-                check(self.backend, self.batch(rows), rotated(batch.site.head_dim // 2, form))
+                check(self.backend, self.batch(rows, pad=(2, 1), **features), dim)
+            for form in (PLAIN, *FORMS) if self.backend.rope_forms else (PLAIN,):
+                for rotary in (dim, dim // 2):
+                    check(self.backend, self.batch(rows), rotary, form)
 
     def padding(self) -> None:
         for pad in ((0, 3), (2, 0), (5, 2), (40, 9)):
@@ -257,7 +245,8 @@ class Kit:
         for rows in (DECODE, MIXED):
             for options in ({}, {"write": False}, self.features):
                 batch = self.batch(rows, **options)
-                with planned(self.backend, batch) as given, torch.enable_grad():
+                with planned(self.backend, batch), torch.enable_grad():
+                    given = prepared(self.backend, batch)
                     torch.library.opcheck(self.backend.op, batch.arguments(given), batch.options,
                                           test_utils=tests[1:3] if fp8 else tests)
                     out = self.backend.op(*batch.arguments(given), **batch.options)
@@ -269,13 +258,11 @@ class Kit:
 
     def no_sync(self) -> None:
         """Nothing in the contract reads a device tensor on the host."""
-        self._need_cuda()
+        self.need_cuda()
         for rows in (DECODE, MIXED):
             batch = self.batch(rows)
             run(self.backend, batch)  # compiles kernels, which may synchronize
-            step = Step(batch.cache, batch.metadata, attention=self.backend)
-            with running(step), torch.no_grad():
-                ensure_planned(step, self.backend, [batch.site])
+            with planned(self.backend, batch):
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     self.backend.op(*batch.arguments(prepared(self.backend, batch)), **batch.options)
@@ -284,68 +271,41 @@ class Kit:
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
 
-    def graph_decode(self) -> None:
-        self._need_graphs(CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-        self._replay(((1, 90), (1, 70), (1, 80), (1, 60)), ((1, 20), (1, 1), (1, 33)), pad=(1, 1))
-
-    def graph_mixed(self) -> None:
-        self._need_graphs(CudagraphSupport.ALWAYS)
-        self._replay(((1, 90), (30, 70), (5, 80), (1, 60)), ((9, 9), (1, 33), (20, 24)), pad=(7, 1))
-
-    def _need_cuda(self) -> None:
-        if self.device.type != "cuda":
-            raise Skip(f"a {self.device.type} has none")
-
-    def _need_graphs(self, level: CudagraphSupport) -> None:
+    def graph(self, level: CudagraphSupport, captured: Rows, replayed: Rows, pad: tuple[int, int]) -> None:
+        """Capture a batch; copy a shorter one, padded to its shape, into the same buffers; replay, and compare."""
         if self.caps.cudagraph_support < level:
             raise Skip(f"the backend declares {self.caps.cudagraph_support.name}")
-        self._need_cuda()
-
-    def _replay(self, captured: Rows, replayed: Rows, pad: tuple[int, int]) -> None:
-        """Capture a batch; copy a shorter, padded one into the same buffers; replay, and compare."""
-        buffers, later = self.batch(captured, **self.features), self.batch(replayed, pad=pad, seed=1, **self.features)
-        wide, narrow = buffers.metadata.block_table_tensor, later.metadata.block_table_tensor
-        states: dict[str, Any] = {}
-
-        def plan(metadata: CommonAttentionMetadata, capturing: bool) -> Step:
-            step = Step(buffers.cache, metadata, self.backend, states, graph_key="conformance", capturing=capturing)
-            with running(step):
-                ensure_planned(step, self.backend, [buffers.site])
-            return step
+        self.need_cuda()
+        width = -(-max(total for _, total in captured) // self.usual_page_size)
+        size = {"num_pages": len(captured) * width + 1, "table_width": width, **self.features}
+        static, later = self.batch(captured, **size), self.batch(replayed, pad=pad, fill=math.nan, seed=1, **size)
+        options = {"states": {}, "graph_key": "conformance"}
 
         def forward() -> torch.Tensor:
-            return self.backend.op(*buffers.arguments(prepared(self.backend, buffers)), **buffers.options)
+            return self.backend.op(*static.arguments(prepared(self.backend, static)), **static.options)
 
-        step = plan(buffers.metadata, True)
-        stream = side_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream, current = side_stream(self.device), torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with running(step), torch.no_grad():
+        with planned(self.backend, static, capturing=True, **options):
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     forward()
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+            current.wait_stream(stream)
             with torch.cuda.graph(graph, stream=stream):
                 out = forward()
         graph.replay()
-        compare(out, buffers)
-        # The later batch moves in: its cache page by page, its tensors into the captured ones, rows and tokens padded.
-        for mine, theirs in zip(buffers.held.values(), later.held.values(), strict=True):
-            mine.fill_(math.nan if mine.is_floating_point() else 127)
-            bits(mine)[: theirs.shape[0]] = bits(theirs)
-        wide.fill_(0)
-        wide[:, : narrow.shape[1]] = narrow
-        static, new = buffers.metadata, later.metadata
-        for mine, theirs in ((buffers.q, later.q), (buffers.new_k, later.new_k), (buffers.new_v, later.new_v),
-                             (static.slot_mapping, new.slot_mapping), (static.query_start_loc, new.query_start_loc),
-                             (static.seq_lens, new.seq_lens)):
+        compare(out, static)
+        for mine, theirs in zip(static.buffers(), later.buffers(), strict=True):
             mine.copy_(theirs)
-        if buffers.sinks is not None and later.sinks is not None:
-            buffers.sinks.copy_(later.sinks)
-        plan(replace(new, block_table_tensor=wide, slot_mapping=static.slot_mapping,
-                     query_start_loc=static.query_start_loc, seq_lens=static.seq_lens), False)
-        graph.replay()
+        later.cache = static.cache
+        with planned(self.backend, later, **options):
+            graph.replay()
         compare(out, later)
+
+    def need_cuda(self) -> None:
+        if self.device.type != "cuda":
+            raise Skip(f"a {self.device.type} has none")
 
 
 __all__ = ["DECODE", "DIMS", "FEATURES", "Kit", "MIXED", "PAGE_SIZES", "PREFILL", "Rows", "Skip"]

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,15 +31,13 @@ class Result:
 
 
 def check_backend(backend: AttentionBackend, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
-                  only: str = "", on_result: Callable[[Result], None] = lambda result: None,
-                  kv_dtype: torch.dtype | None = None) -> list[Result]:
+                  only: str = "", kv_dtype: torch.dtype | None = None) -> list[Result]:
     """Check a backend (``quire.attn_ops.conformance``).
 
     Args:
         backend: the record; it need not be registered.
         device, dtype: where and in what; dtype None: the first of float32, bfloat16, float16 that the backend declares.
         only: run the checks whose names contain this.
-        on_result: called after each check.
         kv_dtype: run all of them on a quantized cache of this dtype.
 
     Returns:
@@ -49,22 +47,16 @@ def check_backend(backend: AttentionBackend, device: torch.device | str = "cpu",
     caps = backend.capabilities
     dtype = dtype or next((d for d in DTYPES if d in caps.dtypes), torch.float32)
     kit = Kit(backend, device, dtype, kv_dtype)
-    results: list[Result] = []
-
-    def report(name: str, status: str, detail: str = "", seconds: float = 0.0) -> list[Result]:
-        results.append(Result(name, status, detail, seconds))
-        on_result(results[-1])
-        return results
-
     if device.type not in caps.devices or backend.available(device):
-        return report("usable here", "FAIL", backend.available(device) or f"runs on {listed(caps.devices)}")
+        return [Result("usable here", "FAIL", backend.available(device) or f"runs on {listed(caps.devices)}")]
     for reason, missing in ((f"dtype {dtype} is not declared", dtype not in caps.dtypes),
                             (f"KV cache dtype {kv_dtype} is not declared", kv_dtype not in (None, *caps.kv_dtypes)),
                             (f"no head dims among {DIMS} are declared", not kit.dims),
                             (f"no page size among {PAGE_SIZES} is declared", not kit.page_sizes),
                             ("no layout is declared", not kit.layouts)):
         if missing:
-            return report("declarations", "FAIL", reason)
+            return [Result("declarations", "FAIL", reason)]
+    results = []
     for name, check in kit.checks():
         if only not in name:
             continue
@@ -78,7 +70,7 @@ def check_backend(backend: AttentionBackend, device: torch.device | str = "cpu",
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             status, detail = "FAIL", f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        report(name, status, detail, time.perf_counter() - begin)
+        results.append(Result(name, status, detail, time.perf_counter() - begin))
     return results
 
 

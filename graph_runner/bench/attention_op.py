@@ -19,7 +19,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
-from quire.attn_ops.conformance.batches import Batch, lay_out, planned
+from quire.attn_ops.conformance.batches import Batch, lay_out, planned, prepared
 from quire.attn_ops.kv_cache import Layout, vector_bytes
 
 CALLS = 20
@@ -101,10 +101,11 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
     least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
     captured = device.type == "cuda" and backend.capabilities.cudagraph_support >= least
     # A backend that plans must know that a graph is captured, to give it buffers that stay.
-    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured) as prepared:
+    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
+        given = prepared(backend, batch)
 
         def call(i: int) -> None:
-            backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, prepared,
+            backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
                        **batch.options)
 
         call(0)

@@ -1,4 +1,5 @@
-"""Test cases of paged attention by keyword: the batches of the conformance kit, and bounds for quantized caches."""
+"""Test cases of paged attention by keyword: the batches of the conformance kit, and bounds for quantized caches; and backends
+without an op, for tests of registry and selection."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities
 from quire.attn_ops.conformance.batches import Batch as Case
 from quire.attn_ops.conformance.batches import bits, lay_out, reference
 from quire.attn_ops.conformance.batches import check as check_case
@@ -55,4 +57,18 @@ def check_drift(out: torch.Tensor, case: Case) -> None:
     assert drifted, "nothing was quantized"
 
 
-__all__ = ["Case", "bits", "check_case", "check_drift", "check_output", "make_case", "run_case"]
+SITE = AttentionSite(layer=3, num_heads=8, num_kv_heads=2, head_dim=64, head_dim_v=64, dtype=torch.float32, scale=0.125,
+                     name="model.layers.3.self_attn")
+EVERYTHING = dict(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32}), window=True, softcap=True,
+                  sinks=True, chunk=True, non_causal=True)
+
+
+def make_backend(name: str, *, why: str | None = None, priority: dict[str, int] | None = None, **capabilities
+                 ) -> AttentionBackend:
+    """A backend without an op that declares EVERYTHING but ``capabilities``. why: the reason why it is not available."""
+    return AttentionBackend(name, AttentionCapabilities(**{**EVERYTHING, **capabilities}), lambda device: why, op=None,
+                            priority=priority)
+
+
+__all__ = ["Case", "EVERYTHING", "SITE", "bits", "check_case", "check_drift", "check_output", "make_backend", "make_case",
+           "run_case"]

@@ -1,4 +1,4 @@
-"""``examples/backend``: installed as a distribution of its own, it is found by its entry point and passes the conformance kit."""
+"""``examples/backend``: installed as a distribution, it is found by its entry point and passes the conformance kit."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.torch_native import BACKEND, KEYS, TILE
-from quire.attn_ops.conformance.batches import planned
+from quire.attn_ops.conformance.batches import prepared
 from tests.attn_ops.cases import check_case, make_case, run_case
 
 SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=8, page_size=4)
@@ -80,9 +80,9 @@ def test_a_sequence_does_not_depend_on_its_neighbours(features) -> None:
 
 def test_prepared_is_what_the_op_makes_itself() -> None:
     made = case([5, 1, 0, 17], [9, 17, 3, 17])
-    with planned(BACKEND, made) as prepared:
-        with_it = BACKEND.op(*made.arguments(prepared), **made.options)
-        assert prepared and torch.equal(BACKEND.op(*made.arguments(), **made.options), with_it)
+    given = prepared(BACKEND, made)
+    with_it = BACKEND.op(*made.arguments(given), **made.options)
+    assert given and torch.equal(BACKEND.op(*made.arguments(), **made.options), with_it)
 
 
 def test_output_is_not_a_view() -> None:

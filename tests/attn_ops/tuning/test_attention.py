@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from quire.attn_ops import registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.registry import backends, register_backend
@@ -27,14 +26,13 @@ HINT = "run `quire bench attention --save`"
 
 
 @pytest.fixture(autouse=True)
-def setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty: None) -> None:
     """No backends, no measurements, and every device is called DEVICE."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "STORE", dataclasses.replace(tuning.STORE, shipped=tmp_path / "attention.json"))
     monkeypatch.setattr(tuning, "device_name", lambda device: DEVICE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(registry, "REGISTRY", registry.Registry([]))
 
 
 def make(name: str, place: int, support: CudagraphSupport = CudagraphSupport.ALWAYS, *, why: str | None = None,
