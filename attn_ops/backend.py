@@ -83,7 +83,7 @@ class AttentionCapabilities:
         dtypes: of q, k and v.
         kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
-        head_dims: predicate on (D, Dv).  page_sizes: on tokens per page.  *_note: the same in words, for messages.
+        head_dims: predicate on (D, Dv).  page_sizes: on tokens per page.  *_note: as text, for messages.
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.

@@ -132,7 +132,7 @@ def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Ca
             if not (out - reference).norm() <= 1e-2 * reference.norm():
                 raise ArithmeticError("the result is off by more than 1 %")
             times[config] = timer(lambda config=config: [kernel(*a, config=config) for a in calls], len(calls))
-        except Exception as error:  # too much shared memory for this GPU, say
+        except Exception as error:  # e.g. too much shared memory for this GPU
             logger.debug("%s with %d tokens and %s: %s", shape, num_tokens, config, error)
     return min(times, key=times.__getitem__)
 

@@ -141,7 +141,7 @@ def test_only_what_is_gathered_is_dequantised(monkeypatch) -> None:
     monkeypatch.setattr(torch_native, "dequantise", lambda codes, scale: sizes.append(codes.numel()) or real(codes, scale))
     made = case([1, 1], [9, 17], kv_dtype=torch.int8, num_pages=5000)
     check_output(run_case(BACKEND, made), made)
-    assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens a page, Hkv, D)
+    assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens per page, Hkv, D)
 
 
 def test_read_back_is_dequantise() -> None:

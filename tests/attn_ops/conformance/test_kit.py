@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from quire.attn_ops import registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.backends import torch_native
+from quire.attn_ops.conformance import checks
 from quire.attn_ops.conformance.batches import reference
 from quire.attn_ops.conformance.checks import MIXED, Kit
 from quire.attn_ops.conformance.report import check_backend, main
@@ -325,7 +328,7 @@ def test_opcheck_catches_an_undeclared_mutation() -> None:
 
 
 def test_a_backend_that_plans() -> None:
-    """Its state is made for the batch's limits, its plan runs once a step, and the op finds both in the step."""
+    """Its state is made for the batch's limits, its plan runs once per step, and the op finds both in the step."""
     plans = []
 
     def make_state(sites, cache, limits):
@@ -353,6 +356,41 @@ def test_graphs_are_skipped_with_the_reason() -> None:
     decode = broken(lambda given: None, cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     assert [r.detail for r in check_backend(decode, only="CUDA graph")] == [
         "a cpu has none", "the backend declares UNIFORM_SINGLE_TOKEN_DECODE"]
+
+
+class Graph:
+    """A CUDA graph on a CPU: a replay runs ``forward`` again, on the arguments of the capture."""
+
+    forward: Callable[[], torch.Tensor]
+    out: torch.Tensor
+
+    def replay(self) -> None:
+        self.out.copy_(Graph.forward())
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in (("CUDAGraph", Graph), ("current_stream", lambda device: stream), ("stream", nullcontext),
+                        ("graph", lambda graph, stream: nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(checks, "side_stream", lambda device: stream)
+    monkeypatch.setattr(Kit, "need_cuda", lambda self: None)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("kept", [(), ("seq_lens",), ("slot_mapping",), ("block_table",), ("query_start_loc", "q")], ids=str)
+def test_graphs_that_keep_what_they_were_captured_with_fail(graphs, kept, kv_dtype) -> None:
+    def op(*args, **options):
+        given = {**dict(zip(NAMES, args, strict=True)), **options}
+        given |= {name: given[name].clone() for name in kept}
+        Graph.forward = lambda: torch_native.paged_attention(**given)
+        Graph.out = Graph.forward()
+        return Graph.out
+
+    backend = dataclasses.replace(NATIVE, op=op, prepare=None)
+    found = {r.check: r.status for r in check_backend(backend, only="CUDA graph", kv_dtype=kv_dtype)}
+    assert list(found.values()) == ["FAIL" if kept else "ok"] * 2, found
 
 
 @pytest.mark.parametrize("change, dtype, detail", [

@@ -106,7 +106,7 @@ def test_nothing_to_measure_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, 6)])
 def test_how_many_weights_are_gone_through(cold: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough not to fit into the cache, but no more than so many: a small model's weights are in the cache anyway."""
+    """Enough not to fit into the L2 cache, up to a limit: the weights of a small model are in it anyway."""
     monkeypatch.setattr(tuning, "_COLD", cold)
     monkeypatch.setattr(tuning, "MOST_COPIES", 6)
     calls = set()
