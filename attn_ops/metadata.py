@@ -54,10 +54,6 @@ class CommonAttentionMetadata:
     max_page: int | None = None
 
     @property
-    def block_table(self) -> torch.Tensor:
-        return self.block_table_tensor
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the batch, padding included."""
         return self.slot_mapping.shape[0]

@@ -179,7 +179,7 @@ def test_a_measured_batch_is_a_real_one(name: str, point: Any) -> None:
         pytest.skip(str(backend.available(CPU)))
     site = AttentionSite(0, 4, 2, 16, 16, torch.float32, 0.25, window=7, softcap=5.0, sinks=True)
     batch = op_batch(site, point, page_size=4, device=CPU, max_len=64)
-    assert batch.metadata.block_table.shape == (2, 16)
+    assert batch.metadata.block_table_tensor.shape == (2, 16)
     timing = measure(backend, batch)
     assert timing.us > 0 and timing.us == timing.host_us and timing.how == "host"
     slots = batch.metadata.slot_mapping

@@ -74,7 +74,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(features) -> None:
     batch.q[:7], batch.new_k[:7], batch.new_v[:7] = alone.q, alone.new_k, alone.new_v
     batch.sinks = alone.sinks
     for mine, theirs in ((alone.cache.k, batch.cache.k), (alone.cache.v, batch.cache.v)):
-        theirs[0][batch.metadata.block_table[0, :8].long()] = mine[0][alone.metadata.block_table[0].long()]
+        theirs[0][batch.metadata.block_table_tensor[0, :8].long()] = mine[0][alone.metadata.block_table_tensor[0].long()]
     assert torch.equal(run_case(BACKEND, batch)[:7], out)
 
 
