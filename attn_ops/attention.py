@@ -1,11 +1,10 @@
 """The semantic attention op: what one attention site of a model means, with no KV cache and no batch metadata.
 
-Every route into quire (the Hugging Face attention interface, the pass that raises ``F.scaled_dot_product_attention``)
-meets in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/rewrite/lower.py``). The op is
-functional, has a fake (meta) implementation, an eager one and a derivative, so a model that emits it runs, traces and
-trains with no engine near.
+Every route into quire (the Hugging Face attention interface, the pass that raises ``F.scaled_dot_product_attention``) ends
+in ``torch.ops.quire.attention``, and every backend is a lowering of it (``passes/rewrite/lower.py``). The op is functional
+and has a fake, an eager implementation and a derivative, so a model that emits it runs, traces and trains without an engine.
 
-Shape legend, used all over quire:
+Shapes, in all of quire:
 
 =====  ==============================================================================================================
 B      sequences in a batch (``num_reqs``)
@@ -44,7 +43,7 @@ class AttentionSite:
     """What one attention site needs. Static facts only: this is what backends are checked against.
 
     Args:
-        layer: the layer's number as the model counts it; unique in a model.
+        layer: the model's number of the layer; unique in a model.
         name: the module path of the attention module, for messages.
         num_heads, num_kv_heads, head_dim, head_dim_v: H, Hkv, D, Dv.
         dtype: of q, k and v.
@@ -69,19 +68,23 @@ class AttentionSite:
     route: str = "op"
 
     def needs(self) -> str:
-        """The features in words, as ``explain`` and the error messages print them."""
+        """The features as text, for ``explain`` and error messages."""
         kind = "MHA" if self.num_heads == self.num_kv_heads else "MQA" if self.num_kv_heads == 1 else "GQA"
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        words = [f"{kind} {self.num_heads}:{self.num_kv_heads}x{dims}", str(self.dtype).removeprefix("torch.")]
+        words = [f"{kind} {self.num_heads}:{self.num_kv_heads}x{dims}", dtype_name(self.dtype)]
         words += [f"{n}={getattr(self, n):g}" for n in ("window", "softcap", "chunk") if getattr(self, n) is not None]
         words += ["sinks"] * self.sinks + ["non-causal"] * (not self.causal)
         return ", ".join(words)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def visible(
     query_pos: torch.Tensor, key_pos: torch.Tensor, *, window: int | None, chunk: int | None, causal: bool
 ) -> torch.Tensor:
-    """The mask, as booleans: may the query at ``query_pos`` (..., 1) see the key at ``key_pos`` (..., Sk)? Broadcasts."""
+    """The mask: whether the query at ``query_pos`` (..., 1) sees the key at ``key_pos`` (..., Sk). Broadcasts."""
     keep = key_pos <= query_pos if causal else torch.ones_like(query_pos + key_pos, dtype=torch.bool)
     if window is not None:
         keep = keep & (key_pos > query_pos - window)
@@ -124,12 +127,12 @@ def attention_eager(
 ) -> torch.Tensor:
     """The op in plain PyTorch, in fp32 or better: q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) -> (B, H, S, Dv).
 
-    Dense, O(S * Sk) memory: it is the specification and the path of a model that runs without an engine.
+    Dense, O(S * Sk) memory: the specification, and what a model runs without an engine.
     """
     _check(q, k, v, sinks, window=window, softcap=softcap, chunk=chunk)
     if causal and q.shape[2] > k.shape[2]:
-        raise ValueError(f"quire::attention is causal with {q.shape[2]} queries but {k.shape[2]} keys: queries are the last of "
-                         "the keys' tokens, so the first of them would see no key")
+        raise ValueError(f"quire::attention is causal with {q.shape[2]} queries but {k.shape[2]} keys: queries are the last "
+                         "tokens of the keys, so the first ones would see no key")
     weights, _, _ = _weights(q, k, sinks, scale, window, softcap, chunk, causal)
     out = weights @ v.to(weights.dtype).unsqueeze(2)
     return out.reshape(q.shape[0], q.shape[1], q.shape[2], v.shape[3]).to(q.dtype)
@@ -137,7 +140,7 @@ def attention_eager(
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, window: int | None,
            softcap: float | None, chunk: int | None) -> None:
-    """Shape and range rules of the op; shared by the eager and the fake implementation, so tracing sees the same errors."""
+    """Shape and range rules, shared by the eager and the fake implementation: tracing raises the same errors."""
     torch._check_value(q.dim() == k.dim() == v.dim() == 4, lambda: (
         f"quire::attention takes q (B, H, S, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); got {tuple(q.shape)}, "
         f"{tuple(k.shape)}, {tuple(v.shape)}"))
@@ -193,4 +196,4 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
 attention = define_op(ATTENTION_SCHEMA, cpu=attention_eager, cuda=attention_eager, fake=attention_fake)
 torch.library.register_autograd("quire::attention", _backward, setup_context=_setup_context, lib=LIBRARY)
 
-__all__ = ["AttentionSite", "attention", "attention_eager", "visible"]
+__all__ = ["AttentionSite", "attention", "attention_eager", "dtype_name", "visible"]

@@ -1,10 +1,45 @@
-"""What an attention backend is: a frozen record, and the check that nothing a model needs is ignored.
+"""Attention backends: the page for authors of one.
 
-A backend is five things: ``capabilities``, ``available``, the paged op, ``plan`` and ``prepare`` (see AttentionBackend). It
-lives in one file, registers itself under the entry-point group ``quire.backends``, and nothing outside that file names it.
+A backend is an ``AttentionBackend`` record and a function, the paged op. The names that an author needs are in ``quire``;
+``examples/backend`` is a whole backend in plain PyTorch::
 
-The paged op of every backend has one schema (PAGED_SCHEMA): it writes the step's new keys and values into the cache, then
-attends each query to its sequence's pages. ``define_paged_op`` registers it, so a backend only writes the function.
+    from quire import AttentionBackend, AttentionCapabilities, define_paged_op
+
+    def paged_attention(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens,
+                        sinks, prepared, *, scale, window, softcap, chunk): ...
+
+    BACKEND = AttentionBackend("mine", AttentionCapabilities(devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16})),
+                               available=lambda device: None, op=define_paged_op("mine", paged_attention))
+
+Register it with ``quire.register_backend(BACKEND)``, or, for every process, by an entry point in pyproject.toml::
+
+    [project.entry-points."quire.backends"]
+    mine = "my_package.my_backend:BACKEND"
+
+and check it with ``python -m quire.attn_ops.conformance --backend mine``, or ``quire.check_backend(BACKEND)``.
+
+The paged op stores the step's keys and values, then attends each query to its sequence's pages and returns (T, H, Dv). T, B
+and the other letters are those of ``attention.py``, the tensors those of ``metadata.py`` and ``kv_cache.py``:
+
+=================  ==================================================================================================
+q, k, v            (T, H, D), (T, Hkv, D), (T, Hkv, Dv), perhaps strided. k, v None: another layer with the same cache
+                   has stored them
+k_cache, v_cache   (pages, page_size, Hkv, D or Dv), in either layout: read the strides
+k_scale, v_scale   (pages, page_size, Hkv) float32 for a quantized cache, else None. Every key and value is then attended
+                   to as it reads back (``kv_quant.py``), those of this step too
+slot_mapping       (T,) int64; block_table (B, W), query_start_loc (B + 1,), seq_lens (B,) int32
+sinks              (H,) or None
+prepared           what ``prepare`` returned; [] without it
+scale, ...         as in ``attention.py``
+=================  ==================================================================================================
+
+Rules:
+
+* Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons.
+* Write the mapped slots and nothing else. See NOTE [Padding]: rows may be empty, padding tokens give zeros.
+* Read nothing on the host in the op: work on the host is ``plan``'s, which finds its state in ``current_step()``.
+* For ``attention="auto"``, set ``priority`` for each device type, and ``packages`` to the distributions that the speed depends
+  on: times that ``quire bench attention --save`` measured with other versions do not count.
 """
 
 from __future__ import annotations
@@ -16,7 +51,7 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.attention import AttentionSite, dtype_name
 from quire.attn_ops.library import LIBRARY, define_op
 
 PAGED_SCHEMA = (
@@ -24,15 +59,15 @@ PAGED_SCHEMA = (
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, Tensor[] prepared, *, "
     "float scale, int? window, float? softcap, int? chunk) -> Tensor"
 )
-#: The same with q and k as they are before the rotary embedding; see ``attn_ops/ops/rope.py`` for what is new. An option that has
-#: its default is not handed on, so that an implementation may lack the last four (``AttentionBackend.rope_forms``).
+#: The same with q and k before the rotary embedding (``attn_ops/ops/rope.py``). Options at their defaults are not passed on, so
+#: an implementation may lack the last four (``AttentionBackend.rope_forms``).
 ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
     "Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, ")).replace(
     ") ->", ", bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) ->")
 
 
 class CudagraphSupport(IntEnum):
-    """Which batches may be captured whole, in vLLM's terms; a model's level is the minimum over its backends."""
+    """Which batches may be captured whole, in vLLM's terms."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -47,16 +82,14 @@ class AttentionCapabilities:
     Args:
         devices: torch device types.
         dtypes: of q, k and v.
-        kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, in words, for messages.
+        kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
-        head_dims: predicate on (D, Dv).  head_dims_note: the same in words, for messages.
-        page_sizes: predicate on tokens a page.  page_sizes_note: in words.
+        head_dims: predicate on (D, Dv).  page_sizes: on tokens per page.  *_note: as text, for messages.
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
-        mla, cross, encoder, cascade: kinds of attention no backend here has yet; declared so that `quire backends` says so.
+        mla, cross, encoder, cascade: kinds of attention that no backend here has yet.
         cudagraph_support: see CudagraphSupport.
-        needs_plan: host work is due before every step and every replay.
     """
 
     devices: frozenset[str]
@@ -80,7 +113,6 @@ class AttentionCapabilities:
     encoder: bool = False
     cascade: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
-    needs_plan: bool = False
 
     def reasons_against(
         self, site: AttentionSite, *, device: torch.device, page_size: int | None = None,
@@ -125,23 +157,21 @@ class AttentionBackend:
 
     Args:
         name: what users write: ``attention="name"``.
-        capabilities: see AttentionCapabilities.
-        available: device -> None if usable on it in this process, else the reason in words, with what to do about it.
+        available: device -> None if usable on it in this process, else the reason, with what to do about it.
         op: the paged op (PAGED_SCHEMA), from ``define_paged_op``.
-        rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), if the kernels do that better than a
-            kernel before them (``attn_ops/ops/rope.py``).
-        rope_forms: rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for PLAIN
-            only, without options, and rope_kv_write rotates for the other forms.
-        make_state: (sites, cache, limits) -> the backend's own state for one engine or step (workspaces, planned kernels),
-            or None for a backend that keeps none. ``limits`` is a StepLimits.
-        plan: (metadata, step) host work before a forward or a replay, outside the graph; once a step, never once a layer.
-            ``step`` is a Step: it holds the state, and says whether a CUDA graph is being captured or replayed. Must not
-            allocate on the device when replaying.
+        rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), for kernels that fuse it.
+        rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
+            PLAIN only, without options, and rope_kv_write rotates for the other forms.
+        make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
+            kernels); None for a backend without.
+        plan: (metadata, step: Step) -> None, host work before a forward or a replay, outside the graph; once per step.
+            ``step`` holds the state and says whether a CUDA graph is captured or replayed. Must not allocate on the device
+            when replaying.
         prepare: an op ``(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) ->
-            Tensor[]`` recorded in the graph once a forward; what it returns reaches every layer as ``prepared``. Device
-            work only: no sync, no shape that depends on data.
-        priority: place in the walk of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
-        packages: distributions, beside torch, whose versions its speed hangs on: times measured with others do not count.
+            Tensor[]`` recorded in the graph once per forward; every layer gets the result as ``prepared``. Device work only:
+            no sync, no shape that depends on data.
+        priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
+        packages: distributions, beside torch, that its speed depends on.
     """
 
     name: str
@@ -168,14 +198,13 @@ class UnsupportedAttention(ValueError):
 
 def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
                     rope: bool = False, launches: bool = False) -> Any:
-    """Register ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload. With ``rope`` it is
-    ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA.
+    """Register ``impl`` as ``quire::<name>_paged_attention`` with PAGED_SCHEMA and its fake; return the op overload.
 
-    ``impl`` takes q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), the caches of the layer with their scales, the metadata
-    tensors and ``prepared``; it mutates caches and scales and nothing else, and returns (T, H, Dv). k and v None: nothing
-    is written (the layer shares another's cache). k_scale and v_scale None: the caches hold keys and values as they are;
-    else codes, and every key and value is attended to as it reads back, the step's own included (``attn_ops/kv_quant.py``).
-    ``launches`` is ``define_op``'s.
+    Args:
+        impl: see this module's docstring. It mutates the caches and scales and nothing else.
+        devices: dispatch keys.
+        rope: register ``quire::<name>_rope_paged_attention`` with ROPE_PAGED_SCHEMA instead.
+        launches: see ``define_op``.
     """
     schema = f"{name}_rope_paged_attention{ROPE_PAGED_SCHEMA}" if rope else f"{name}_paged_attention{PAGED_SCHEMA}"
     keys = set(devices)
@@ -199,10 +228,6 @@ def _rope_paged_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: tor
 
 def listed(items: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, items))) or "none"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 __all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "ROPE_PAGED_SCHEMA",

@@ -1,4 +1,4 @@
-"""The paged KV cache: one K and one V tensor a layer, cut into pages of ``page_size`` tokens."""
+"""The paged KV cache: one K and one V tensor per layer, divided into pages of ``page_size`` tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.attention import AttentionSite, dtype_name
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 
 Layout = Literal["NHD", "HND"]
@@ -20,27 +20,24 @@ find_sites: Callable[[Any], list[AttentionSite]] | None = None
 class PagedKVCache:
     """Keys and values of all layers, by page.
 
-    ``k[i]`` is (num_pages, page_size, Hkv, D) and ``v[i]`` (num_pages, page_size, Hkv, Dv) for the i-th attention layer: always
-    that *logical* shape. ``layout`` says how they lie in memory: "NHD" in that order, "HND" with the heads outside the
-    tokens of a page; kernels read the strides. Each tensor is its own allocation (slices of one storage, passed to a
-    compiled graph, make Inductor copy the whole cache). Page 0 is the null page; see NOTE [Padding].
+    ``k[i]`` is (num_pages, page_size, Hkv, D) and ``v[i]`` (num_pages, page_size, Hkv, Dv) for the i-th attention layer: that
+    is the *logical* shape. In memory ``layout`` "NHD" has that order, "HND" the heads outside the tokens of a page; kernels
+    read the strides. Each tensor is its own allocation (slices of one storage, passed to a compiled graph, make Inductor copy
+    the whole cache). Page 0 is the null page; see NOTE [Padding].
 
-    With a quantised dtype (int8, float8_e4m3fn, float8_e5m2) ``k`` and ``v`` hold codes, and ``k_scale[i]``, ``v_scale[i]``
-    (num_pages, page_size, Hkv) float32 what to multiply them with (``attn_ops/kv_quant.py``). In memory their heads
-    lie outside the tokens whatever the layout: a kernel reads the scales of one head. Else both lists hold None.
+    With a quantized dtype (int8, float8_e4m3fn, float8_e5m2) ``k`` and ``v`` hold codes, and ``k_scale[i]``, ``v_scale[i]``
+    (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), in either layout with the heads outside the
+    tokens in memory: a kernel reads the scales of one head. Else both lists hold None.
 
     Args:
-        num_layers: attention layers.
-        num_pages: pages, the null page included, so that (num_pages - 1) * page_size tokens fit.
-        page_size: tokens a page.
-        num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one int a layer. head_dim_v defaults to head_dim.
-        dtype, device: of k and v.
-        layout: "NHD" or "HND".
+        num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
+        page_size: tokens per page.
+        num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one per layer. head_dim_v defaults to head_dim.
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
 
     Raises:
-        ValueError: a size that is not positive, fewer than two pages, lists that are not num_layers long, a dtype that is
-            neither a quantised one nor fit to hold keys as they are.
+        ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, or a dtype that
+            neither is a quantized one nor can hold keys as they are.
     """
 
     def __init__(
@@ -55,8 +52,8 @@ class PagedKVCache:
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout must be 'NHD' or 'HND', got {layout!r}")
         if dtype not in QUANTIZED_KV_DTYPES and not (dtype.is_floating_point and dtype.itemsize >= 2):
-            raise ValueError(f"a KV cache of {_name(dtype)} is not possible: give the model's own dtype or one of the "
-                             f"quantised ones, {', '.join(sorted(map(_name, QUANTIZED_KV_DTYPES)))}")
+            raise ValueError(f"a KV cache of {dtype_name(dtype)} is not possible: give the model's own dtype or one of the "
+                             f"quantized ones, {', '.join(sorted(map(dtype_name, QUANTIZED_KV_DTYPES)))}")
         heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
         dims = _per_layer("head_dim", head_dim, num_layers)
         dims_v = dims if head_dim_v is None else _per_layer("head_dim_v", head_dim_v, num_layers)
@@ -72,12 +69,12 @@ class PagedKVCache:
         self.v_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
 
     @property
-    def quantised(self) -> bool:
-        """Whether k and v hold codes, to be multiplied with k_scale and v_scale."""
+    def quantized(self) -> bool:
+        """Whether k and v hold codes with scales."""
         return self.dtype in QUANTIZED_KV_DTYPES
 
     def _allocate_scale(self, heads: int) -> torch.Tensor | None:
-        if not self.quantised:
+        if not self.quantized:
             return None
         return torch.zeros(self.num_pages, heads, self.page_size, dtype=torch.float32, device=self.device).transpose(1, 2)
 
@@ -91,7 +88,7 @@ class PagedKVCache:
     @classmethod
     def for_sites(cls, sites: Sequence[AttentionSite], *, num_pages: int, page_size: int = 16, device: torch.device | str,
                   dtype: torch.dtype | None = None, layout: Layout = "NHD") -> PagedKVCache:
-        """A cache that fits the attention sites of a model, as ``quire.explain`` lists them."""
+        """A cache for the attention sites of a model, as ``quire.explain`` lists them."""
         if not sites:
             raise ValueError("no attention sites: there is nothing to cache")
         return cls(
@@ -116,40 +113,36 @@ class PagedKVCache:
                              layout=layout)
 
     def index(self, layer: int) -> int:
-        """Position of the model's layer number ``layer`` in ``k`` and ``v``."""
+        """Position in ``k`` and ``v`` of the layer with the model's number ``layer``."""
         if layer not in self._index:
             raise ValueError(f"the KV cache has no layer {layer}; its layers are {self.layer_ids}")
         return self._index[layer]
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(k, v, k_scale, v_scale) of the model's layer number ``layer``: a paged op's arguments, in its order."""
+        """(k, v, k_scale, v_scale) of that layer, in the order of a paged op's arguments."""
         i = self.index(layer)
         return self.k[i], self.v[i], self.k_scale[i], self.v_scale[i]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, the scales of a quantised cache included."""
+        """Bytes of all tensors, scales included."""
         tensors = [*self.k, *self.v, *self.k_scale, *self.v_scale]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def __repr__(self) -> str:
-        scales = " and scales" if self.quantised else ""
+        scales = " and scales" if self.quantized else ""
         return (f"PagedKVCache({self.num_layers} layers, {self.num_pages} pages of {self.page_size}, {self.layout}, "
-                f"{_name(self.dtype)}{scales}, {self.device}, {self.num_bytes / 2**20:.1f} MiB)")
+                f"{dtype_name(self.dtype)}{scales}, {self.device}, {self.num_bytes / 2**20:.1f} MiB)")
 
 
 def bytes_per_page(sites: Sequence[AttentionSite], page_size: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of one page over all layers, scales included: what sizing a cache from free memory divides by."""
+    """Bytes of one page over all layers, scales included."""
     return sum(page_size * s.num_kv_heads * vector_bytes(s.head_dim, s.head_dim_v, dtype or s.dtype) for s in sites)
 
 
 def vector_bytes(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> int:
-    """Bytes that a cache of ``dtype`` holds of one token and KV head: its key and its value, with their scales."""
+    """Bytes per token and KV head in a cache of ``dtype``: a key and a value, with their scales."""
     return (head_dim + head_dim_v) * dtype.itemsize + (2 * torch.float32.itemsize if dtype in QUANTIZED_KV_DTYPES else 0)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[int]:
@@ -160,7 +153,7 @@ def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[i
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that ``num_tokens`` tokens need."""
+    """Pages for ``num_tokens`` tokens."""
     return math.ceil(num_tokens / page_size)
 
 

@@ -6,10 +6,10 @@ being in the cache already. Token t of sequence r has position p = seq_lens[r] -
 value go to slot ``block_table[r, p // page_size] * page_size + p % page_size``.
 
 NOTE [Padding]: a batch may be padded to a bucket's shape. Padding rows repeat the last ``query_start_loc`` (zero tokens) and
-have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding rows
-of ``block_table`` hold it. Entries behind a sequence's own pages may be any page, of others too: nothing may depend on them.
-Kernels accept zero-length rows, never write a slot that is not mapped, and leave the outputs of padding tokens finite (zero).
-Nothing in the contract reads a device tensor on the host.
+have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding
+rows of ``block_table`` hold it. Entries past a sequence's own pages may be any page, of others too: nothing may depend on them.
+Kernels accept rows of zero length, write no slot that is not mapped, and give zeros for padding tokens. Nothing in the
+contract reads a device tensor on the host.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ class CommonAttentionMetadata:
     """Metadata of one ragged batch. Field names and units are vLLM's.
 
     Args:
-        query_start_loc: (B + 1,) int32, device: exclusive prefix sums of the tokens scheduled for each sequence.
-        query_start_loc_cpu: the same on the host.
-        seq_lens: (B,) int32, device: tokens visible in the cache *after* this step (computed before + scheduled now).
-        seq_lens_cpu: the same on the host (an upper bound is enough; host-side planning uses it).
-        block_table_tensor: (B, max pages a sequence) int32, device: page numbers in the sequence's order.
+        query_start_loc: (B + 1,) int32, device: exclusive prefix sums of the tokens scheduled per sequence.
+        seq_lens: (B,) int32, device: tokens in the cache *after* this step (computed before + scheduled now).
+        query_start_loc_cpu, seq_lens_cpu: the same on the host, for planning.
+        block_table_tensor: (B, max pages per sequence) int32, device: page numbers in the sequence's order.
         slot_mapping: (T,) int64, device: page * page_size + offset, or -1 for "do not write".
         num_reqs, num_actual_tokens: B and T, padding excluded.
         max_query_len, max_seq_len: upper bounds on the host.
-        page_size: tokens a page.
-        causal: False only for encoders; no paged backend serves it.
-        max_page: the largest page that holds a token, where the host knows it; None where pages are on the device alone.
+        page_size: tokens per page.
+        max_page: the largest page that holds a token, where the host knows it; None where only the device has the pages.
     """
 
     query_start_loc: torch.Tensor
@@ -53,12 +51,7 @@ class CommonAttentionMetadata:
     max_query_len: int
     max_seq_len: int
     page_size: int
-    causal: bool = True
     max_page: int | None = None
-
-    @property
-    def block_table(self) -> torch.Tensor:
-        return self.block_table_tensor
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +59,8 @@ class CommonAttentionMetadata:
         return self.slot_mapping.shape[0]
 
     @property
-    def num_computed_tokens_cpu(self) -> torch.Tensor:
-        """(B,) tokens in the cache before the step, on the host."""
-        return self.seq_lens_cpu - self.query_start_loc_cpu.diff()
-
-    @property
     def positions(self) -> torch.Tensor:
-        """(T,) int64 position of every token in its sequence; 0 for padding tokens. What ``position_ids`` must be."""
+        """(T,) int64: each token's position in its sequence, 0 for padding tokens. What ``position_ids`` must be."""
         positions = np.zeros(self.num_tokens, dtype=np.int64)
         live = _positions(self.query_start_loc_cpu.diff().numpy(), self.seq_lens_cpu.numpy())
         positions[: live.shape[0]] = live
@@ -96,20 +84,18 @@ class CommonAttentionMetadata:
         """Make the metadata of a batch from plain lists.
 
         Args:
-            query_lens: tokens scheduled for each sequence in this step, >= 0.
-            seq_lens: tokens each sequence has after the step, >= its query_lens.
-            block_table: page numbers of each sequence, from 1 on and in order, at least ceil(seq_len / page_size) each; rows
-                may differ in length. Sequences may share pages that none of them writes to in this step.
-            page_size: tokens a page.
-            device: where the tensors go.
+            query_lens: tokens scheduled per sequence in this step, >= 0.
+            seq_lens: tokens per sequence after the step, >= its query_lens.
+            block_table: page numbers per sequence, >= 1 and in order, at least ceil(seq_len / page_size) of them; rows may
+                differ in length. Sequences may share pages that none of them writes to in this step.
 
         Raises:
             ValueError: lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1, or
-                a place in a page that two tokens would be written to.
+                a slot that two tokens would be written to.
         """
         if not len(query_lens) == len(seq_lens) == len(block_table):
             raise ValueError(f"query_lens, seq_lens and block_table describe {len(query_lens)}, {len(seq_lens)} and "
-                             f"{len(block_table)} sequences; they must be as many")
+                             f"{len(block_table)} sequences; the numbers must be equal")
         rows = [list(map(int, row)) for row in block_table]
         max_page = NULL_PAGE
         for r, (query, seq, row) in enumerate(zip(query_lens, seq_lens, rows, strict=True)):
@@ -151,7 +137,7 @@ class CommonAttentionMetadata:
         """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows. See NOTE [Padding].
 
         Raises:
-            ValueError: the batch is larger than the shape asked for.
+            ValueError: the batch is larger than that.
         """
         more_tokens, more_reqs = num_tokens - self.num_tokens, num_reqs - self.seq_lens.shape[0]
         if more_tokens < 0 or more_reqs < 0:
@@ -172,15 +158,14 @@ class CommonAttentionMetadata:
 
 
 def _check_slots(slots: np.ndarray, row_of: np.ndarray, page_size: int) -> None:
-    """Raises ValueError if two tokens would be written to one place; names their sequences."""
+    """Raises ValueError if two tokens would be written to one slot; names their sequences."""
     order = np.argsort(slots, kind="stable")
     again = np.flatnonzero(np.diff(slots[order]) == 0)
     if again.size:
         first, second = (int(row_of[order[again[0] + i]]) for i in (0, 1))
         page, offset = divmod(int(slots[order[again[0]]]), page_size)
         who = f"sequence {first} would write" if first == second else f"sequences {first} and {second} would both write"
-        raise ValueError(f"{who} to page {page} at {offset}; a page that tokens of a step go to must be in one row of "
-                         "block_table only, and once")
+        raise ValueError(f"{who} to page {page} at {offset}; a page that a step writes to must occur once in block_table")
 
 
 def _positions(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:

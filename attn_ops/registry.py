@@ -2,56 +2,72 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, listed
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, dtype_name, listed
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
-from quire.attn_ops.tuning import attention as choices
+from quire.attn_ops.tuning import attention as tuning
 
-# Backends arrive by entry point, so that third parties and our own come in by the same door.
-_BACKENDS: dict[str, AttentionBackend] = {}
-_BROKEN: dict[str, str] = {}
+
+class Registry:
+    """Backends by name, from entry points (quire's own too) and ``register``.
+
+    Args:
+        entries: None: the entry points of the group ``quire.backends``, loaded at first use.
+    """
+
+    def __init__(self, entries: Iterable[EntryPoint] | None = None) -> None:
+        self._entries, self._loaded = entries, False
+        self._backends: dict[str, AttentionBackend] = {}
+        self._broken: dict[str, str] = {}
+
+    def register(self, backend: AttentionBackend) -> AttentionBackend:
+        if self._backends.get(backend.name, backend) is not backend:
+            raise ValueError(f"an attention backend named {backend.name!r} is registered already; choose another name")
+        self._backends[backend.name] = backend
+        return backend
+
+    def load(self) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
+        """Backends by name in order of registration, and entry points that did not load, with the reason."""
+        if not self._loaded:
+            self._loaded = True
+            entries = entry_points(group="quire.backends") if self._entries is None else self._entries
+            for entry in sorted(entries, key=lambda e: e.name):
+                try:
+                    self.register(entry.load())
+                except Exception as error:  # a broken plug-in must not take the others down
+                    self._broken[entry.name] = f"failed to load: {type(error).__name__}: {error}"
+        return dict(self._backends), dict(self._broken)
+
+
+REGISTRY = Registry()
 
 
 def register_backend(backend: AttentionBackend) -> AttentionBackend:
     """Make ``backend`` selectable by name. Raises ValueError if the name is taken by another record."""
-    if _BACKENDS.get(backend.name, backend) is not backend:
-        raise ValueError(f"an attention backend named {backend.name!r} is registered already; choose another name")
-    _BACKENDS[backend.name] = backend
-    return backend
-
-
-@functools.cache
-def _load_entry_points() -> None:
-    for entry in sorted(entry_points(group="quire.backends"), key=lambda e: e.name):
-        try:
-            register_backend(entry.load())
-        except Exception as error:  # a broken plug-in must not take the others down; its reason shows in `quire backends`
-            _BROKEN[entry.name] = f"failed to load: {type(error).__name__}: {error}"
+    return REGISTRY.register(backend)
 
 
 def all_backends() -> dict[str, AttentionBackend]:
     """Every backend that loaded, by name, in order of registration."""
-    _load_entry_points()
-    return dict(_BACKENDS)
+    return REGISTRY.load()[0]
 
 
 def broken_backends() -> dict[str, str]:
     """Entry points that did not load, with the reason."""
-    _load_entry_points()
-    return dict(_BROKEN)
+    return REGISTRY.load()[1]
 
 
 def get_backend(name: str) -> AttentionBackend:
     """The backend of that name. Raises ValueError that lists the names there are."""
-    backends = all_backends()
+    backends, broken = REGISTRY.load()
     if name not in backends:
-        broken = f"; {name} {_BROKEN[name]}" if name in _BROKEN else ""
-        raise ValueError(f"unknown attention backend {name!r}; there are: auto, {listed(backends)}{broken}")
+        why = f"; {name} {broken[name]}" if name in broken else ""
+        raise ValueError(f"unknown attention backend {name!r}; there are: auto, {listed(backends)}{why}")
     return backends[name]
 
 
@@ -73,27 +89,25 @@ class BackendRow:
 
 
 class BackendTable(list[BackendRow]):
-    """The rows, in order of priority; ``measured``: lines on what attention="auto" goes by; ``str()`` is a table."""
+    """The rows, in order of priority; ``measured``: lines on the times behind attention="auto"; ``str()`` is a table."""
 
     def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str] | None = None) -> None:
         super().__init__(rows)
         self.device, self.measured = device, measured or []
 
     def __str__(self) -> str:
-        head = ["backend", "usable", "dtypes", "quantised KV", "head dims", "page sizes", "features", "CUDA graphs"]
-        rows = []
+        table = [["backend", "usable", "dtypes", "quantized KV", "head dims", "page sizes", "features", "CUDA graphs"]]
         for row in self:
             caps = row.capabilities
             if caps is None:
-                rows.append([row.name, "no", "", "", "", "", "", ""])
+                table.append([row.name, "no", *[""] * 6])
                 continue
-            dtypes, kv = (", ".join(sorted(str(d).removeprefix("torch.") for d in found))
-                          for found in (caps.dtypes, caps.kv_dtypes & QUANTIZED_KV_DTYPES))
+            dtypes, kv = (listed(map(dtype_name, found)) for found in (caps.dtypes, caps.kv_dtypes & QUANTIZED_KV_DTYPES))
             features = ", ".join(f for f in _FEATURES if getattr(caps, f)) or "none"
-            rows.append([row.name, "yes" if row.usable else "no", dtypes, kv or "none", caps.head_dims_note,
-                         caps.page_sizes_note, features, caps.cudagraph_support.name])
-        widths = [max(len(r[c]) for r in [head, *rows]) for c in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [head, *rows]]
+            table.append([row.name, "yes" if row.usable else "no", dtypes, kv, caps.head_dims_note, caps.page_sizes_note,
+                          features, caps.cudagraph_support.name])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
         return "\n".join(lines + self.measured)
 
@@ -107,15 +121,16 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
         device: None: the GPU if there is one, else the CPU.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded, broken = REGISTRY.load()
     rows = []
-    for name, backend in all_backends().items():
+    for name, backend in loaded.items():
         caps = backend.capabilities
-        reason = None if where.type in caps.devices else f"runs on {', '.join(sorted(caps.devices))}"
-        reason = reason or backend.available(where)
-        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps))
+        reason = None if where.type in caps.devices else f"runs on {listed(caps.devices)}"
+        rows.append(BackendRow(name, reason or backend.available(where), (backend.priority or {}).get(where.type), caps))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
-    rows += [BackendRow(name, why, None, None) for name, why in broken_backends().items()]
-    return BackendTable(rows, where, choices.summary(where))
+    rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
+    return BackendTable(rows, where, tuning.summary(where))
 
 
-__all__ = ["BackendRow", "BackendTable", "all_backends", "backends", "broken_backends", "get_backend", "register_backend"]
+__all__ = ["BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
+           "register_backend"]

@@ -1,9 +1,9 @@
-"""The paged step in progress: the one piece of context that a forward cannot be handed as an argument.
+"""The paged step in progress: the context that a forward cannot take as an argument.
 
 A model's forward has no parameter for a KV cache and batch metadata (some models drop unknown keyword arguments), so they
-travel beside it: ``with step(cache, metadata): model(...)``. Compiled graphs read the tensors here once, at their start, and
-get them as ordinary graph inputs; backends with host-side planning find their plan here. It is a context variable, so two
-threads can each run a step.
+travel in a context variable: ``with step(cache, metadata): model(...)``. Compiled graphs read the tensors here once, at their
+start, and take them as ordinary graph inputs; backends that plan on the host find their state here. Two threads can each
+run a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Upper bounds that a backend may size its buffers by: rows, tokens, and pages a sequence."""
+    """Upper bounds for sizing a backend's buffers: rows, tokens, and pages per sequence."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -31,7 +31,13 @@ class StepLimits:
 
 @dataclass
 class Step:
-    """One paged step. ``graph_key`` is None in eager steps; while a CUDA graph is captured or replayed it names the graph."""
+    """One paged step.
+
+    Args:
+        states: the backends' own states, by name (``AttentionBackend.make_state``).
+        graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
+        served: layers whose attention has run.  planned: backends that have planned.
+    """
 
     cache: PagedKVCache
     metadata: CommonAttentionMetadata
@@ -53,7 +59,7 @@ def current_step() -> Step | None:
 
 @contextlib.contextmanager
 def running(step: Step) -> Iterator[Step]:
-    """Make ``step`` the current one. The runner's way in: unlike ``step``, it checks nothing on leaving."""
+    """Make ``step`` the current one. Unlike ``quire.step`` it checks nothing on leaving."""
     token = _CURRENT.set(step)
     try:
         yield step
@@ -62,7 +68,7 @@ def running(step: Step) -> Iterator[Step]:
 
 
 def ensure_planned(step: Step, backend: AttentionBackend, sites: list[AttentionSite]) -> None:
-    """Give the step the backend's state and run its host-side plan, once a step."""
+    """Make the backend's state and run its plan, once per step."""
     if backend.name in step.planned:
         return
     if backend.make_state is not None and backend.name not in step.states:

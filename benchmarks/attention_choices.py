@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from quire.attn_ops.registry import get_backend
-from quire.attn_ops.tuning.attention import ATTENTION_CHOICES, Measurement, ShapeClass, save
+from quire.attn_ops.tuning.attention import STORE, Measurement, ShapeClass, save
 
 #: How a package is called in an environment's versions, where that is not its name.
 CALLED = {"flashinfer-python": "flashinfer"}
@@ -45,8 +45,8 @@ def main() -> None:
     found = [one for name in sys.argv[1:] for one in measurements(Path(name))]
     if not found:
         raise SystemExit(__doc__)
-    ATTENTION_CHOICES.unlink(missing_ok=True)
-    save(found, ATTENTION_CHOICES)
+    STORE.shipped.unlink(missing_ok=True)
+    save(found, STORE.shipped)
 
 
 if __name__ == "__main__":

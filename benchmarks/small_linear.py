@@ -27,7 +27,8 @@ import triton
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
-from quire.attn_ops.tuning.small_linear import Config, LinearShape, arguments, copies_of, graph_time, key
+from quire.attn_ops.tuning.launch_config import STORE, Config, key
+from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, graph_time
 
 # name: (rows of the weight, K, norm, residual, swiglu)
 SHAPES = {
@@ -138,11 +139,9 @@ def main() -> int:
         lines = ",\n".join(json.dumps(row) for row in rows)
         args.json.write_text(f'{{"environment": {json.dumps(environment)},\n"rows": [\n{lines}\n]}}\n')
     if args.table:
-        devices = json.loads(args.table.read_text()) if args.table.is_file() else {}
+        devices = dict(STORE.load(args.table) or {})
         devices[environment["device"]] = dict(sorted((devices.get(environment["device"], {}) | table).items()))
-        blocks = [f' "{name}": {{\n' + ",\n".join(f'  "{k}": {v}' for k, v in configs.items()) + "\n }"
-                  for name, configs in devices.items()]
-        args.table.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+        STORE.save(devices, args.table)
     return 0
 
 

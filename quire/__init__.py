@@ -11,11 +11,17 @@ if TYPE_CHECKING:
     from quire.attn_ops.attention import AttentionSite as AttentionSite
     from quire.attn_ops.backend import AttentionBackend as AttentionBackend
     from quire.attn_ops.backend import AttentionCapabilities as AttentionCapabilities
+    from quire.attn_ops.backend import CudagraphSupport as CudagraphSupport
     from quire.attn_ops.backend import UnsupportedAttention as UnsupportedAttention
+    from quire.attn_ops.backend import define_paged_op as define_paged_op
+    from quire.attn_ops.conformance.report import check_backend as check_backend
     from quire.attn_ops.kv_cache import PagedKVCache as PagedKVCache
     from quire.attn_ops.metadata import CommonAttentionMetadata as CommonAttentionMetadata
     from quire.attn_ops.registry import backends as backends
     from quire.attn_ops.registry import register_backend as register_backend
+    from quire.attn_ops.step import Step as Step
+    from quire.attn_ops.step import StepLimits as StepLimits
+    from quire.attn_ops.step import current_step as current_step
     from quire.graph_runner.engine import Engine as Engine
     from quire.graph_runner.paged import paged as paged
     from quire.graph_runner.request import RequestOutput as RequestOutput
@@ -28,10 +34,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOMES = {
     "AttentionBackend": "attn_ops.backend", "AttentionCapabilities": "attn_ops.backend", "AttentionSite": "attn_ops.attention",
-    "CommonAttentionMetadata": "attn_ops.metadata", "Engine": "graph_runner.engine", "PagedKVCache": "attn_ops.kv_cache",
-    "RequestOutput": "graph_runner.request", "SamplingParams": "graph_runner.sampling_params",
+    "CommonAttentionMetadata": "attn_ops.metadata", "CudagraphSupport": "attn_ops.backend", "Engine": "graph_runner.engine",
+    "PagedKVCache": "attn_ops.kv_cache", "RequestOutput": "graph_runner.request",
+    "SamplingParams": "graph_runner.sampling_params", "Step": "attn_ops.step", "StepLimits": "attn_ops.step",
     "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
-    "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "explain": "passes.explain",
+    "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",
+    "current_step": "attn_ops.step", "define_paged_op": "attn_ops.backend", "explain": "passes.explain",
     "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",
 }
 __all__ = [*_HOMES]

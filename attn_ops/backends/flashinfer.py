@@ -1,12 +1,11 @@
 """Backend ``flashinfer``: FlashInfer's decode and prefill kernels, on CUDA.
 
-FlashInfer divides a batch's work among the GPU's processors on the host ("planning"), for all layers of a Group.
-``plan`` does that once a step; the paged op stores the new keys and values and runs what was planned. Rows (sequences)
-of one token at the head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first.
+FlashInfer divides a batch's work among the GPU's processors on the host ("planning"), for all layers of a Group. ``plan``
+does that once per step; the paged op stores the new keys and values and runs the plan. Rows (sequences) of one token at the
+head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first.
 
-Only batches of one token a sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which
-``plan`` refills before each replay, allocating nothing. ``plan`` takes ``seq_lens_cpu`` at its word: an upper bound
-will not do. See NOTE [Padding]: rows without tokens come out as zeros, whatever their queries are.
+Only batches of one token per sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which ``plan``
+refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros, whatever their queries.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from quire.attn_ops.step import Step, StepLimits, current_step
 
 NAME = "flashinfer"
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
-INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; it takes about 13 a tile, and has some thousand tiles at most
+INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; about 13 per tile, and at most some thousand tiles
 NO_SCALES = "its kernels take one scale for a whole cache, and quire's have one for each token and head"
 BLOCK = 1024  # page numbers that one program of _gather_pages copies
 
@@ -87,9 +86,9 @@ def page_table(
 
     ``indptr`` (B + 1,): prefix sums of the pages each row reads; ``last_page_len`` (B,): tokens on its last page;
     ``first_page`` (B,): column of ``block_table`` where its pages start. Pages wholly before the window of a row's
-    first query are left out: FlashInfer counts positions from a row's end, so no mask changes. A row without tokens has
-    one page with none on it: the kernels give zeros where there are no keys, but the planner of the decode kernel takes
-    rows without pages for free, and then assigns more work than it has room for.
+    first query are left out: FlashInfer counts positions from a row's end, so no mask changes. A row without tokens has one
+    page with none on it: the kernels give zeros where there are no keys, but the planner of the decode kernel counts rows
+    without pages as free, and then assigns more work than it has room for.
     """
     pages = np.maximum((seq_lens + page_size - 1) // page_size, 1)
     first = np.zeros_like(pages)
@@ -101,13 +100,13 @@ def page_table(
 
 
 def leading_decodes(query_start_loc: np.ndarray) -> int:
-    """How many rows at the head of the batch have exactly one token."""
+    """The number of rows at the head of the batch with exactly one token."""
     off = np.flatnonzero(query_start_loc != np.arange(query_start_loc.shape[0]))
     return int(off[0]) - 1 if off.size else query_start_loc.shape[0] - 1
 
 
 class Group(NamedTuple):
-    """What FlashInfer fixes when it plans: sites that agree in it share a plan."""
+    """What a plan depends on: sites that agree in it share one."""
 
     heads: int
     kv_heads: int
@@ -124,10 +123,10 @@ class Group(NamedTuple):
                 "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.dtype}
 
     def workspace_bytes(self, rows: int, processors: int) -> int:
-        """Room for the partial results of the worst plan: (H, tiles, queries a tile, D + 1) float32.
+        """Room for the partial results of the worst plan: (H, tiles, queries per tile, D + 1) float32.
 
-        A tile is 16, 64 or 128 queries, each of the H // Hkv heads that share a key head counting as one. An eager plan
-        has as many tiles as run at once, two a processor; one for a CUDA graph has as many as its rows need, if more.
+        A tile is 16, 64 or 128 queries, each of the H // Hkv heads that share a key head counting as one. An eager plan has as
+        many tiles as run at once, two per processor; one for a CUDA graph has as many as its rows need, if more.
         """
         packed, wide = self.heads // self.kv_heads, 64 if self.dim >= 256 else 128
         tile = 16 if packed <= 16 else 64 if packed <= 64 else wide
@@ -137,10 +136,10 @@ class Group(NamedTuple):
 
 
 class PageTable:
-    """The page tables of the batch in hand for one window, at fixed addresses.
+    """The page tables of the current batch for one window, at fixed addresses.
 
-    ``host`` (pinned) and ``device`` are (4, rows + 1) int32: indptr, last_page_len, first_page, and where the rows'
-    queries start, counted from the first prefill token. ``indices`` (pages,) int32 holds the page numbers.
+    ``host`` (pinned) and ``device`` are (4, rows + 1) int32: indptr, last_page_len, first_page, and the start of each row's
+    queries, counted from the first prefill token. ``indices`` (pages,) int32 holds the page numbers.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
@@ -150,7 +149,7 @@ class PageTable:
         self.indices = torch.zeros(rows * max(1, limits.max_pages_per_seq), dtype=torch.int32, device=device)
 
     def fill(self, metadata: CommonAttentionMetadata, rows: int, decodes: int, window: int | None) -> None:
-        """Compute on the host, send in one copy, gather the page numbers on the device."""
+        """Compute on the host, copy once, gather the page numbers on the device."""
         starts, block_table, host = metadata.query_start_loc_cpu.numpy(), metadata.block_table_tensor, self.host.numpy()
         starts = starts[: rows + 1]
         indptr, last, first = page_table(
@@ -170,7 +169,7 @@ class PageTable:
 
 
 class FlashInferState:
-    """Workspace, buffers and plans of one engine. ``plan`` is the backend's; ``segments`` is what the paged op asks."""
+    """Workspace, buffers and plans of one engine."""
 
     def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
         self.lib = importlib.import_module("flashinfer")
@@ -179,7 +178,7 @@ class FlashInferState:
         # Caches have the logical shape (pages, page, Hkv, D); FlashInfer calls it HND if heads lie outside tokens.
         self.layout = "HND" if k_cache.stride(2) > k_cache.stride(1) else "NHD"
         self.gpu = torch.cuda.get_device_properties(self.device)
-        # Recorded after the last copy from pinned memory: torch's allocator does not know of those FlashInfer makes.
+        # Recorded after the last copy from pinned memory: torch's allocator does not know of FlashInfer's own copies.
         self.copied = torch.cuda.Event()
         self.workspace = torch.zeros(MIN_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.groups: dict[Group, torch.Tensor] = {}
@@ -195,19 +194,17 @@ class FlashInferState:
             self.copied.synchronize()
 
     def _add(self, group: Group) -> None:
-        """Know a group. All wrappers share one float workspace; a group's graphs share an integer workspace as well,
-        because each is planned anew before its replay."""
+        """All wrappers share one float workspace. A group's graphs share an integer workspace too, because each is planned
+        anew before its replay."""
         if group not in self.groups:
             size = group.workspace_bytes(self.limits.max_num_seqs, self.gpu.multi_processor_count)
             if size > self.workspace.shape[0]:
                 self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
             self.groups[group] = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
 
-    # Once a step.
-
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
-        """Plan every known group. First wait for the copies of the last plan. The GPU makes them before the forward
-        that followed it, so the host prepares a step while the GPU runs the one before, and gets no further ahead."""
+        """Plan every known group, after the copies of the last plan are done. The GPU makes those before the forward that
+        follows, so the host can prepare one step while the GPU runs the one before."""
         self.step = None
         starts = metadata.query_start_loc_cpu.numpy()
         self.metadata, self.num_tokens, self.key, self.capturing = (
@@ -226,7 +223,7 @@ class FlashInferState:
     def _check_graph(self, tokens: int, rows: int) -> None:
         """A graph is for one number of rows, its padding rows included."""
         if tokens != self.decodes:
-            raise RuntimeError(f"flashinfer plans CUDA graphs for one token a sequence; graph {self.key!r} was given "
+            raise RuntimeError(f"flashinfer plans CUDA graphs for one token per sequence; graph {self.key!r} has "
                                f"{tokens} tokens of {self.rows} sequences")
         if not self.capturing and self.key not in self.graph_rows:
             raise RuntimeError(f"CUDA graph {self.key!r} was not captured with a plan of flashinfer; these were: "
@@ -238,7 +235,7 @@ class FlashInferState:
 
     def _plan_group(self, group: Group) -> None:
         if self.key is not None and not self.capturing and (group, self.key) not in self.wrappers:
-            return  # met after this graph was captured, which has no use for it
+            return  # first seen after this graph was captured: the graph does not run it
         if group.window not in self.tables:
             self.tables[group.window] = PageTable(self.limits, self.device)
         table = self.tables[group.window]
@@ -258,7 +255,7 @@ class FlashInferState:
         wrapper, graph = self.wrappers.get((group, self.key)), self.key is not None
         args = (table.host[0, : rows + 1], table.indices[:0] if graph else table.indices, table.host[1, :rows],
                 group.heads, group.kv_heads, group.dim, self.page_size)
-        if wrapper is not None and graph:  # FlashInfer's plan without its copies: the graph reads ``table``
+        if wrapper is not None and graph:  # a plan without its copies: the graph reads ``table``
             self.lib.fast_decode_plan(wrapper, *args, global_override_indptr_cpu=args[0], **group.options)
             return wrapper
         if wrapper is None:
@@ -266,7 +263,7 @@ class FlashInferState:
             buffers = {} if not graph else {
                 "use_cuda_graph": True, "paged_kv_indptr_buffer": table.device[0, : rows + 1],
                 "paged_kv_indices_buffer": table.indices, "paged_kv_last_page_len_buffer": table.device[1, :rows]}
-            # Tensor cores pay from four query heads a key head on; without them there are few group sizes above.
+            # Tensor cores pay off from four query heads per key head; the other kernel has few group sizes above that.
             wrapper = self.wrappers[group, self.key] = self.lib.BatchDecodeWithPagedKVCacheWrapper(
                 self.workspace, self.layout, use_tensor_cores=group.heads // group.kv_heads >= 4, **buffers)
             if graph:
@@ -275,7 +272,7 @@ class FlashInferState:
         return wrapper
 
     def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
-        """Plan the rows from ``first`` on. Hopper GPUs have kernels of their own, fa3; should they not build: fa2."""
+        """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2."""
         wrapper = self.wrappers.get(("prefill", group))
         if wrapper is None:
             kernels = kernels if self.gpu.major == 9 else "fa2"
@@ -294,13 +291,11 @@ class FlashInferState:
         self.wrappers["prefill", group] = wrapper
         return wrapper
 
-    # Once a layer.
-
     def segments(self, group: Group) -> list[tuple[Any, int, int]]:
-        """[(wrapper, first token, token after the last)]. A group unknown until now is planned now."""
+        """[(wrapper, first token, token after the last)]. A new group is planned now."""
         if torch.cuda.is_current_stream_capturing() and (self.key is None or group not in self.planned):
-            raise RuntimeError(f"flashinfer: a CUDA graph is being captured, but none was planned for {group}; call "
-                               "plan with graph_key and capturing=True, and run a forward, before the capture")
+            raise RuntimeError(f"flashinfer: a CUDA graph is being captured, but none was planned for {group}; call plan with "
+                               "graph_key and capturing=True, and run a forward, before the capture")
         if group not in self.planned:
             self._add(group)
             self._plan_group(group)
@@ -308,10 +303,10 @@ class FlashInferState:
 
 
 def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
-    """Plan the step's batch. ``step.graph_key`` names the CUDA graph that is to be captured or replayed.
+    """Plan the step's batch.
 
     Raises:
-        RuntimeError: the step has no state, or the graph was not captured, or not for this number of rows.
+        RuntimeError: the step has no state, or its CUDA graph was not captured, or not for this number of rows.
         ValueError: the batch is larger than the StepLimits of the state.
     """
     if NAME not in step.states:
@@ -325,17 +320,17 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Write k, v into the cache, then run the step's plan: q (T, H, D) -> (T, H, D). See ``define_paged_op``."""
+    """Store k and v, then run the step's plan."""
     if sinks is not None or chunk is not None:
         raise UnsupportedAttention("the flashinfer backend has neither sinks nor chunked attention")
     if k_scale is not None or v_scale is not None:
-        raise UnsupportedAttention(f"the flashinfer backend has no quantised KV cache: {NO_SCALES}. Use attention='auto' or "
-                                   "'triton', or kv_cache_dtype='auto'")
+        raise UnsupportedAttention(f"the flashinfer backend has no quantized KV cache: {NO_SCALES}. Use attention='auto' or "
+                                   "kv_cache_dtype='auto'")
     step = current_step()
     state = None if step is None else step.states.get(NAME)
     if step is None or state is None or state.step is None or state.step() is not step:
-        raise RuntimeError("flashinfer_paged_attention needs a paged step that was planned, and here is none: run the "
-                           "model inside `with quire.step(cache, metadata)`, or call plan(metadata, step) first")
+        raise RuntimeError("flashinfer_paged_attention needs a paged step that was planned: run the model inside `with "
+                           "quire.step(cache, metadata)`, or call plan(metadata, step) first")
     num_tokens, heads, dim = q.shape
     if num_tokens != state.num_tokens:
         raise RuntimeError(f"flashinfer: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
@@ -359,12 +354,12 @@ def paged_attention(
 
 
 def available(device: torch.device) -> str | None:
-    """None if FlashInfer can run on ``device`` here, else why not. Imports nothing."""
+    """Imports nothing."""
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed: pip install 'quire[flashinfer]'"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # where FlashInfer looks, in its order
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # FlashInfer's own order
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
     if nvcc is None and importlib.util.find_spec("flashinfer_jit_cache") is None:
         return ("flashinfer compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set "
@@ -378,7 +373,7 @@ BACKEND = AttentionBackend(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
         kv_dtypes_note=NO_SCALES, min_compute_capability=(8, 0), window=True, softcap=True,
-        cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, needs_plan=True,
+        cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),

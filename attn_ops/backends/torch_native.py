@@ -1,11 +1,11 @@
 """Backend ``torch_native``: paged attention in plain PyTorch, on any device, with every feature of the semantic op.
 
-It is the CPU default and the reference that the other backends are tested against. Three rules shape it: no Python loop over
-sequences, no device-to-host read, work that grows with the tokens attended and not with the size of the cache.
+The default on a CPU. It has no Python loop over sequences and, on a GPU, no device-to-host read, and its work grows with the
+tokens attended, not with the size of the cache.
 
 Queries are cut into *tiles* of at most M consecutive tokens of one sequence. T tokens of B sequences make at most
-T // M + B tiles, a number known from shapes alone, so nothing depends on device data. Each tile walks its sequence's pages in
-chunks of keys and keeps a running softmax (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
+T // M + B tiles, a number known from shapes alone, so nothing depends on device data. Each tile goes through its sequence's
+pages by blocks of keys with a running softmax (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax").
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, Cuda
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write
 from quire.attn_ops.library import define_op
 
-TILE = 16  # queries a tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
-KEYS = 512  # keys a chunk: bounds the memory of gathered keys and scores
+TILE = 16  # queries per tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
+KEYS = 512  # keys per block: bounds the memory of gathered keys and scores
 
 
 def _tile_size(num_tokens: int, num_reqs: int) -> int:
-    """One query a tile if no sequence can have more than that on average: the pure decode batch."""
+    """M: 1 for a batch of decodes."""
     return 1 if num_tokens <= num_reqs else TILE
 
 
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
              page_size: int) -> list[torch.Tensor]:
-    """Cut the batch into tiles, once a forward.
+    """Cut the batch into tiles, once per forward.
 
-    Returns [row, token, position]: (tiles,) sequence of each tile; (tiles, M) token index of each of its queries, T for
-    "none"; (tiles, M) position of each in its sequence.
+    Returns [row, token, position]: (tiles,) sequence of each tile; (tiles, M) token index of each of its queries, T for no
+    query; (tiles, M) position of each in its sequence.
     """
     num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
     size = _tile_size(num_tokens, num_reqs)
-    num_tiles = num_tokens // size + num_reqs if size > 1 else num_tokens + num_reqs
     start = query_start_loc.long()
     lens = start.diff()
     tiles_end = ((lens + size - 1) // size).cumsum(0)
-    tile = torch.arange(num_tiles, device=slot_mapping.device)
+    tile = torch.arange(num_tokens // size + num_reqs, device=slot_mapping.device)
     row = torch.searchsorted(tiles_end, tile, right=True).clamp_max(num_reqs - 1)
     first = tile - (tiles_end[row] - (lens[row] + size - 1) // size)
     offset = first[:, None] * size + torch.arange(size, device=tile.device)
@@ -71,7 +70,7 @@ def paged_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
-    """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments."""
+    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). ``attn_ops/backend.py`` has the arguments."""
     check_scales(k_cache, k_scale, v_scale)
     if k is not None and v is not None:
         write(k_cache, k_scale, k, slot_mapping)
@@ -82,7 +81,7 @@ def paged_attention(
         prepared = _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
     row, token, position = prepared
     tiles, size = token.shape
-    # A zero row stands in for "no query", so that gathering needs no branch; its result is dropped at the end.
+    # A row of zeros stands in for "no query", so that gathering needs no branch; its result is dropped at the end.
     padded = torch.cat([q, q.new_zeros(1, heads, dim)])
     queries = padded[token].float().view(tiles, size, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     queries = (queries * scale).reshape(tiles, kv_heads, -1, dim)
@@ -95,16 +94,16 @@ def paged_attention(
     if sinks is not None:
         highest = sinks.float().view(1, kv_heads, -1, 1, 1).expand_as(highest)
         total = torch.ones_like(highest)
-    pages_per_chunk = max(1, KEYS // page_size)
+    pages_per_block = max(1, KEYS // page_size)
     first_page, last_page = 0, block_table.shape[1]
-    if q.device.type == "cpu":  # the host already has the lengths: walk only the pages in use
+    if q.device.type == "cpu":  # the host has the lengths: only the pages in use
         last_page = min(last_page, -(-int(seq_lens.max()) // page_size)) if seq_lens.numel() else 0
         if window is not None and last_page:
             live = token < num_tokens
             lowest = int(torch.where(live, position, torch.iinfo(torch.int64).max).min())
             first_page = max(0, min(last_page, (lowest - window + 1) // page_size))
-    for begin in range(first_page, last_page, pages_per_chunk):
-        pages = block_table[:, begin : min(begin + pages_per_chunk, last_page)].long()[row]
+    for begin in range(first_page, last_page, pages_per_block):
+        pages = block_table[:, begin : min(begin + pages_per_block, last_page)].long()[row]
         width = pages.shape[1] * page_size
         keys = _gather(k_cache, k_scale, pages).permute(0, 2, 3, 1)
         scores = (queries @ keys).view(tiles, kv_heads, heads // kv_heads, size, width)
@@ -120,7 +119,7 @@ def paged_attention(
         weights = torch.exp(scores - safe)
         shrink = torch.exp(highest - safe)
         values = _gather(v_cache, v_scale, pages).transpose(1, 2)
-        values = values.masked_fill(beyond[:, None, :, None], 0.0)  # what others left there may be NaN, and 0 * NaN is NaN
+        values = values.masked_fill(beyond[:, None, :, None], 0.0)  # 0 * NaN is NaN
         part = weights.view(tiles, kv_heads, -1, width) @ values
         out = out * shrink + part.view(out.shape)
         total = total * shrink + weights.sum(-1, keepdim=True)

@@ -29,7 +29,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.tuning.small_linear import Config, config_for, padded
+from quire.attn_ops.tuning.launch_config import Config, config_for, padded
 
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
 QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -78,7 +78,7 @@ def small_linear_cuda(
     where it was measured to be faster.
 
     Args:
-        config: launch parameters; None: the measured ones (``attn_ops/tuning/small_linear.py``). pdl: see
+        config: launch parameters; None: the measured ones (``attn_ops/tuning/launch_config.py``). pdl: see
             attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
     """
     k = x.shape[-1]

@@ -1,28 +1,22 @@
-"""``attention="auto"`` by measurement: what ``quire bench attention --save`` found on this device, and the rule that picks.
+"""``attention="auto"`` by measurement: the times that ``quire bench attention --save`` kept, and the rule that picks by them.
 
-Two files hold measurements, one row for a backend and a class of shapes (Measurement): the user's (``cache_file``), which is
-asked first, then ATTENTION_CHOICES, which ships with quire. Only a command writes rows, so each is a time that was measured.
-Nothing is measured while an engine starts: kernels are compiled at their first use, which can take minutes.
+Each row is one backend's times for one class of shapes (Measurement). Only commands write rows, so each time was measured.
+Nothing is measured while an engine starts: kernels are compiled at first use, which can take minutes.
 
-The rule. Every point of the decode grid (batch x context) that all measured backends have counts the same: a backend's time is
-the geometric mean over them, over a model's layers where these differ. The fastest wins, with two reservations:
+The rule. A backend's time is the geometric mean over the points of the decode grid (batch x context) that all measured
+backends share, and over a model's layers where these differ. The fastest wins, with two exceptions:
 
-* on a GPU a backend that allows fewer batches in CUDA graphs must be LOWER_SUPPORT times as fast as one that allows more:
-  steps that mix prefill and decode then run uncaptured, and the host needs longer to launch them than attention saves;
-* the backend that comes first in order of priority must be among the measured: no time says that another is faster than it.
+* on a GPU a backend that captures fewer batches in CUDA graphs must be LOWER_SUPPORT times as fast as one that captures more:
+  steps that mix prefill and decode then run uncaptured, and launching them takes the host longer than attention saves;
+* the backend first in order of priority must be among the measured: no time says that another is faster than it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import json
-import logging
 import math
-import os
-import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,19 +26,17 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.backend import AttentionBackend, dtype_name
+from quire.attn_ops.tuning.store import Store, device_name
 
-logger = logging.getLogger(__name__)
-FORMAT = 1  # of the files; another one is not read
-ATTENTION_CHOICES = Path(__file__).parent / "attention.json"
-LOWER_SUPPORT = 2.0  # see the rule. Not measured, so far from 1: attention is a tenth of a step that decodes 8 B parameters
+LOWER_SUPPORT = 2.0  # estimated, not measured, so far from 1: attention is a tenth of a step that decodes 8 B parameters
 COMMAND = "run `quire bench attention --save`"
 
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """Sites whose times are taken to rank the backends alike. ``group``: query heads a key head; ``features``: the names of
-    what a site needs beside plain causal attention."""
+    """Sites for which backends are assumed to rank alike. ``group``: query heads per key head; ``features``: names of what a
+    site needs beside plain causal attention."""
 
     dtype: str
     kv_dtype: str
@@ -61,8 +53,13 @@ class ShapeClass:
         """The class of a site, for a cache of that format (None: the site's dtype, NHD)."""
         features = [n for n in ("window", "softcap", "chunk") if getattr(site, n) is not None]
         features += ["sinks"] * site.sinks + ["non-causal"] * (not site.causal)
-        return cls(_name(site.dtype), _name(kv_dtype or site.dtype), site.head_dim, site.head_dim_v,
+        return cls(dtype_name(site.dtype), dtype_name(kv_dtype or site.dtype), site.head_dim, site.head_dim_v,
                    site.num_heads // site.num_kv_heads, page_size, layout or "NHD", tuple(features))
+
+    def describe(self, num_kv_heads: int) -> list[str]:
+        """["32/8 x 128 bfloat16", features...]"""
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        return [f"{num_kv_heads * self.group}/{num_kv_heads} x {dims} {self.dtype}", *self.features]
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,10 @@ class Measurement:
 
     Args:
         device: ``device_name``.  torch, packages: the versions that it was measured with (``packages``: the backend's).
-        num_kv_heads, window, chunk: of the site that was measured; another site of the class may differ in them.
+        num_kv_heads, window, chunk: of the measured site; other sites of the class may differ in them.
         decode_us: microseconds of one call, by "batch x context" such as "32x1024".  extend_us: the same for prefills, by
-            name; on record, and not part of the rule.
-        date: when, ISO 8601.
+            name; not used by the rule.
+        date: ISO 8601.
     """
 
     device: str
@@ -96,17 +93,17 @@ class Measurement:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """A newer row with the same identity takes the place of an older one."""
+        """A newer row replaces an older one with the same identity."""
         return self.device, self.torch, self.backend, tuple(sorted(self.packages.items())), self.shape, self.variant
 
     @classmethod
     def read(cls, row: dict[str, Any]) -> Measurement:
-        """From JSON. Raises KeyError, TypeError or ValueError for what no command wrote."""
+        """From JSON. Raises KeyError, TypeError or ValueError for a row that no command wrote."""
         shape = ShapeClass(**{**row["shape"], "features": tuple(row["shape"]["features"])})
         made = cls(**{**row, "shape": shape})
         integers = (made.num_kv_heads, shape.head_dim, shape.head_dim_v, shape.group, shape.page_size)
-        words = (made.device, made.torch, made.backend, made.date, shape.dtype, shape.kv_dtype, shape.layout)
-        if not all(type(n) is int and n > 0 for n in integers) or not all(isinstance(w, str) for w in words):
+        texts = (made.device, made.torch, made.backend, made.date, shape.dtype, shape.kv_dtype, shape.layout)
+        if not all(type(n) is int and n > 0 for n in integers) or not all(isinstance(t, str) for t in texts):
             raise TypeError(f"a row with a field of the wrong type: {row}")
         if not all(n is None or type(n) is int for n in (made.window, made.chunk)):
             raise TypeError(f"window and chunk are integers or null: {row}")
@@ -120,39 +117,28 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Decision:
-    """The backend that the measurements speak for, why, and what they say of each other one."""
+    """The backend that is fastest by measurement, why, and what the measurements say of each other one."""
 
     backend: AttentionBackend
     why: str
     passed_over: dict[str, list[str]]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _read(rows: Any) -> tuple[Measurement, ...]:
+    return tuple(Measurement.read(row) for row in rows)
 
 
-def cache_folder() -> Path:
-    """Where measurements made on this machine are kept: $QUIRE_CACHE_DIR, else quire's folder of the XDG cache."""
-    if folder := os.environ.get("QUIRE_CACHE_DIR"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+STORE = Store(Path(__file__).parent / "attention.json", "rows", _read, f"{COMMAND} to write them anew")
 
 
-def cache_file() -> Path:
-    """The user's measurements of attention."""
-    return cache_folder() / "attention.json"
+def load(path: Path) -> tuple[Measurement, ...]:
+    return STORE.load(path) or ()
 
 
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """The GPU's or the processor's name, without the index of the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def save(rows: Iterable[Measurement], path: Path | None = None) -> Path:
+    """Merge ``rows`` into the file (None: the user's); an unreadable file is replaced."""
+    merged = {row.identity: row for row in [*load(path or STORE.user_file), *rows]}
+    return STORE.save([dataclasses.asdict(row) for row in merged.values()], path)
 
 
 @functools.cache
@@ -164,72 +150,30 @@ def _version(distribution: str) -> str:
 
 
 def versions(backend: AttentionBackend) -> tuple[str, dict[str, str]]:
-    """torch's version, and those of the backend's packages; without what names a build (+cu130)."""
+    """The version of torch, and those of the backend's packages; without what names a build (+cu130)."""
     return torch.__version__.partition("+")[0], {name: _version(name) for name in backend.packages}
 
 
 def measurement(backend: AttentionBackend, site: AttentionSite, *, device: torch.device, page_size: int, layout: str,
                 decode_us: dict[str, float], extend_us: dict[str, float], date: str) -> Measurement:
-    """A row for times measured now, in this process. The cache was of the site's dtype."""
+    """A row for times measured now, in this process, on a cache of the site's dtype."""
     own, packages = versions(backend)
     return Measurement(device_name(device), own, backend.name, packages, ShapeClass.of(site, page_size, layout=layout),
                        site.num_kv_heads, site.window, site.chunk, decode_us, extend_us, date)
 
 
-# Files.
-
-
-def load(path: Path) -> list[Measurement]:
-    """The rows of a file; none, and a warning, if it cannot be read or has another format; none if there is no file."""
-    try:
-        state = path.stat()
-    except OSError:
-        return []
-    return list(_load(path, state.st_mtime_ns, state.st_size))
-
-
-@functools.lru_cache(maxsize=8)
-def _load(path: Path, mtime: int, size: int) -> tuple[Measurement, ...]:
-    """Read once for each version of the file, so that its warning comes once too."""
-    try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, and this version of quire reads {FORMAT}")
-        return tuple(Measurement.read(row) for row in content["rows"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("the attention measurements in %s are ignored (%s: %s); %s to write them anew", path,
-                       type(error).__name__, error, COMMAND)
-        return ()
-
-
-def save(rows: Iterable[Measurement], path: Path | None = None) -> Path:
-    """Merge ``rows`` into the file (None: ``cache_file``), in one move; a file that cannot be read is replaced."""
-    path = path or cache_file()
-    merged = {row.identity: row for row in [*load(path), *rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    content = {"format": FORMAT, "rows": [dataclasses.asdict(row) for row in merged.values()]}
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
-    _load.cache_clear()
-    return path
-
-
 def sources(device: torch.device) -> list[list[Measurement]]:
-    """The measurements made on a device of this kind, by file, in the order in which they are asked; no file without any."""
+    """The measurements made on a device of this kind, by file, in order of precedence; files without any are left out."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return []  # only asked about
     name = device_name(device)
-    found = [[row for row in load(path) if row.device == name] for path in (cache_file(), ATTENTION_CHOICES)]
+    found = [[row for row in load(path) if row.device == name] for path in STORE.files]
     return [rows for rows in found if rows]
-
-
-# The rule.
 
 
 def decide(usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
            kv_dtype: torch.dtype | None = None, layout: str | None = None) -> Decision | None:
-    """What the measurements say of ``usable`` backends, which are in order of priority; None if they do not decide."""
+    """The rule, for ``usable`` backends in order of priority; None if the measurements do not decide."""
     for rows in sources(device):
         made = _decide(rows, usable, sites, device, page_size, kv_dtype, layout)
         if made is not None:
@@ -250,16 +194,15 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: 
         if not points:
             return None
         for b in measured:
-            logs = [math.log(by_name[b.name].decode_us[point]) for point in sorted(points)]
-            times[b.name].append((sum(logs) / len(logs), layers))
-    us = {name: math.exp(sum(t * n for t, n in each) / sum(n for _, n in each)) for name, each in times.items()}
+            times[b.name].append((_mean([by_name[b.name].decode_us[point] for point in sorted(points)]), layers))
+    us = {name: _mean([t for t, layers in each for _ in range(layers)]) for name, each in times.items()}
     support = {b.name: b.capabilities.cudagraph_support for b in measured}
 
     def cost(b: AttentionBackend) -> float:
         lower = device.type == "cuda" and support[b.name] < max(support.values())
         return us[b.name] * (LOWER_SUPPORT if lower else 1.0)
 
-    best = min(measured, key=cost)  # the first in order of priority where two are equal
+    best = min(measured, key=cost)  # of equals the first in order of priority
     where = _where(sites, device)
     against: dict[str, list[str]] = {}
     for b in usable:
@@ -278,10 +221,14 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: 
     return Decision(best, f"{words}: decode {us[best.name]:.1f} us ({where})", against)
 
 
+def _mean(times: Sequence[float]) -> float:
+    """Geometric."""
+    return math.exp(sum(map(math.log, times)) / len(times))
+
+
 def _comparable(rows: list[Measurement], usable: Sequence[AttentionBackend], shape: ShapeClass, variant: Sequence[Any]
                 ) -> dict[str, Measurement]:
-    """Rows of the class by backend, all measured alike: with the site's own number of key heads, window and chunk, or else with
-    those that most backends were measured with."""
+    """Rows of the class by backend, all of one variant: the site's own, else the one that most backends were measured with."""
     alike: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for backend in usable:
         now = versions(backend)
@@ -302,34 +249,30 @@ def _unmeasured(rows: list[Measurement], backend: AttentionBackend, shapes: list
 
 
 def _where(sites: Sequence[AttentionSite], device: torch.device) -> str:
-    words = list(dict.fromkeys(describe(s) for s in sites))
-    more = f" and {len(words) - 1} more" if len(words) > 1 else ""
-    return f"{device_name(device)}, {words[0]}{more}"
+    kinds = list(dict.fromkeys(describe(s) for s in sites))
+    return f"{device_name(device)}, {kinds[0]}" + (f" and {len(kinds) - 1} more" if len(kinds) > 1 else "")
 
 
 def describe(site: AttentionSite) -> str:
     """A site's heads and features in short: "32/8 x 128 bfloat16, window"."""
-    shape = ShapeClass.of(site, 1)
-    dims = f"{site.head_dim}" if site.head_dim == site.head_dim_v else f"{site.head_dim}/{site.head_dim_v}"
-    return ", ".join([f"{site.num_heads}/{site.num_kv_heads} x {dims} {shape.dtype}", *shape.features])
+    return ", ".join(ShapeClass.of(site, 1).describe(site.num_kv_heads))
 
 
 def summary(device: torch.device) -> list[str]:
-    """For the table of backends: a line for each class of shapes measured on this device, in any versions."""
+    """For the table of backends: a line per class of shapes measured on this device, in any versions."""
     lines = []
     for rows in sources(device):
         by_class: dict[Any, list[Measurement]] = {}
         for row in rows:
             by_class.setdefault((row.shape, row.variant, row.torch), []).append(row)
-        for (shape, _, version), found in by_class.items():
-            dims = f"{shape.head_dim}" if shape.head_dim == shape.head_dim_v else f"{shape.head_dim}/{shape.head_dim_v}"
-            heads = found[0].num_kv_heads
-            words = [f"{heads * shape.group}/{heads} x {dims} {shape.dtype}", f"page {shape.page_size}", *shape.features]
-            times = {r.backend: math.exp(sum(map(math.log, r.decode_us.values())) / len(r.decode_us)) for r in found}
+        for (shape, (num_kv_heads, *_), version), found in by_class.items():
+            heads, *features = shape.describe(num_kv_heads)
+            times = {r.backend: _mean(list(r.decode_us.values())) for r in found}
             ranked = ", ".join(f"{n} {us:.1f} us" for n, us in sorted(times.items(), key=lambda t: t[1]))
-            lines.append(f"measured with torch {version}: {', '.join(words)}: decode {ranked}")
+            what = ", ".join([heads, f"page {shape.page_size}", *features])
+            lines.append(f"measured with torch {version}: {what}: decode {ranked}")
     return lines or [f"attention=\"auto\" goes by the order above: nothing is measured on this device ({COMMAND})"]
 
 
-__all__ = ["ATTENTION_CHOICES", "COMMAND", "Decision", "FORMAT", "LOWER_SUPPORT", "Measurement", "ShapeClass", "cache_file",
-           "decide", "describe", "device_name", "load", "measurement", "save", "sources", "summary", "versions"]
+__all__ = ["COMMAND", "Decision", "LOWER_SUPPORT", "Measurement", "STORE", "ShapeClass", "decide", "describe", "device_name",
+           "load", "measurement", "save", "sources", "summary", "versions"]

@@ -20,7 +20,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.selection import select_backend
-from quire.attn_ops.tuning import attention as choices
+from quire.attn_ops.tuning import attention as tuning
 from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.bench.report import Row, complete, describe, environment, first_line, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
@@ -81,7 +81,7 @@ class AttentionSession:
             most = getattr(config_of(spec).get_text_config(decoder=True), "max_position_embeddings", None)
             self.contexts = tuple(dict.fromkeys(min(c, most or c) for c in self.contexts))
         #: one site of each kind
-        self.sites = list({(choices.ShapeClass.of(s, args.page_size), s.num_kv_heads, s.window, s.chunk): s
+        self.sites = list({(tuning.ShapeClass.of(s, args.page_size), s.num_kv_heads, s.window, s.chunk): s
                            for s in reversed(sites)}.values())[::-1]
         self.points = [decode_point(b, c) for c in self.contexts for b in args.batch or Sizes.batches]
         self.points += extend_points(args.scale * (1 if gpu else CPU_DIVISOR))
@@ -105,7 +105,7 @@ class AttentionSession:
     def measure(self) -> None:
         """All of it; what fails becomes a row that says why."""
         for site in self.sites:
-            self.console.print(f"{choices.describe(site)}, page size {self.args.page_size}", highlight=False)
+            self.console.print(f"{tuning.describe(site)}, page size {self.args.page_size}", highlight=False)
             serving: dict[str, AttentionBackend] = {}
             for name, backend in self.backends.items():
                 why = backend if isinstance(backend, str) else "; ".join(backend.capabilities.reasons_against(
@@ -135,7 +135,7 @@ class AttentionSession:
             self._keep(site, point, name, row)
 
     def _keep(self, site: AttentionSite, point: Point | None, name: str, row: Row) -> None:
-        needs = choices.describe(site)
+        needs = tuning.describe(site)
         kind = point.kind if point else "decode"
         row = complete({
             "workload": "attention", "variant": f"{kind} {needs}", "system": "quire", "attention": name, "model": self.label,
@@ -161,7 +161,7 @@ class AttentionSession:
 
         names = [n for n in self.backends if any(r["attention"] == n and r["us"] for r in self.rows)]
         for site in self.sites:
-            self.console.print(f"\nmicroseconds a call: {choices.describe(site)}, page size {self.args.page_size}",
+            self.console.print(f"\nmicroseconds a call: {tuning.describe(site)}, page size {self.args.page_size}",
                                highlight=False, style="bold")
             made = Table(box=box.SIMPLE)
             made.add_column("batch x context")
@@ -188,16 +188,16 @@ class AttentionSession:
                     if row["site"] is site and row["attention"] == name and row["us"]:
                         times[row["kind"]][row["point"]] = row["us"]
                 if times["decode"] and isinstance(backend, AttentionBackend):
-                    found.append(choices.measurement(
+                    found.append(tuning.measurement(
                         backend, site, device=self.device, page_size=self.args.page_size, layout=self.args.layout,
                         decode_us=times["decode"], extend_us=times["extend"], date=now))
         if not found:
             raise ValueError("nothing to save: no backend was measured at any decode point")
-        self.console.print(f"saved in {choices.save(found)}", highlight=False)
+        self.console.print(f"saved in {tuning.save(found)}", highlight=False)
         for site in self.sites:
             chosen: Any = select_backend("auto", [site], device=self.device, page_size=self.args.page_size,
                                          layout=self.args.layout)
-            self.console.print(f"attention=\"auto\" for {choices.describe(site)}: {chosen}", highlight=False, markup=False)
+            self.console.print(f"attention=\"auto\" for {tuning.describe(site)}: {chosen}", highlight=False, markup=False)
 
 
 __all__ = ["AttentionSession", "heads_of", "sites_of"]

@@ -12,16 +12,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
-from quire.attn_ops.kv_cache import Layout, PagedKVCache, vector_bytes
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step, StepLimits, running
+from quire.attn_ops.conformance.batches import Batch, lay_out, planned, prepared
+from quire.attn_ops.kv_cache import Layout, vector_bytes
 
 CALLS = 20
 REPLAYS = 30
@@ -59,57 +58,31 @@ def extend_points(divisor: int = 1) -> list[Point]:
 
 
 @dataclass
-class OpBatch:
-    """A batch laid out in a paged cache, and copies of the cache to go through in turn."""
+class OpBatch(Batch):
+    """A batch, and copies of its cache (k, v and their scales) to go through in turn."""
 
-    site: AttentionSite
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    sinks: torch.Tensor | None
-    cache: PagedKVCache
-    caches: list[tuple[torch.Tensor | None, ...]]  # k, v and their scales
-    metadata: CommonAttentionMetadata
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {name: getattr(self.site, name) for name in ("scale", "window", "softcap", "chunk")}
+    caches: list[tuple[torch.Tensor | None, ...]] = field(default_factory=list)
 
 
 def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch.device, layout: Layout = "NHD",
-             max_len: int = 0, kv_dtype: torch.dtype | None = None, seed: int = 0) -> OpBatch:
-    """Random queries, keys and values for ``point``; each sequence's pages lie scattered over the cache.
+             max_len: int = 0, kv_dtype: torch.dtype | None = None) -> OpBatch:
+    """Random queries, keys and values for ``point``; the pages of each sequence are scattered over the cache.
 
     Args:
         kv_dtype: of the cache; None: the site's.
         max_len: tokens that the block table has room for, at least (an engine's is as wide as its longest sequence).
     """
-    generator = torch.Generator().manual_seed(seed)
-    counts = [-(-n // page_size) for n in point.seq_lens]
-    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    width = max([*counts, -(-max_len // page_size)])
-    table = []
-    for count in counts:
-        table.append(order[:count] + [0] * (width - count))
-        order = order[count:]
-    metadata = CommonAttentionMetadata.build(point.query_lens, point.seq_lens, table, page_size=page_size, device=device)
-    cache = PagedKVCache.for_sites([site], num_pages=sum(counts) + 1, page_size=page_size, device=device, layout=layout,
-                                  dtype=kv_dtype)
-    for tensor in (t for t in cache.of_layer(0) if t is not None):
-        tensor.copy_(torch.randn(tensor.shape, device=device))  # of codes these are few, but the time is the same
+    width = -(-max(max_len, *point.seq_lens) // page_size)
+    laid = lay_out(site, point.query_lens, point.seq_lens, page_size=page_size, device=device, layout=layout,
+                   kv_dtype=kv_dtype, table_width=width, fill=0.0, expect=False)
+    batch = OpBatch(**vars(laid))
     copies = 2
     if device.type == "cuda":
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        copies = max(2, min(CALLS, -(-8 * l2 // cache.num_bytes)))
-    own = cache.of_layer(0)
-    caches = [own, *(tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1))]
-
-    def new(heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(sum(point.query_lens), heads, dim, device=device, dtype=site.dtype)
-
-    sinks = torch.randn(site.num_heads, device=device, dtype=site.dtype) if site.sinks else None
-    return OpBatch(site, new(site.num_heads, site.head_dim), new(site.num_kv_heads, site.head_dim),
-                   new(site.num_kv_heads, site.head_dim_v), sinks, cache, caches, metadata)
+        copies = max(2, min(CALLS, -(-8 * l2 // batch.cache.num_bytes)))
+    own = batch.cache.of_layer(0)
+    batch.caches = [own, *(tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1))]
+    return batch
 
 
 @dataclass(frozen=True)
@@ -127,19 +100,12 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
     decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
     least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
     captured = device.type == "cuda" and backend.capabilities.cudagraph_support >= least
-    # A backend that plans must know that a graph is made, and give it buffers that stay.
-    step = Step(batch.cache, m, attention=backend, graph_key="bench" if captured else None, capturing=captured)
-    if backend.make_state is not None:
-        limits = StepLimits(m.seq_lens.shape[0], m.num_tokens, m.block_table_tensor.shape[1])
-        step.states[backend.name] = backend.make_state([batch.site], batch.cache, limits)
-    with running(step):
-        if backend.plan is not None:
-            backend.plan(m, step)
-        tables = (m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens)
-        prepared = list(backend.prepare(*tables, m.page_size)) if backend.prepare is not None else []
+    # A backend that plans must know that a graph is captured, to give it buffers that stay.
+    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
+        given = prepared(backend, batch)
 
         def call(i: int) -> None:
-            backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *tables, batch.sinks, prepared,
+            backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
                        **batch.options)
 
         call(0)

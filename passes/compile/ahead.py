@@ -219,7 +219,7 @@ class CompileAhead:
                  for node in nodes]
         folders = {Path(quire.attn_ops.__file__).parent, *(Path(inspect.getfile(implementations[n.target])).parent for n in nodes)}
         sources = [path.read_bytes() for folder in sorted(folders) for path in sorted(folder.rglob("*.py"))]
-        measured = [path.read_bytes() for path in (tuning.TABLE, tuning.user_file()) if path.exists()]
+        measured = [path.read_bytes() for path in tuning.STORE.files if path.exists()]
         settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("QUIRE_"))
         told = (triton_version(), self.target, self.gpu, shapes, sorted(roles.items()), calls, settings)
         return get_cache_manager(hashlib.sha256(b"".join([repr(told).encode(), *sources, *measured])).hexdigest())

@@ -33,8 +33,8 @@ def oracle_attention(q, keys, values, *, scale, window=None, softcap=None, chunk
     return out
 
 
-def quantised(x, dtype):
-    """x (..., D) as a quantised cache must hold it: (codes in ``dtype``, scale (...) float32). By looking through all codes."""
+def quantized(x, dtype):
+    """x (..., D) as a quantized cache must hold it: (codes in ``dtype``, scale (...) float32). By looking through all codes."""
     numbers = torch.arange(256, dtype=torch.uint8, device=x.device).view(dtype).float()
     even = torch.arange(256, device=x.device) % 2 == 0  # the last bit of a code is that of its mantissa
     fit = numbers.isfinite() & (numbers >= -numbers[numbers.isfinite()].max())  # int8: not -128
@@ -55,7 +55,7 @@ def quantised(x, dtype):
 
 
 def read_back(codes, scale):
-    """What a quantised cache holds, in float64."""
+    """What a quantized cache holds, in float64."""
     return codes.float().double() * scale.double()[..., None]
 
 

@@ -1,121 +1,17 @@
-"""The registry of backends, what a backend is refused for, and how one is chosen."""
+"""What a backend's record refuses a site for, and what ``define_paged_op`` registers."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.attn_ops import backend as registry
-from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
-from quire.attn_ops.registry import all_backends, broken_backends, get_backend, register_backend
-from quire.attn_ops.selection import select_backend
+from quire.attn_ops.backend import AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.registry import get_backend
+from tests.attn_ops.cases import EVERYTHING, SITE
 
 CPU = torch.device("cpu")
-SITE = AttentionSite(layer=3, num_heads=8, num_kv_heads=2, head_dim=64, head_dim_v=64, dtype=torch.float32, scale=0.125,
-                     name="model.layers.3.self_attn")
-EVERYTHING = dict(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32}), window=True, softcap=True,
-                  sinks=True, chunk=True, non_causal=True)
-
-
-def make(name, *, why=None, priority=None, **capabilities) -> AttentionBackend:
-    return AttentionBackend(name, AttentionCapabilities(**{**EVERYTHING, **capabilities}), lambda device: why, op=None,
-                            priority=priority)
-
-
-@pytest.fixture
-def empty(monkeypatch):
-    """A registry with nothing in it, and no entry point to fill it."""
-    monkeypatch.setattr(registry, "_BACKENDS", {})
-    monkeypatch.setattr(registry, "_BROKEN", {})
-    monkeypatch.setattr(registry, "_load_entry_points", lambda: None)
-
-
-@pytest.fixture
-def unloaded(monkeypatch):
-    """A registry that has yet to load its entry points. Returns a function that says which there are."""
-    monkeypatch.setattr(registry, "_BACKENDS", {})
-    monkeypatch.setattr(registry, "_BROKEN", {})
-    load = functools.cache(registry._load_entry_points.__wrapped__)
-    monkeypatch.setattr(registry, "_load_entry_points", load)
-
-    def found(**loaders):
-        points = [SimpleNamespace(name=name, load=load) for name, load in loaders.items()]
-        monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "quire.backends" else [])
-
-    return found
-
-
-# The registry.
-
-
-def test_our_own_backends_are_there() -> None:
-    assert get_backend("torch_native").available(CPU) is None
-    assert set(all_backends()) | set(broken_backends()) >= {"torch_native", "triton", "flashinfer"}
-
-
-def test_third_party_backend(empty) -> None:
-    mine = register_backend(make("mine"))
-    assert get_backend("mine") is mine and list(all_backends()) == ["mine"]
-    assert select_backend("mine", [SITE], device=CPU, page_size=16).backend is mine
-    assert register_backend(mine) is mine  # a module that is loaded twice registers the same record
-    with pytest.raises(ValueError, match="named 'mine' is registered already; choose another name"):
-        register_backend(make("mine"))
-
-
-def test_third_party_entry_point(unloaded) -> None:
-    mine = make("mine", priority={"cpu": -1})
-    unloaded(mine=lambda: mine)
-    assert all_backends()["mine"] is mine
-    assert "torch_native" in all_backends()  # from the source tree, where quire is not installed
-    assert select_backend("auto", [SITE], device=CPU, page_size=16).backend is mine
-
-
-def test_a_broken_entry_point_is_reported_not_raised(unloaded) -> None:
-    def fail():
-        raise ImportError("libmagic.so.1: cannot open shared object file")
-
-    unloaded(magic=fail)
-    assert "magic" not in all_backends() and "torch_native" in all_backends()
-    assert broken_backends()["magic"] == "failed to load: ImportError: libmagic.so.1: cannot open shared object file"
-    with pytest.raises(ValueError, match="unknown attention backend 'magic'.*magic failed to load: ImportError: libm"):
-        get_backend("magic")
-
-
-def test_an_entry_point_cannot_take_a_name_that_is_taken(unloaded) -> None:
-    unloaded(other=lambda: dataclasses.replace(get_backend("torch_native"), priority=None))
-    assert "registered already" in broken_backends()["other"]
-
-
-def test_unknown_name(empty) -> None:
-    register_backend(make("one"))
-    register_backend(make("two"))
-    with pytest.raises(ValueError, match="unknown attention backend 'three'; there are: auto, one, two$"):
-        get_backend("three")
-    with pytest.raises(ValueError, match="unknown attention backend 'three'"):
-        select_backend("three", [SITE], device=CPU, page_size=16)
-
-
-def test_backends_load_lazily_and_without_a_gpu() -> None:
-    """Importing the registry imports no kernels; loading every backend starts no CUDA context."""
-    code = ("import sys, torch, quire.attn_ops.backend as b; assert 'triton' not in sys.modules; "
-            "b.all_backends(); assert not torch.cuda.is_initialized()")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-# What a site is refused for.
 
 
 @pytest.mark.parametrize("site, capabilities, cache, reasons", [
@@ -177,59 +73,6 @@ def test_nothing_is_declared_by_default() -> None:
     caps = AttentionCapabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
     declared = [f.name for f in dataclasses.fields(caps) if getattr(caps, f.name) is True]
     assert declared == [] and caps.cudagraph_support is CudagraphSupport.NEVER
-
-
-# Selection.
-
-
-def test_auto_walks_by_priority(empty) -> None:
-    """Lowest first; without a priority for the device a backend is not tried; the reasons of those before are kept."""
-    for b in (make("slow", priority={"cpu": 9}), make("absent", why="not installed (pip install it)",
-                                                      priority={"cpu": 1}),
-              make("no_sinks", priority={"cpu": 2}, sinks=False), make("unranked"), make("gpu", priority={"cuda": 0})):
-        register_backend(b)
-    chosen = select_backend("auto", [SITE], device=CPU, page_size=16)
-    assert chosen.backend.name == "no_sinks"
-    assert chosen.passed_over == {"absent": ["not installed (pip install it)"]}
-    chosen = select_backend("auto", [SITE, dataclasses.replace(SITE, sinks=True)], device=CPU, page_size=16)
-    assert str(chosen) == ("slow; absent passed over: not installed (pip install it); no_sinks passed over: no sinks")
-
-
-def test_one_site_out_of_many_decides(empty) -> None:
-    register_backend(make("no_window", priority={"cpu": 0}, window=False))
-    sites = [SITE, dataclasses.replace(SITE, layer=7, name="model.layers.7.attn", window=128)]
-    with pytest.raises(UnsupportedAttention) as error:
-        select_backend("auto", sites, device=CPU, page_size=16)
-    assert str(error.value) == (
-        "attention='auto' cannot serve this model on cpu with page_size=16. attention site 7 (model.layers.7.attn) "
-        "needs GQA 8:2x64, float32, window=128. Why not:\n  no_window: no window")
-
-
-def test_a_forced_backend_that_does_not_fit_says_who_does(empty) -> None:
-    register_backend(make("bad", page_sizes=lambda p: False, page_sizes_note="none", layouts=frozenset({"NHD"})))
-    register_backend(make("good", priority={"cpu": 0}))
-    register_backend(make("also_bad", why="no GPU"))
-    with pytest.raises(UnsupportedAttention) as error:
-        select_backend("bad", [SITE], device=CPU, page_size=16, layout="HND")
-    assert str(error.value) == (
-        "attention='bad' cannot serve this model on cpu with page_size=16. attention site 3 (model.layers.3.self_attn) "
-        "needs GQA 8:2x64, float32. Why not:\n  bad: page size 16 (has none); KV layout HND (has NHD)"
-        "\nCan serve it here: good (or attention='auto').")
-
-
-def test_a_forced_backend_is_never_replaced(empty) -> None:
-    register_backend(make("absent", why="install it"))
-    register_backend(make("there", priority={"cpu": 0}, window=False))
-    with pytest.raises(UnsupportedAttention, match="absent: install it\nNo other backend here can serve it."):
-        select_backend("absent", [dataclasses.replace(SITE, window=4)], device=CPU, page_size=16)
-
-
-def test_no_candidate_at_all(empty) -> None:
-    with pytest.raises(UnsupportedAttention, match="attention='auto' cannot serve this model on cpu"):
-        select_backend("auto", [SITE], device=CPU, page_size=16)
-
-
-# Registering an op.
 
 
 def test_define_paged_op() -> None:

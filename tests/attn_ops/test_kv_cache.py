@@ -40,10 +40,10 @@ def test_each_tensor_is_an_allocation_of_its_own() -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_quantised(dtype, layout) -> None:
+def test_quantized(dtype, layout) -> None:
     """Codes, and a scale for each token and head: allocations of their own, the heads outside the tokens."""
     cache = make(dtype=dtype, layout=layout, head_dim_v=6)
-    assert cache.quantised and cache.dtype == dtype and cache.k[0].dtype == dtype
+    assert cache.quantized and cache.dtype == dtype and cache.k[0].dtype == dtype
     for scale in [*cache.k_scale, *cache.v_scale]:
         assert scale.shape == (5, 4, 3) and scale.stride() == (12, 1, 4) and scale.dtype == torch.float32
         assert not scale.any()
@@ -54,9 +54,9 @@ def test_quantised(dtype, layout) -> None:
                                       strict=True))
 
 
-def test_unquantised_has_no_scales() -> None:
+def test_unquantized_has_no_scales() -> None:
     cache = make(layer_ids=[3, 7])
-    assert not cache.quantised and cache.k_scale == cache.v_scale == [None, None]
+    assert not cache.quantized and cache.k_scale == cache.v_scale == [None, None]
     k, v, *scales = cache.of_layer(7)
     assert k is cache.k[1] and v is cache.v[1] and scales == [None, None]
 
@@ -65,7 +65,7 @@ def test_unquantised_has_no_scales() -> None:
 def test_dtypes_that_hold_no_keys(dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(ValueError, match=f"a KV cache of {name} is not possible: give the model's own dtype or one of the "
-                                         "quantised ones, float8_e4m3fn, float8_e5m2, int8"):
+                                         "quantized ones, float8_e4m3fn, float8_e5m2, int8"):
         make(dtype=dtype)
 
 

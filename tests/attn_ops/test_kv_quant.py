@@ -1,4 +1,4 @@
-"""The definition of quantised keys and values, against one that looks through all codes; ``torch_native`` on such caches."""
+"""The definition of quantized keys and values, against one that looks through all codes; ``torch_native`` on such caches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.backends.torch_native import BACKEND
 from quire.attn_ops.kv_quant import ALIASES, FORMATS, QUANTIZED_KV_DTYPES, check_scales, dequantize, quantize
-from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
-from tests.attn_ops.oracle import half_step, quantised, read_back
+from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
+from tests.attn_ops.oracle import half_step, oracle_attention, quantized, read_back
 from tests.attn_ops.scheduling import in_pieces, steps_of
 
 KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
@@ -33,7 +33,7 @@ def test_codes_and_scales_are_the_nearest(kv_dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(4000, 3, 16) * torch.exp(3 * torch.randn(4000, 3, 16))
     codes, scale = quantize(x, kv_dtype)
-    wanted, wanted_scale = quantised(x, kv_dtype)
+    wanted, wanted_scale = quantized(x, kv_dtype)
     assert codes.dtype == kv_dtype and codes.shape == x.shape and scale.shape == x.shape[:-1]
     assert torch.equal(bits(codes), bits(wanted)) and torch.equal(scale, wanted_scale)
     assert ((dequantize(codes, scale) - x).abs() <= half_step(x, scale, kv_dtype) * (1 + 1e-6)).all()  # of float32
@@ -110,44 +110,13 @@ def test_scales_must_go_with_the_cache() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_batches(page_size, layout, kv_dtype) -> None:
-    """Decode, prefill, mixed, padded: numbers as of what reads back, caches and scales bit by bit, the rest untouched."""
+@pytest.mark.parametrize(("page_size", "layout"), [(1, "NHD"), (4, "HND"), (16, "NHD")])
+def test_drift(page_size, layout, kv_dtype) -> None:
+    """Decode, prefill, mixed, padded: no further from the result without quantization than half steps of the codes allow."""
     shape = dict(page_size=page_size, layout=layout, kv_dtype=kv_dtype)
     for queries, seqs in (([1] * 4, [1, 15, 17, 40]), ([5, 16, 33], [5, 16, 33]), ([1, 7, 0, 33, 1], [20, 9, 5, 40, 1])):
         made = case(queries, seqs, pad_tokens=3, pad_reqs=2, **shape)
         check_drift(check_case(BACKEND, made), made)
-
-
-@EACH
-@pytest.mark.parametrize("queries", [[1, 1, 1], [9, 1, 30]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_features(dtype, queries, kv_dtype) -> None:
-    for options in ({}, OPTIONS, dict(write=False), dict(head_dim=24, head_dim_v=16), dict(strided=True)):
-        check_case(BACKEND, case(queries, [9, 17, 40], dtype=dtype, kv_dtype=kv_dtype, **options))
-
-
-@EACH
-@pytest.mark.parametrize("queries", [[1, 1, 1], [5, 1, 30]])
-def test_garbage_in_slots_of_nobody(queries, kv_dtype) -> None:
-    """NaN codes and NaN scales past the ends and in the null page."""
-    for options in ({}, OPTIONS):
-        check_case(BACKEND, case(queries, [9, 17, 41], poison=math.nan, kv_dtype=kv_dtype, pad_tokens=2, pad_reqs=1,
-                                 **options))
-
-
-@EACH
-@pytest.mark.parametrize("queries", [[1, 1], [5, 12]])
-@pytest.mark.parametrize("which", ["k", "v"])
-def test_a_nan_is_not_hidden(which, queries, kv_dtype) -> None:
-    """A NaN in the first sequence's newest key or value: its last query, and no other sequence, gets NaN."""
-    made = case(queries, [9, 17], kv_dtype=kv_dtype)
-    (made.k if which == "k" else made.v)[queries[0] - 1, 1, 3] = math.nan
-    out = run_case(BACKEND, made)
-    assert out[queries[0] - 1, 2:].isnan().all() and out[queries[0] - 1, :2].isfinite().all()
-    made.expected, made.bound = made.expected[queries[0] :], made.bound[queries[0] :]
-    assert ((out[queries[0] :].double() - made.expected).abs() <= made.bound).all()
 
 
 @EACH
@@ -161,19 +130,8 @@ def test_how_a_sequence_is_cut_does_not_matter(kv_dtype) -> None:
         torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
         for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
             assert torch.equal(bits(mine), bits(theirs))
-    expected = fast_oracle(q, read_back(*quantised(k, kv_dtype)), read_back(*quantised(v, kv_dtype)), scale=8**-0.5)
+    expected = oracle_attention(q, read_back(*quantized(k, kv_dtype)), read_back(*quantized(v, kv_dtype)), scale=8**-0.5)
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
-
-
-@EACH
-@pytest.mark.parametrize("queries", [[1, 1], [5, 1]])
-def test_opcheck(queries, kv_dtype) -> None:
-    for options in ({}, OPTIONS, dict(write=False)):
-        made = case(queries, [9, 17], kv_dtype=kv_dtype, poison=0.5, **options)
-        tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-        if kv_dtype.is_floating_point:
-            tests = tests[1:3]  # opcheck compares tensors with ==, which fp8 has not on a CPU
-        torch.library.opcheck(BACKEND.op, made.arguments(), made.options, test_utils=tests)
 
 
 def test_only_what_is_gathered_is_dequantised(monkeypatch) -> None:
@@ -183,7 +141,7 @@ def test_only_what_is_gathered_is_dequantised(monkeypatch) -> None:
     monkeypatch.setattr(torch_native, "dequantize", lambda codes, scale: sizes.append(codes.numel()) or real(codes, scale))
     made = case([1, 1], [9, 17], kv_dtype=torch.int8, num_pages=5000)
     check_output(run_case(BACKEND, made), made)
-    assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens a page, Hkv, D)
+    assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens per page, Hkv, D)
 
 
 def test_read_back_is_dequantise() -> None:

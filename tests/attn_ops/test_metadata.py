@@ -29,14 +29,12 @@ def test_mixed_batch() -> None:
     meta = build([3, 0, 1], [10, 4, 6], [[5, 2, 9], [4], [1, 8]], page_size=4)
     assert meta.query_start_loc.tolist() == meta.query_start_loc_cpu.tolist() == [0, 3, 3, 4]
     assert meta.seq_lens.tolist() == meta.seq_lens_cpu.tolist() == [10, 4, 6]
-    assert meta.block_table.tolist() == [[5, 2, 9], [4, 0, 0], [1, 8, 0]]  # rows filled up with the null page
-    assert meta.block_table is meta.block_table_tensor
+    assert meta.block_table_tensor.tolist() == [[5, 2, 9], [4, 0, 0], [1, 8, 0]]  # rows filled up with the null page
     assert meta.slot_mapping.tolist() == [2 * 4 + 3, 9 * 4, 9 * 4 + 1, 8 * 4 + 1]
     assert meta.positions.tolist() == [7, 8, 9, 5]
-    assert meta.num_computed_tokens_cpu.tolist() == [7, 4, 5]
     assert meta.logits_indices.tolist() == [2, 2, 3]
     assert (meta.num_reqs, meta.num_actual_tokens, meta.num_tokens) == (3, 4, 4)
-    assert (meta.max_query_len, meta.max_seq_len, meta.page_size, meta.causal) == (3, 10, 4, True)
+    assert (meta.max_query_len, meta.max_seq_len, meta.page_size) == (3, 10, 4)
 
 
 def test_pages_that_sequences_read_may_be_shared() -> None:
@@ -53,7 +51,7 @@ def test_max_page() -> None:
 
 def test_dtypes() -> None:
     meta = build([2], [2], [[1]], page_size=4)
-    assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table.dtype} == {torch.int32}
+    assert {meta.query_start_loc.dtype, meta.seq_lens.dtype, meta.block_table_tensor.dtype} == {torch.int32}
     assert {meta.slot_mapping.dtype, meta.positions.dtype, meta.logits_indices.dtype} == {torch.int64}
 
 
@@ -65,7 +63,7 @@ def test_block_table_as_a_tensor() -> None:
 def test_empty_batch() -> None:
     meta = build([], [], [], page_size=4)
     assert meta.query_start_loc.tolist() == [0] and meta.slot_mapping.tolist() == [] and meta.num_reqs == 0
-    assert meta.block_table.shape == (0, 1) and (meta.max_query_len, meta.max_seq_len) == (0, 0)
+    assert meta.block_table_tensor.shape == (0, 1) and (meta.max_query_len, meta.max_seq_len) == (0, 0)
     assert meta.positions.tolist() == []
 
 
@@ -83,11 +81,10 @@ def test_padding() -> None:
     assert padded.query_start_loc.tolist() == padded.query_start_loc_cpu.tolist() == [0, 2, 3, 3, 3]
     assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == [5, 9, 0, 0]
     assert padded.slot_mapping.tolist() == meta.slot_mapping.tolist() + [PAD_SLOT_ID] * 3
-    assert padded.block_table.tolist() == meta.block_table.tolist() + [[NULL_PAGE] * 3] * 2
+    assert padded.block_table_tensor.tolist() == meta.block_table_tensor.tolist() + [[NULL_PAGE] * 3] * 2
     assert padded.positions.tolist() == meta.positions.tolist() + [0, 0, 0]
     assert padded.logits_indices.tolist() == [1, 2, 2, 2]
     assert (padded.num_reqs, padded.num_actual_tokens, padded.num_tokens) == (2, 3, 6)  # the first two without padding
-    assert padded.num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
     assert padded.query_start_loc.dtype == torch.int32 and padded.slot_mapping.dtype == torch.int64
 
 
@@ -128,7 +125,7 @@ def test_slots_are_what_the_definition_says(data) -> None:
 
 
 @pytest.mark.parametrize("queries, seqs, table, message", [
-    ([1, 1], [1], [[1]], "describe 2, 1 and 1 sequences; they must be as many"),
+    ([1, 1], [1], [[1]], "describe 2, 1 and 1 sequences; the numbers must be equal"),
     ([1], [1], [], "describe 1, 1 and 0 sequences"),
     ([3], [2], [[1]], "sequence 0 schedules 3 tokens but has 2 after the step; need 0 <= query_len <= seq_len"),
     ([1, -1], [1, 4], [[1], [2]], "sequence 1 schedules -1 tokens"),

@@ -1,17 +1,86 @@
-"""``quire.backends()``: one row a backend, in the order of attention="auto", with the reason where it is unusable."""
+"""The registry of backends, and ``quire.backends()``: one row per backend, in the order of attention="auto"."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
-import quire.attn_ops.backend
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
-from quire.attn_ops.registry import BackendRow, BackendTable, all_backends, backends, get_backend
+from quire.attn_ops.registry import (
+    BackendRow,
+    BackendTable,
+    all_backends,
+    backends,
+    broken_backends,
+    get_backend,
+    register_backend,
+)
+from quire.attn_ops.selection import select_backend
+from tests.attn_ops.cases import SITE, make_backend
+
+CPU = torch.device("cpu")
+
+
+def test_our_own_backends_are_there() -> None:
+    assert get_backend("torch_native").available(CPU) is None
+    assert set(all_backends()) | set(broken_backends()) >= {"torch_native", "triton", "flashinfer"}
+
+
+def test_third_party_backend(empty) -> None:
+    mine = register_backend(make_backend("mine"))
+    assert get_backend("mine") is mine and list(all_backends()) == ["mine"]
+    assert select_backend("mine", [SITE], device=CPU, page_size=16).backend is mine
+    assert register_backend(mine) is mine  # a module that is loaded twice registers the same record
+    with pytest.raises(ValueError, match="named 'mine' is registered already; choose another name"):
+        register_backend(make_backend("mine"))
+
+
+def test_third_party_entry_point(entries) -> None:
+    mine = make_backend("mine", priority={"cpu": -1})
+    entries(mine=lambda: mine, other=lambda: make_backend("other", priority={"cpu": 3}))
+    assert all_backends()["mine"] is mine and list(all_backends()) == ["mine", "other"]
+    assert select_backend("auto", [SITE], device=CPU, page_size=16).backend is mine
+
+
+def test_a_broken_entry_point_is_reported_not_raised(entries) -> None:
+    def fail():
+        raise ImportError("libmagic.so.1: cannot open shared object file")
+
+    entries(magic=fail, other=lambda: make_backend("other"))
+    assert list(all_backends()) == ["other"]
+    assert broken_backends()["magic"] == "failed to load: ImportError: libmagic.so.1: cannot open shared object file"
+    with pytest.raises(ValueError, match="unknown attention backend 'magic'.*magic failed to load: ImportError: libm"):
+        get_backend("magic")
+
+
+def test_an_entry_point_cannot_take_a_name_that_is_taken(entries) -> None:
+    entries(first=lambda: make_backend("taken"), second=lambda: make_backend("taken"))
+    assert "registered already" in broken_backends()["second"] and list(all_backends()) == ["taken"]
+
+
+def test_unknown_name(empty) -> None:
+    register_backend(make_backend("one"))
+    register_backend(make_backend("two"))
+    with pytest.raises(ValueError, match="unknown attention backend 'three'; there are: auto, one, two$"):
+        get_backend("three")
+    with pytest.raises(ValueError, match="unknown attention backend 'three'"):
+        select_backend("three", [SITE], device=CPU, page_size=16)
+
+
+def test_backends_load_lazily_and_without_a_gpu() -> None:
+    """Importing the registry imports no kernels; loading every backend starts no CUDA context."""
+    code = ("import sys, torch, quire.attn_ops.registry as b; assert 'triton' not in sys.modules; "
+            "b.all_backends(); assert not torch.cuda.is_initialized()")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# The table.
 
 
 def fake(name: str, *, reason: str | None = None, priority: dict[str, int] | None = None, **caps) -> AttentionBackend:
@@ -31,10 +100,13 @@ FAKES = {b.name: b for b in (
 
 
 @pytest.fixture
-def fakes(monkeypatch):
-    all_backends()  # loads the real ones, once, before their registry is put aside
-    monkeypatch.setattr(quire.attn_ops.backend, "_BACKENDS", dict(FAKES))
-    monkeypatch.setattr(quire.attn_ops.backend, "_BROKEN", {"broken": "failed to load: ImportError: no module y"})
+def fakes(entries) -> None:
+    def fail():
+        raise ImportError("no module y")
+
+    entries(broken=fail)
+    for backend in FAKES.values():
+        register_backend(backend)
 
 
 def test_rows_and_order(fakes) -> None:
@@ -51,7 +123,7 @@ def test_rows_and_order(fakes) -> None:
 
 def test_text(fakes) -> None:
     assert_expected_inline(str(backends("cpu")), """\
-backend     usable  dtypes             quantised KV  head dims  page sizes  features       CUDA graphs
+backend     usable  dtypes             quantized KV  head dims  page sizes  features       CUDA graphs
 first       yes     float32            none          any        any         none           NEVER
 missing     no      float32            none          any        any         none           NEVER
 second      yes     bfloat16, float16  int8          64, 128    16          window, sinks  ALWAYS
@@ -73,7 +145,7 @@ def test_rows_are_frozen(fakes) -> None:
 
 def test_empty_table() -> None:
     text = str(BackendTable([], torch.device("cpu")))
-    assert text.split() == "backend usable dtypes quantised KV head dims page sizes features CUDA graphs".split()
+    assert text.split() == "backend usable dtypes quantized KV head dims page sizes features CUDA graphs".split()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -88,7 +160,7 @@ def test_the_backends_here(device) -> None:
         backend = get_backend(row.name)
         assert row.capabilities is backend.capabilities
         serves = device in backend.capabilities.devices
-        expected = backend.available(torch.device(device)) if serves else "not for this device"
+        expected = backend.available(torch.device(device)) if serves else "not declared"
         assert row.usable == (expected is None)
         assert re.search(rf"^{row.name} +{'yes' if row.usable else 'no'} ", text, re.MULTILINE)
         if not row.usable:

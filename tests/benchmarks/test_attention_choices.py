@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.attn_ops.tuning.attention import ATTENTION_CHOICES, load
+from quire.attn_ops.tuning.attention import STORE, load
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*_attention.json"))
@@ -22,7 +22,7 @@ def measurements() -> Any:
 
 def test_what_ships_is_what_was_measured(measurements: Any) -> None:
     found = [one for path in RESULTS for one in measurements(path)]
-    assert len(found) >= 2 and load(ATTENTION_CHOICES) == found
+    assert len(found) >= 2 and load(STORE.shipped) == tuple(found)
 
 
 def test_only_plain_attention(measurements: Any, tmp_path: Path) -> None:

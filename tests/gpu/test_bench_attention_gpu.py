@@ -11,7 +11,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import select_backend
-from quire.attn_ops.tuning import attention as choices
+from quire.attn_ops.tuning import attention as tuning
 from quire.graph_runner.bench.attention_op import Point, decode_point, measure, op_batch
 from quire.graph_runner.cli import main
 
@@ -48,4 +48,4 @@ def test_measure_save_and_select(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert {r["how"] for r in rows if r["kind"] == "decode"} == {"graph"}
     chosen = select_backend("auto", [SITE], device=torch.device("cuda"), page_size=16)
     assert chosen.why.startswith("fastest measured: decode ") and torch.cuda.get_device_name() in chosen.why
-    assert {row.device for row in choices.load(choices.cache_file())} == {torch.cuda.get_device_name()}
+    assert {row.device for row in tuning.load(tuning.STORE.user_file)} == {torch.cuda.get_device_name()}

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.attn_ops.conformance.kit import Kit, run
+from quire.attn_ops.conformance.checks import Kit
+from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.registry import get_backend
 
 pytestmark = [
@@ -17,7 +18,7 @@ pytestmark = [
 
 
 #: The checks, each a test of its own: they wait for compilers, and many can be run at a time.
-CHECKS = [name for name, _ in Kit(get_backend("torch_native"), torch.device("cpu"), torch.float32, None).checks()]
+CHECKS = [name for name, _ in Kit(get_backend("torch_native"), torch.device("cpu"), torch.float32).checks()]
 COMBINATIONS = [
     ("torch_native", torch.float32, None),
     ("torch_native", torch.bfloat16, None),
@@ -53,6 +54,6 @@ def test_conformance(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
         pytest.skip(f"{name}: {why}")
     if torch.cuda.get_device_capability() < backend.capabilities.min_kv_compute_capability.get(kv_dtype, (0, 0)):
         pytest.skip(f"{name}: {kv_dtype} needs a newer GPU")
-    (result,) = (r for r in run(backend, "cuda", dtype, only=check, kv_dtype=kv_dtype) if r.check == check)
+    (result,) = (r for r in check_backend(backend, "cuda", dtype, only=check, kv_dtype=kv_dtype) if r.check == check)
     assert result.status != "FAIL", result.detail
     assert result.status == "ok" or check in ("CUDA graph of a mixed batch", "rotary embedding (rope_op)"), result.detail

@@ -413,7 +413,7 @@ def test_measuring_matrix_shapes(half, tokenizer, prompts, monkeypatch, tmp_path
     """As at the first start with a model: shapes are measured once, kept, and whatever won gives the right tokens."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("QUIRE_TUNE", "1")
-    tuning._known.cache_clear()
+    tuning.reload()
     measured = []
     for _ in range(2):
         with Engine(half, tokenizer, attention=need("triton"), **SMALL) as engine:
@@ -422,7 +422,7 @@ def test_measuring_matrix_shapes(half, tokenizer, prompts, monkeypatch, tmp_path
         for prompt, out in zip(prompts, found, strict=True):
             check_likely(half, prompt, out)
     assert measured[0] == measured[1]
-    tuning._known.cache_clear()
+    tuning.reload()
 
 
 # -- the other ways in
@@ -472,7 +472,7 @@ def test_quantised_cache(kind, model, prompts, expected) -> None:
     for attention, options in (("torch_native", QUICK), ("triton", SMALL), ("triton", {**QUICK, "num_pages": 7}),
                                ("triton", {**QUICK, "prefill_chunk_size": 3, "kv_layout": "HND", "page_size": 4})):
         with Engine(model, attention=need(attention), kv_cache_dtype=kind, **options) as engine:
-            assert engine.runner.cache.quantised
+            assert engine.runner.cache.quantized
             got = tokens(engine.generate(prompts, GREEDY))
             assert_idle(engine)
         wanted = wanted or (got if kind == "fp8_e5m2" else expected)

@@ -1,7 +1,7 @@
-"""Backend ``flashinfer`` on a GPU, against the oracle.
+"""Backend ``flashinfer`` on a GPU: sizes, kernels and CUDA graphs that the conformance kit does not run.
 
-FlashInfer compiles kernels for each (dtype, head dim, windowed or not, capped or not), two minutes for each where it
-has not done so before. So the tests share two, PLAIN and LOCAL, and those marked slow have some of the others.
+FlashInfer compiles kernels per (dtype, head dim, windowed or not, capped or not), two minutes for each the first time on a
+machine. So the tests share two, PLAIN and LOCAL; those marked slow have some of the others.
 """
 
 from __future__ import annotations
@@ -85,17 +85,11 @@ def test_hopper_has_its_own_prefill() -> None:
 
 
 @FEATURES
-@pytest.mark.parametrize("page_size", [1, 3, 64, 256])
-def test_page_sizes(features, page_size) -> None:
+def test_pages_of_no_power_of_two(features) -> None:
     for heads in ((32, 8), (32, 32)):
-        options = dict(page_size=page_size, **features)
+        options = dict(page_size=3, **features)
         check_case(BACKEND, case_of([1] * 5, [1, 255, 257, 311, 3000], heads, layout="HND", **options))
         check_case(BACKEND, case_of([1, 300], [700, 900], heads, **options))
-
-
-def test_writes_nothing_for_a_layer_that_shares_a_cache() -> None:
-    for query_lens in ([1, 1, 1], [1, 5, 80]):
-        check_case(BACKEND, case_of(query_lens, [40, 500, 90], write=False))
 
 
 def test_cache_of_more_than_2_31_elements() -> None:
@@ -127,16 +121,6 @@ def test_windowed_and_full_layers_in_one_step() -> None:
             for case in (local, full, full, local):
                 check_output(BACKEND.op(*case.arguments(), **case.options), case)
         assert len(state.wrappers) == 4
-
-
-def test_opcheck() -> None:
-    for query_lens in ([1, 1, 1], [1, 5, 80]):
-        case = case_of(query_lens, [40, 500, 90])
-        step = Step(case.cache, case.metadata)
-        step.states["flashinfer"] = BACKEND.make_state([case.site], case.cache, StepLimits(8, 512, 64))
-        BACKEND.plan(case.metadata, step)
-        with running(step):
-            torch.library.opcheck(BACKEND.op, case.arguments(), case.options)
 
 
 def test_eager_steps_queued_behind_a_busy_gpu() -> None:

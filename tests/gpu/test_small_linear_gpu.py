@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -15,7 +13,8 @@ from quire.attn_ops.ops.small_linear import (
     small_linear_cuda,
     small_linear_eager,
 )
-from quire.attn_ops.tuning.small_linear import TABLE, LinearShape, candidates, missing, parsed, tune
+from quire.attn_ops.tuning.launch_config import STORE, parsed
+from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +46,7 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     return ((out.double() - truth).norm() / truth.norm()).item()
 
 
-@pytest.mark.parametrize("key", sorted({k for table in json.loads(TABLE.read_text()).values() for k in table}))
+@pytest.mark.parametrize("key", sorted({k for configs in STORE.load(STORE.shipped).values() for k in configs}))
 def test_every_parameter_set(key) -> None:
     """No further from fp64 than twice the separate bf16 kernels are."""
     padded, n, k, swiglu, codes = parsed(key)

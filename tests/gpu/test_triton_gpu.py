@@ -16,7 +16,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
-from tests.attn_ops.oracle import quantised
+from tests.attn_ops.oracle import quantized
 from tests.attn_ops.scheduling import in_pieces, steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -218,7 +218,7 @@ def test_graph_captured_short_and_replayed_long(bucket, features):
         if scale is None:
             assert torch.equal(got, case.new_k[live])
         else:
-            codes, wanted = quantised(case.new_k[live], got.dtype)
+            codes, wanted = quantized(case.new_k[live], got.dtype)
             assert torch.equal(got, codes) and torch.equal(scale, wanted)
 
 

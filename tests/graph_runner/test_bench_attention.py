@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.attn_ops import backend as registry
+from quire.attn_ops import registry
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import define_paged_op
+from quire.attn_ops.backend import AttentionBackend, define_paged_op
 from quire.attn_ops.backends.torch_native import paged_attention
 from quire.attn_ops.registry import get_backend, register_backend
-from quire.attn_ops.tuning import attention as choices
+from quire.attn_ops.tuning import attention as tuning
 from quire.graph_runner.bench.attention import heads_of
 from quire.graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.cli import main
@@ -44,8 +44,16 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     plain = get_backend("torch_native")
-    monkeypatch.setattr("quire.attn_ops.backend._BACKENDS", {"torch_native": plain})
-    return register_backend(dataclasses.replace(plain, name="slow_for_test", op=SLOW_OP, priority={"cpu": -1}))
+    made = dataclasses.replace(plain, name="slow_for_test", op=SLOW_OP, priority={"cpu": -1})
+    only(monkeypatch, plain, made)
+    return made
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *backends: AttentionBackend) -> None:
+    """A registry of these backends alone."""
+    monkeypatch.setattr(registry, "REGISTRY", registry.Registry([]))
+    for backend in backends:
+        register_backend(backend)
 
 
 def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
@@ -60,7 +68,7 @@ def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.Captu
     assert f"saved in {tmp_path / 'cache' / 'attention.json'}" in said
 
     result = json.loads(out.read_text())
-    assert set(result) == {"environment", "rows"} and result["environment"]["device"] == choices.device_name(CPU)
+    assert set(result) == {"environment", "rows"} and result["environment"]["device"] == tuning.device_name(CPU)
     rows = {(r["attention"], r["kind"], r["point"]): r for r in result["rows"]}
     points = [("decode", n) for n in ("1x20", "2x20", "1x33", "2x33")] + [("extend", p.name) for p in extend_points(8 * 32)]
     assert list(rows) == [(name, *point) for point in points for name in ("torch_native", "slow_for_test")]
@@ -73,7 +81,7 @@ def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.Captu
     with caplog.at_level(logging.INFO), Engine(model, num_pages=8) as engine:
         assert engine.runner.backend.name == "torch_native"
         (why,) = engine.runner.selection.passed_over["slow_for_test"]
-    assert why.startswith("measured slower: decode ") and why.endswith(f"us ({choices.device_name(CPU)}, 4/2 x 64 float32)")
+    assert why.startswith("measured slower: decode ") and why.endswith(f"us ({tuning.device_name(CPU)}, 4/2 x 64 float32)")
     assert [r for r in caplog.records if r.message.startswith("attention: torch_native (fastest measured")]
     assert main(["backends", "--device", "cpu"]) == 0
     assert "4/2 x 64 float32, page 16: decode torch_native" in capsys.readouterr().out
@@ -87,14 +95,14 @@ def test_a_backend_that_fails_is_on_record_and_not_saved(slow: Any, monkeypatch:
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("no kernel image\nfor this device")
 
-    monkeypatch.setitem(registry._BACKENDS, "slow_for_test", dataclasses.replace(slow, op=broken))
+    only(monkeypatch, get_backend("torch_native"), dataclasses.replace(slow, op=broken))
     out = tmp_path / "out.json"
     shape = ["--heads", "4/4x8,4/2x8"]
     assert main(["bench", "attention", *shape, *SMALL, "--page-size", "4", "--save", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert {r["error"] for r in rows if r["attention"] == "slow_for_test"} == {
         "RuntimeError: no kernel image\nfor this device"}
-    saved = choices.load(choices.cache_file())
+    saved = tuning.load(tuning.STORE.user_file)
     assert {(r.backend, r.shape.group, r.num_kv_heads, r.shape.page_size) for r in saved} == {
         ("torch_native", 1, 4, 4), ("torch_native", 2, 2, 4)}
 
@@ -102,7 +110,7 @@ def test_a_backend_that_fails_is_on_record_and_not_saved(slow: Any, monkeypatch:
 def test_a_backend_asked_for_that_cannot_is_a_row(slow: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     less = dataclasses.replace(slow.capabilities, head_dims=lambda d, dv: False, head_dims_note="none")
-    monkeypatch.setitem(registry._BACKENDS, "slow_for_test", dataclasses.replace(slow, capabilities=less))
+    only(monkeypatch, dataclasses.replace(slow, capabilities=less))
     assert main(["bench", "attention", "--heads", "1/1x8", *SMALL, "--attention", "slow_for_test", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["error"] == "cannot serve it: head dims 8/8 (has none)"
@@ -171,7 +179,7 @@ def test_a_measured_batch_is_a_real_one(name: str, point: Any) -> None:
         pytest.skip(str(backend.available(CPU)))
     site = AttentionSite(0, 4, 2, 16, 16, torch.float32, 0.25, window=7, softcap=5.0, sinks=True)
     batch = op_batch(site, point, page_size=4, device=CPU, max_len=64)
-    assert batch.metadata.block_table.shape == (2, 16)
+    assert batch.metadata.block_table_tensor.shape == (2, 16)
     timing = measure(backend, batch)
     assert timing.us > 0 and timing.us == timing.host_us and timing.how == "host"
     slots = batch.metadata.slot_mapping

@@ -49,7 +49,7 @@ def kind(request):
 def whole(kind, model, prompts):
     """Greedy tokens where every prompt is computed in one step."""
     with Engine(model, kv_cache_dtype=kind, **SMALL) as engine:
-        assert engine.runner.cache.quantised and engine.runner.cache.dtype == NAMES[kind]
+        assert engine.runner.cache.quantized and engine.runner.cache.dtype == NAMES[kind]
         assert engine.runner.backend.name == "torch_native"  # found by "auto"
         return tokens(engine.generate(prompts, GREEDY))
 

@@ -12,8 +12,7 @@ import torch
 from quire.attn_ops.backends.triton import BACKEND, available
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
-from tests.attn_ops.cases import bits, check_case, check_drift, check_output, fast_oracle, make_case, run_case
-from tests.attn_ops.oracle import oracle_attention
+from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
 from tests.attn_ops.scheduling import in_pieces, steps_of
 
 triton = pytest.importorskip("triton")  # tests/conftest.py has set TRITON_INTERPRET by now, where there is no GPU
@@ -32,16 +31,6 @@ SMALL = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, device=DEVIC
 def boundary(page: int, window: int | None = None) -> list[int]:
     lens = {1, page - 1, page, page + 1, 2 * page}
     return sorted(n for n in (lens | {window, window + 1} if window else lens) if n)
-
-
-def test_fast_oracle_equals_the_plain_one():
-    torch.manual_seed(0)
-    q, keys, values = torch.randn(5, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 6)
-    for options in ({}, dict(window=3), dict(softcap=2.0), dict(chunk=4), dict(sinks=torch.randn(4)),
-                    dict(window=5, softcap=3.0, chunk=8, sinks=torch.randn(4))):
-        expected = oracle_attention(q, keys, values, scale=0.3, **options)
-        got = fast_oracle(q, keys, values, scale=0.3, rows=2, **options)
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 # Reference match over boundary shapes.

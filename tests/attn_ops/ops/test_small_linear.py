@@ -14,7 +14,7 @@ from quire.attn_ops.ops.small_linear import (
     small_linear_cuda,
     small_linear_eager,
 )
-from quire.attn_ops.tuning.small_linear import Config
+from quire.attn_ops.tuning.launch_config import Config
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

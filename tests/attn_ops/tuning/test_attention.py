@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.attn_ops import backend as registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.registry import backends, register_backend
 from quire.attn_ops.selection import select_backend
-from quire.attn_ops.tuning import attention as choices
+from quire.attn_ops.tuning import attention as tuning
 from quire.attn_ops.tuning.attention import Measurement, ShapeClass
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -27,16 +26,13 @@ HINT = "run `quire bench attention --save`"
 
 
 @pytest.fixture(autouse=True)
-def setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty: None) -> None:
     """No backends, no measurements, and every device is called DEVICE."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(choices, "ATTENTION_CHOICES", tmp_path / "shipped.json")
-    monkeypatch.setattr(choices, "device_name", lambda device: DEVICE)
+    monkeypatch.setattr(tuning, "STORE", dataclasses.replace(tuning.STORE, shipped=tmp_path / "attention.json"))
+    monkeypatch.setattr(tuning, "device_name", lambda device: DEVICE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(registry, "_BACKENDS", {})
-    monkeypatch.setattr(registry, "_BROKEN", {})
-    monkeypatch.setattr(registry, "_load_entry_points", lambda: None)
 
 
 def make(name: str, place: int, support: CudagraphSupport = CudagraphSupport.ALWAYS, *, why: str | None = None,
@@ -49,7 +45,7 @@ def make(name: str, place: int, support: CudagraphSupport = CudagraphSupport.ALW
 
 def row(backend: AttentionBackend, us: float | dict[str, float], site: AttentionSite = SITE, **changes: Any) -> Measurement:
     times = us if isinstance(us, dict) else {"1x1024": us}
-    made = choices.measurement(backend, site, device=CPU, page_size=16, layout="NHD", decode_us=times, extend_us={},
+    made = tuning.measurement(backend, site, device=CPU, page_size=16, layout="NHD", decode_us=times, extend_us={},
                                date="2026-01-01")
     return dataclasses.replace(made, **changes)
 
@@ -65,7 +61,7 @@ def test_the_fastest_measured_wins_and_the_others_say_by_how_much() -> None:
     slow, fast = make("slow", 0), make("fast", 1)
     make("absent", 2, why="not installed")
     make("new", 3)
-    choices.save([row(slow, 12.1), row(fast, 8.3)])
+    tuning.save([row(slow, 12.1), row(fast, 8.3)])
     chosen = select()
     assert chosen.backend is fast
     assert chosen.why == "fastest measured: decode 8.3 us (Some Device, 32/8 x 128 bfloat16)"
@@ -78,7 +74,7 @@ def test_the_fastest_measured_wins_and_the_others_say_by_how_much() -> None:
 def test_without_measurements_the_first_by_priority_is_taken() -> None:
     first, second = make("first", 0), make("second", 1)
     assert select().backend is first and select().why == "" and select().passed_over == {}
-    choices.save([row(first, 9.0), row(second, 1.0)])
+    tuning.save([row(first, 9.0), row(second, 1.0)])
     for other in (dict(page_size=32), dict(layout="HND")):
         chosen = select(**other)
         assert chosen.backend is first
@@ -90,14 +86,14 @@ def test_without_measurements_the_first_by_priority_is_taken() -> None:
 
 def test_a_backend_asked_for_by_name_is_not_replaced() -> None:
     slow, fast = make("slow", 0), make("fast", 1)
-    choices.save([row(slow, 12.0), row(fast, 8.0)])
+    tuning.save([row(slow, 12.0), row(fast, 8.0)])
     assert select_backend("slow", [SITE], device=CPU, page_size=16).backend is slow
     assert select_backend(slow, [SITE], device=CPU, page_size=16).backend is slow
 
 
 def test_a_fast_backend_that_cannot_serve_every_site_is_out() -> None:
     slow, fast = make("slow", 0), make("fast", 1, window=False)
-    choices.save([row(slow, 12.0), row(fast, 8.0), row(slow, 12.0, WINDOWED)])
+    tuning.save([row(slow, 12.0), row(fast, 8.0), row(slow, 12.0, WINDOWED)])
     chosen = select(SITE, WINDOWED)
     assert chosen.backend is slow and chosen.passed_over["fast"] == ["no window"]
 
@@ -105,7 +101,7 @@ def test_a_fast_backend_that_cannot_serve_every_site_is_out() -> None:
 def test_every_point_of_the_grid_counts_the_same() -> None:
     """a is 3 times faster at a small point, b 2 times at a large one: a sum of times would take b."""
     a, b = make("a", 1), make("b", 0)
-    choices.save([row(a, {"1x1024": 5.0, "128x8192": 2000.0}), row(b, {"1x1024": 15.0, "128x8192": 1000.0, "9x9": 0.1})])
+    tuning.save([row(a, {"1x1024": 5.0, "128x8192": 2000.0}), row(b, {"1x1024": 15.0, "128x8192": 1000.0, "9x9": 0.1})])
     chosen = select()
     assert chosen.backend is a  # and 9x9, which only b has, does not count
     assert "decode 122.5 us against 100.0 us" in chosen.passed_over["b"][0]
@@ -113,46 +109,46 @@ def test_every_point_of_the_grid_counts_the_same() -> None:
 
 def test_layers_of_several_kinds_count_by_their_number() -> None:
     a, b = make("a", 0), make("b", 1)
-    choices.save([row(a, 10.0), row(b, 20.0), row(a, 30.0, WINDOWED), row(b, 12.0, WINDOWED)])
+    tuning.save([row(a, 10.0), row(b, 20.0), row(a, 30.0, WINDOWED), row(b, 12.0, WINDOWED)])
     assert select(SITE, WINDOWED).backend is b  # 10 * 30 > 20 * 12
     assert select(SITE, SITE, SITE, WINDOWED).backend is a
     assert "32/8 x 128 bfloat16 and 1 more)" in select(SITE, WINDOWED).why
-    choices.save([row(a, 10.0, dataclasses.replace(WINDOWED, window=7))])
+    tuning.save([row(a, 10.0, dataclasses.replace(WINDOWED, window=7))])
     assert select(SITE, WINDOWED).backend is b  # the window that the site has is preferred
 
 
 def test_fewer_cuda_graphs_must_be_worth_it() -> None:
     whole = make("whole", 0)
     decode = make("decode", 1, CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-    choices.save([row(whole, 10.0), row(decode, 6.0)])
+    tuning.save([row(whole, 10.0), row(decode, 6.0)])
     chosen = select(device=GPU)
     assert chosen.backend is whole and chosen.passed_over["decode"] == [
         "measured decode 6.0 us against 10.0 us (Some Device, 32/8 x 128 bfloat16), but its CUDA graphs "
         "(UNIFORM_SINGLE_TOKEN_DECODE, not ALWAYS) leave out batches, and it is not 2 times as fast"]
     assert select(device=CPU).backend is decode  # no CUDA graphs there
-    choices.save([row(decode, 4.9)])
+    tuning.save([row(decode, 4.9)])
     assert select(device=GPU).backend is decode
-    choices.save([row(whole, 4.0)])
+    tuning.save([row(whole, 4.0)])
     assert "measured slower: decode 4.9 us against 4.0 us" in select(device=GPU).passed_over["decode"][0]
 
 
 def test_what_is_slow_but_measured_does_not_replace_an_unmeasured_favourite() -> None:
     """After an update of the favourite's package only the reference's time may be left."""
     favourite = make("favourite", 0)
-    choices.save([row(make("reference", 1), 900.0)])
+    tuning.save([row(make("reference", 1), 900.0)])
     assert select().backend is favourite and HINT in select().why
 
 
 def test_times_of_other_versions_and_devices_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make("a", 0), make("b", 1, packages=("pytest",))
-    choices.save([row(a, 10.0), row(b, 5.0, packages={"pytest": "0.1"})])
+    tuning.save([row(a, 10.0), row(b, 5.0, packages={"pytest": "0.1"})])
     chosen = select()
     assert chosen.backend is a and chosen.why.startswith("the only one measured: decode 10.0 us")
     (why,) = chosen.passed_over["b"]
-    assert why.startswith(f"measured with torch {choices.versions(b)[0]}, pytest 0.1, and here is torch ") and HINT in why
-    choices.save([row(b, 5.0)])
+    assert why.startswith(f"measured with torch {tuning.versions(b)[0]}, pytest 0.1, and here is torch ") and HINT in why
+    tuning.save([row(b, 5.0)])
     assert select().backend is b
-    monkeypatch.setattr(choices, "device_name", lambda device: "Another Device")
+    monkeypatch.setattr(tuning, "device_name", lambda device: "Another Device")
     assert select().backend is a and select().why == ""
 
 
@@ -160,9 +156,9 @@ def test_times_are_compared_only_if_measured_alike() -> None:
     """b's time is of a model with fewer heads: no better than a's."""
     a, b = make("a", 0), make("b", 1)
     half = dataclasses.replace(SITE, num_heads=16, num_kv_heads=4)
-    choices.save([row(a, 10.0), row(b, 6.0, half)])
+    tuning.save([row(a, 10.0), row(b, 6.0, half)])
     assert select(SITE).backend is a and select(SITE).passed_over["b"] == [f"not measured on this device: {HINT}"]
-    choices.save([row(a, 7.0, half)])
+    tuning.save([row(a, 7.0, half)])
     assert select(half).backend is b
     quarter = dataclasses.replace(SITE, num_heads=8, num_kv_heads=2)  # measured by neither: the largest comparable group
     assert select(quarter).backend is b
@@ -170,7 +166,7 @@ def test_times_are_compared_only_if_measured_alike() -> None:
 
 def test_no_common_point_decides_nothing() -> None:
     a, b = make("a", 0), make("b", 1)
-    choices.save([row(a, {"1x8": 9.0}), row(b, {"1x16": 1.0})])
+    tuning.save([row(a, {"1x8": 9.0}), row(b, {"1x16": 1.0})])
     assert select().backend is a
 
 
@@ -179,20 +175,20 @@ def test_no_common_point_decides_nothing() -> None:
 
 def test_the_users_file_comes_before_the_shipped_one() -> None:
     a, b = make("a", 0), make("b", 1)
-    choices.save([row(a, 5.0), row(b, 9.0)], choices.ATTENTION_CHOICES)
+    tuning.save([row(a, 5.0), row(b, 9.0)], tuning.STORE.shipped)
     assert select().backend is a
-    choices.save([row(a, 9.0), row(b, 5.0)])
+    tuning.save([row(a, 9.0), row(b, 5.0)])
     assert select().backend is b
-    choices.cache_file().unlink()
+    tuning.STORE.user_file.unlink()
     assert select().backend is a
 
 
 def test_save_merges(tmp_path: Path) -> None:
     a, b = make("a", 0), make("b", 1)
     path = tmp_path / "deep" / "times.json"
-    choices.save([row(a, 5.0), row(b, 9.0)], path)
-    choices.save([row(a, 4.0, date="2027-01-01"), row(a, 3.0, WINDOWED)], path)
-    found = choices.load(path)
+    tuning.save([row(a, 5.0), row(b, 9.0)], path)
+    tuning.save([row(a, 4.0, date="2027-01-01"), row(a, 3.0, WINDOWED)], path)
+    found = tuning.load(path)
     assert [(r.backend, r.decode_us["1x1024"], r.window) for r in found] == [
         ("a", 4.0, None), ("b", 9.0, None), ("a", 3.0, 4096)]
     assert found[0] == row(a, 4.0, date="2027-01-01") and json.loads(path.read_text())["format"] == 1
@@ -208,7 +204,7 @@ def test_save_merges(tmp_path: Path) -> None:
 ])
 def test_a_file_that_no_command_wrote_is_ignored_with_one_warning(spoil: Any, caplog: pytest.LogCaptureFixture) -> None:
     a, b = make("a", 0), make("b", 1)
-    path = choices.save([row(a, 9.0), row(b, 5.0)])
+    path = tuning.save([row(a, 9.0), row(b, 5.0)])
     assert select().backend is b
     text = path.read_text()
     path.write_text(spoil(text))
@@ -217,26 +213,26 @@ def test_a_file_that_no_command_wrote_is_ignored_with_one_warning(spoil: Any, ca
         assert select().backend is a and select().backend is a
     (record,) = caplog.records
     assert "are ignored" in record.message and str(path) in record.message and HINT in record.message
-    choices.save([row(a, 9.0), row(b, 5.0)])
+    tuning.save([row(a, 9.0), row(b, 5.0)])
     assert select().backend is b
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", "/somewhere")
-    assert choices.cache_file() == Path("/somewhere/attention.json")
+    assert tuning.STORE.user_file == Path("/somewhere/attention.json")
     monkeypatch.delenv("QUIRE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert choices.cache_file() == Path("/xdg/quire/attention.json")
+    assert tuning.STORE.user_file == Path("/xdg/quire/attention.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert choices.cache_file() == tmp_path / ".cache" / "quire" / "attention.json"
+    assert tuning.STORE.user_file == tmp_path / ".cache" / "quire" / "attention.json"
 
 
 def test_the_shipped_file_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    shipped = Path(choices.__file__).parent / "attention.json"
+    shipped = Path(tuning.__file__).parent / "attention.json"
     with caplog.at_level(logging.WARNING):
-        rows = choices.load(shipped)
-    assert not caplog.records and json.loads(shipped.read_text())["format"] == choices.FORMAT
+        rows = tuning.load(shipped)
+    assert not caplog.records and rows
     assert len({r.identity for r in rows}) == len(rows)
 
 
@@ -253,8 +249,8 @@ def test_shape_class() -> None:
 def test_the_table_of_backends_shows_the_measurements() -> None:
     a, b = make("a", 0), make("b", 1)
     assert str(backends("cpu")).endswith(f"nothing is measured on this device ({HINT})")
-    choices.save([row(a, {"1x8": 4.0, "2x8": 9.0}), row(b, 5.0), row(a, 3.0, WINDOWED)])
-    torch_version = choices.versions(a)[0]
+    tuning.save([row(a, {"1x8": 4.0, "2x8": 9.0}), row(b, 5.0), row(a, 3.0, WINDOWED)])
+    torch_version = tuning.versions(a)[0]
     assert str(backends("cpu")).splitlines()[-2:] == [
         f"measured with torch {torch_version}: 32/8 x 128 bfloat16, page 16: decode b 5.0 us, a 6.0 us",
         f"measured with torch {torch_version}: 32/8 x 128 bfloat16, page 16, window: decode a 3.0 us"]
@@ -262,5 +258,5 @@ def test_the_table_of_backends_shows_the_measurements() -> None:
 
 def test_a_gpu_that_is_only_asked_about_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choices.sources(GPU) == []
+    assert tuning.sources(GPU) == []
 

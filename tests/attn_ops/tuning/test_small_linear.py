@@ -11,19 +11,10 @@ import torch
 
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.ops.small_linear import small_linear_cuda, small_linear_eager
+from quire.attn_ops.tuning import launch_config
 from quire.attn_ops.tuning import small_linear as tuning
-from quire.attn_ops.tuning.small_linear import (
-    CANDIDATES,
-    TABLE,
-    Config,
-    LinearShape,
-    config_for,
-    key,
-    missing,
-    parsed,
-    tune,
-    user_file,
-)
+from quire.attn_ops.tuning.launch_config import STORE, Config, config_for, key, parsed
+from quire.attn_ops.tuning.small_linear import CANDIDATES, LinearShape, missing, tune
 
 triton = pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -34,9 +25,9 @@ SHAPE = LinearShape(32, 64, True, False, False, torch.float16)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_COLD", 0)  # two weights do
-    tuning._known.cache_clear()
+    tuning.reload()
     yield tmp_path
-    tuning._known.cache_clear()
+    tuning.reload()
 
 
 class Timer:
@@ -60,7 +51,7 @@ def test_measured_once_and_kept() -> None:
     for tokens in (1, 2, 8, 16, 17, 32):
         assert config_for(tokens, 32, 64, False, CPU) == CANDIDATES[tokens == 1][1]
     assert tune([SHAPE], CPU, timer=timer) == 0 and timer.calls == 12
-    tuning._known.cache_clear()  # as in another process
+    tuning.reload()  # as in another process
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
 
 
@@ -89,8 +80,8 @@ def test_what_was_measured_is_launched(codes: torch.dtype | None) -> None:
     for tokens in (1, 8):
         (call,) = tuning.arguments(shape, tokens, CPU, 1)
         for config in tuning.candidates(tokens, codes):
-            tuning._known.cache_clear()
-            tuning._known(CPU)[key(tokens, shape.n, shape.k, False, codes)] = list(config)
+            tuning.reload()
+            launch_config.known(CPU)[key(tokens, shape.n, shape.k, False, codes)] = list(config)
             with recording() as launched:
                 small_linear_cuda(*call)
             with recording() as wanted:
@@ -108,14 +99,14 @@ def test_what_is_compiled_ahead_is_what_measuring_launches() -> None:
 
 
 def test_nothing_to_measure_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning._known.cache_clear()
+    tuning.reload()
     monkeypatch.setitem(sys.modules, "triton", None)
     assert tune([], CPU) == 0
 
 
 @pytest.mark.parametrize(("cold", "copies"), [(0, 2), (3 * 32 * 64 * 2, 4), (1e9, 6)])
 def test_how_many_weights_are_gone_through(cold: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough not to fit into the cache, but no more than so many: a small model's weights are in the cache anyway."""
+    """Enough not to fit into the L2 cache, up to a limit: the weights of a small model are in it anyway."""
     monkeypatch.setattr(tuning, "_COLD", cold)
     monkeypatch.setattr(tuning, "MOST_COPIES", 6)
     calls = set()
@@ -153,12 +144,12 @@ def test_other_shapes_go_by_the_rule() -> None:
     "{", '{"format": 9, "devices": {}}', '{"format": 1, "devices": {"x": {"1x2x3": [1, 2]}}}', "[]"])
 def test_a_file_that_cannot_be_read(text, caplog) -> None:
     """Ignored with a warning, and replaced by the next measurement."""
-    user_file().write_text(text)
+    STORE.user_file.write_text(text)
     with caplog.at_level(logging.WARNING):
         assert len(missing([SHAPE], CPU)) == 3
     assert "are ignored" in caplog.text
     tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
-    tuning._known.cache_clear()
+    tuning.reload()
     assert not missing([SHAPE], CPU)
 
 
@@ -173,15 +164,15 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, folder
 
 def test_other_devices_and_versions_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     tune([SHAPE], CPU, timer=Timer(9.0, 5.0))
-    monkeypatch.setattr(tuning, "_device_key", lambda device: "another GPU, triton 9")
-    tuning._known.cache_clear()
+    monkeypatch.setattr(launch_config, "device_key", lambda device: "another GPU, triton 9")
+    tuning.reload()
     assert len(missing([SHAPE], CPU)) == 3
     tune([SHAPE], CPU, timer=Timer(1.0, 5.0))
-    assert len(json.loads(user_file().read_text())["devices"]) == 2
+    assert len(json.loads(STORE.user_file.read_text())["devices"]) == 2
 
 
 def test_the_table_that_ships() -> None:
-    for device, configs in json.loads(TABLE.read_text()).items():
+    for device, configs in STORE.load(STORE.shipped).items():
         assert device.startswith("NVIDIA")
         for name, values in configs.items():
             tokens, *_ = shape = parsed(name)

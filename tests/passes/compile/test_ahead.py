@@ -203,7 +203,7 @@ def test_a_failure_is_left_to_the_launch(caplog: pytest.LogCaptureFixture, tmp_p
 def test_shapes_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every candidate's kernel is compiled while the layers are, unless the best is known, or nothing is to be measured."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    tuning._known.cache_clear()
+    tuning.reload()
     shape, cpu = LinearShape(48, 64, True, False, False, torch.float16), torch.device("cpu")
     started: list[list[Launch]] = []
     ahead = CompileAhead([], ("cuda", 90, 32), 1)
@@ -224,7 +224,7 @@ def test_shapes_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     tuning.tune([shape], cpu, timer=lambda run, calls: 1.0)
     another.start_tuning({shape}, cpu)
     assert len(started) == 2
-    tuning._known.cache_clear()
+    tuning.reload()
 
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]

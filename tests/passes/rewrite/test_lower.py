@@ -133,7 +133,7 @@ def test_inputs_come_last_and_in_order() -> None:
     meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
     cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.float32)
     values = LoweredInputs((1, 0)).of(Step(cache, meta))
-    wanted = [meta.slot_mapping, meta.block_table, meta.query_start_loc, meta.seq_lens, cache.k[1], cache.v[1],
+    wanted = [meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, cache.k[1], cache.v[1],
               cache.k[0], cache.v[0]]
     assert all(got is want for got, want in zip(values, wanted, strict=True))
 

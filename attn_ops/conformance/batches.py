@@ -1,0 +1,264 @@
+"""Ragged batches in a paged cache: to check a backend, or to time it.
+
+``lay_out`` makes a batch with its pages shuffled and noise in every slot that no sequence owns, ``run`` puts it through a
+backend as a model's forward does, and ``check`` also compares the output with the reference and the cache bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite, attention_eager
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.kv_cache import Layout, PagedKVCache
+from quire.attn_ops.kv_quant import dequantise, quantise
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.ops.rope import PLAIN, RopeForm, rotate
+from quire.attn_ops.step import Step, ensure_planned, running
+
+NOISE = 30.0  # standard deviation of what lies in slots without an owner; keys and values have 1
+
+
+class Failure(AssertionError):
+    """What a backend did wrong."""
+
+
+@dataclass
+class Batch:
+    """A batch of one attention layer. T counts padding tokens.
+
+    Args:
+        q, new_k, new_v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv), the tokens of this step; NaN in padding tokens.
+        sinks: (H,) or None.
+        write: False for a layer that shares another's cache: the new keys are in it already, ``k`` and ``v`` are None.
+        expected: (T, H, Dv) float64, zero for padding tokens; for a quantized cache, of keys and values as they read back.
+        bound: the error allowed for each number of ``expected``.
+        keys, values: per sequence (L, Hkv, D or Dv), all its tokens as they were before quantization.
+    """
+
+    site: AttentionSite
+    q: torch.Tensor
+    new_k: torch.Tensor
+    new_v: torch.Tensor
+    sinks: torch.Tensor | None
+    cache: PagedKVCache
+    metadata: CommonAttentionMetadata
+    write: bool
+    expected: torch.Tensor
+    bound: torch.Tensor
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def k(self) -> torch.Tensor | None:
+        return self.new_k if self.write else None
+
+    @property
+    def v(self) -> torch.Tensor | None:
+        return self.new_v if self.write else None
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        m = self.metadata
+        return m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the paged op."""
+        return {name: getattr(self.site, name) for name in ("scale", "window", "softcap", "chunk")}
+
+    def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple[Any, ...]:
+        """Positional arguments of the paged op."""
+        return (self.q, self.k, self.v, *self.cache.of_layer(0), *self.tables, self.sinks, list(prepared))
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The tensors among the op's arguments, which a CUDA graph reads and writes in place."""
+        return [tensor for tensor in self.arguments()[:12] if tensor is not None]
+
+    @property
+    def held(self) -> dict[str, torch.Tensor]:
+        """The cache's tensors, by name."""
+        names = ("key", "value", "key scale", "value scale")
+        return {n: t for n, t in zip(names, self.cache.of_layer(0), strict=True) if t is not None}
+
+    def stored(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys or values as the cache must hold them, and their scales if it is quantized."""
+        return quantise(new, self.cache.dtype) if self.cache.quantized else (new, None)
+
+    def put(self, which: str, new: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all of it as it reads
+        back."""
+        codes, scale = self.stored(new)
+        bits(self.held[which])[page, offset] = bits(codes[: len(page)])
+        if scale is None:
+            return new
+        self.held[f"{which} scale"][page, offset] = scale[: len(page)]
+        return dequantise(codes, scale)
+
+
+def lay_out(
+    site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
+    device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None,
+    num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), write: bool = True,
+    strided: bool = False, fill: float | None = None, expect: bool = True, fast_tanh: bool = False, seed: int = 0,
+) -> Batch:
+    """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens.
+
+    Args:
+        kv_dtype: of the cache; None: the site's.
+        num_pages, table_width: of the cache and the block table, at least what the batch needs.
+        pad: padding tokens and padding rows.
+        strided: q, k and v are views into one tensor, as a fused projection gives them.
+        fill: what lies in slots without an owner; None: noise.
+        expect: False leaves ``expected``, ``bound``, ``keys`` and ``values`` empty.
+        fast_tanh: allow half precision the error of the hardware's tanh (2**-11 of its value) in a softcap.
+    """
+    heads, kv_heads, dim, dim_v = site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(site.dtype)
+
+    counts = [-(-total // page_size) for total in seq_lens]
+    num_pages = num_pages or sum(counts) + 5
+    order = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    table = [[order.pop() for _ in range(count)] for count in counts]
+    meta = CommonAttentionMetadata.build(query_lens, seq_lens, [row + [0] * (table_width - len(row)) for row in table],
+                                         page_size=page_size, device=device)
+    meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
+    cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout,
+                                   dtype=kv_dtype)
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim_v))
+    if strided:
+        parts = randn(meta.num_tokens, sum(h * d for h, d in shapes)).split([h * d for h, d in shapes], dim=1)
+        q, k, v = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
+    else:
+        q, k, v = (randn(meta.num_tokens, *shape) for shape in shapes)
+    for tensor in (q, k, v):
+        tensor[meta.num_actual_tokens :] = math.nan
+    zeros = torch.zeros(meta.num_tokens if expect else 0, heads, dim_v, dtype=torch.float64, device=device)
+    batch = Batch(site, q, k, v, randn(heads) if site.sinks else None, cache, meta, write, zeros, torch.zeros_like(zeros))
+    for tensor in batch.held.values():
+        noise = (torch.tensor(fill, device=device) if fill is not None else
+                 torch.empty(tensor.shape, device=device).normal_(0, NOISE, generator=generator))
+        tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
+    magnitude, begin = torch.zeros_like(zeros), 0
+    for count, total, pages in zip(query_lens, seq_lens, table, strict=True):
+        own = slice(begin, begin + count)
+        begin += count
+        keys, values = randn(total, kv_heads, dim), randn(total, kv_heads, dim_v)
+        keys[total - count :], values[total - count :] = k[own], v[own]
+        at = torch.arange(total - count if write else total, device=device)
+        slots = torch.tensor(pages, dtype=torch.long, device=device)[at // page_size], at % page_size
+        read = [batch.put(which, new, *slots) for which, new in (("key", keys), ("value", values))]
+        if expect:
+            batch.keys.append(keys)
+            batch.values.append(values)
+            batch.expected[own] = reference(site, q[own], read[0], read[1], batch.sinks)
+            magnitude[own] = reference(site, q[own], read[0], read[1].abs(), batch.sinks)
+    if expect:
+        # The softmax weights and the output are each rounded to the dtype: half an eps of weights @ |v| and of the output.
+        # Twice that, and 1e-5 for sums in float32.
+        batch.bound = (magnitude + batch.expected.abs()) * torch.finfo(site.dtype).eps + 1e-5
+        if fast_tanh and site.softcap is not None and site.dtype != torch.float32:
+            batch.bound += 2 * magnitude * site.softcap * 2**-11
+    return batch
+
+
+def reference(site: AttentionSite, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None,
+              rows: int = 256) -> torch.Tensor:
+    """``attention_eager`` in float64 on one sequence: q (n, H, D) are the last n of the tokens of keys (L, Hkv, D) and
+    values (L, Hkv, Dv); (n, H, Dv). ``rows``: queries at a time, which bounds the memory."""
+    before = len(keys) - len(q)
+    wide_q, wide_k, wide_v = (x.double().transpose(0, 1)[None] for x in (q, keys, values))
+    out = q.new_zeros(len(q), q.shape[1], values.shape[2], dtype=torch.float64)
+    for begin in range(0, len(q), rows):
+        end = min(begin + rows, len(q))
+        out[begin:end] = attention_eager(
+            wide_q[:, :, begin:end], wide_k[:, :, : before + end], wide_v[:, :, : before + end], sinks, layer=site.layer,
+            scale=site.scale, window=site.window, softcap=site.softcap, chunk=site.chunk, causal=True)[0].transpose(0, 1)
+    return out
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: to compare bit by bit, and to index dtypes that torch cannot index."""
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
+
+
+@contextlib.contextmanager
+def planned(backend: AttentionBackend, batch: Batch, **step_options: Any) -> Iterator[None]:
+    """Inside, the batch's step is in progress and the backend has planned it."""
+    step = Step(batch.cache, batch.metadata, attention=backend, **step_options)
+    with running(step), torch.no_grad():
+        ensure_planned(step, backend, [batch.site])
+        yield
+
+
+def prepared(backend: AttentionBackend, batch: Batch) -> list[torch.Tensor]:
+    return [] if backend.prepare is None else list(backend.prepare(*batch.tables, batch.metadata.page_size))
+
+
+def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
+    """The batch through the backend as in a model's forward: state and plan on the host, then ``prepare`` and the op.
+
+    With ``rotary`` through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions turns into the batch's: by quarter
+    turns, which are exact.
+    """
+    with planned(backend, batch):
+        arguments = batch.arguments(prepared(backend, batch))
+        if not rotary:
+            return backend.op(*arguments, **batch.options)
+        turns = torch.randint(4, (len(batch.q), rotary // 2), generator=torch.Generator().manual_seed(3))
+        if not form.half_tables:
+            turns = turns.repeat_interleave(2, dim=1) if form.interleaved else turns.repeat(1, 2)
+        cos, sin = (torch.tensor(quarters, dtype=batch.q.dtype)[turns].to(batch.q.device)
+                    for quarters in ((1, 0, -1, 0), (0, 1, 0, -1)))
+        q, k = (rotate(x, cos, -sin, form.interleaved, form.half_tables) for x in (batch.q, batch.new_k))
+        op: Any = backend.rope_op
+        return op(q, k, batch.new_v, cos, sin, None, None, 0.0, *arguments[3:], **batch.options, **form.options())
+
+
+def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
+    """Run the batch. Raises Failure unless outputs are within bounds, new keys and values are stored exactly, and every other
+    slot is bit for bit as before."""
+    wanted = {name: bits(tensor).clone() for name, tensor in batch.held.items()}
+    if batch.write:
+        live, size = batch.metadata.slot_mapping[: batch.metadata.num_actual_tokens], batch.metadata.page_size
+        for which, new in (("key", batch.new_k), ("value", batch.new_v)):
+            for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
+                if part is not None:
+                    wanted[name][live // size, live % size] = bits(part)
+    out = run(backend, batch, rotary, form)
+    for name, tensor in batch.held.items():
+        differs = (bits(tensor) != wanted[name]).flatten(2).any(-1)
+        if differs.any():
+            page, offset = differs.nonzero()[0].tolist()
+            raise Failure(f"{int(differs.sum())} slots of the {name} cache are wrong after the step; the first is page {page}, "
+                          f"offset {offset}{' (the null page)' if page == 0 else ''}")
+    compare(out, batch)
+    return out
+
+
+def compare(out: torch.Tensor, batch: Batch) -> None:
+    """Raises Failure unless every live number is within its bound and padding is zero."""
+    live = batch.metadata.num_actual_tokens
+    if out.shape != batch.expected.shape or out.dtype != batch.site.dtype:
+        raise Failure(f"returned {tuple(out.shape)} {out.dtype}, not {tuple(batch.expected.shape)} {batch.site.dtype}")
+    if not torch.isfinite(out[:live]).all():
+        raise Failure(f"{int((~torch.isfinite(out[:live])).sum())} outputs are not finite")
+    excess = (out[:live].double() - batch.expected[:live]).abs() / batch.bound[:live]
+    if excess.numel() and excess.max() > 1:
+        token, head, _ = torch.unravel_index(excess.argmax(), excess.shape)
+        raise Failure(f"{int((excess > 1).sum())} of {excess.numel()} outputs are wrong; the worst, of token {int(token)} "
+                      f"and head {int(head)}, is off by {excess.max():.3g} times the bound")
+    if not (out[live:] == 0).all():
+        raise Failure("outputs of padding tokens are not zero")
+
+
+__all__ = ["Batch", "Failure", "bits", "check", "compare", "lay_out", "planned", "prepared", "reference", "run"]

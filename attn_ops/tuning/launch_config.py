@@ -1,0 +1,111 @@
+"""Launch parameters of ``small_linear``'s kernels: looked up in measurements, else by a rule.
+
+Both the op and the measuring (``small_linear.py``) import this file. The user's file is keyed by device and Triton version,
+the shipped one by device.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.attn_ops.tuning.store import Store, device_name
+
+
+class Config(NamedTuple):
+    """Launch parameters of one kernel.
+
+    Args:
+        block_n, block_k: weight rows and columns per tile (per warp, for codes and up to 32 tokens).
+        splits: for codes and more tokens, programs that share the columns of a tile, to occupy the GPU where a weight has few
+            rows.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
+
+def padded(num_tokens: int) -> int:
+    """Rows of the tile for ``num_tokens`` tokens; 1 for the kernel of one token."""
+    return 1 if num_tokens == 1 else max(16, 1 << (num_tokens - 1).bit_length())
+
+
+def key(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> str:
+    """The name of a measurement, such as "16x28672x4096s int8"."""
+    kind = "" if codes is None else f" {codes}".replace("torch.", "")
+    return f"{padded(num_tokens)}x{n}x{k}{'s' if swiglu else ''}{kind}"
+
+
+def parsed(name: str) -> tuple[int, int, int, bool, torch.dtype | None]:
+    """The arguments of ``key``: tokens (padded), n, k, swiglu and codes."""
+    shape, _, codes = name.partition(" ")
+    tokens, n, k = (int(x) for x in shape.rstrip("s").split("x"))
+    return tokens, n, k, shape.endswith("s"), getattr(torch, codes) if codes else None
+
+
+def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.device,
+               codes: torch.dtype | None = None) -> Config | None:
+    """The measured parameters for a weight (n, k); None if the definition was faster; by the rule if nothing was measured."""
+    found = known(device).get(key(num_tokens, n, k, swiglu, codes), ())
+    if found is None:
+        return None
+    return Config(*found) if found else by_rule(num_tokens, n, k, swiglu, codes)
+
+
+def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
+    """Parameters for what was not measured."""
+    if codes is not None:
+        if num_tokens > 32:
+            return Config(64, 128, 4, 4, 2 if n < 16384 else 1)
+        if num_tokens == 1 and n <= 8192:
+            return Config(4, 1024 if k % 1024 == 0 else 512, 4, 2)
+        return Config(16 if n < 65536 else 64, 64, 4, 3)
+    if num_tokens == 1:
+        return Config(1 if n <= 8192 and not swiglu else 2, 1024 if k % 1024 == 0 else 512, 4, 2)
+    return Config(32 if n < 16384 else 64, 128, 4, 4)
+
+
+def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
+    for configs in devices.values():
+        for config in configs.values():
+            if config is not None and (len(config) not in (4, 5) or not all(type(x) is int and x > 0 for x in config)):
+                raise ValueError(f"{config} are no launch parameters")
+    return devices
+
+
+STORE = Store(Path(__file__).parent / "small_linear.json", "devices", _read, "delete the file to have them made anew")
+
+
+@functools.cache
+def known(device: torch.device) -> dict[str, Any]:
+    """What both files have for this kind of device, by ``key``. Read once; ``reload()`` forgets it."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return {}
+    user, shipped = (STORE.load(path) or {} for path in STORE.files)
+    return {**shipped.get(device_name(device), {}), **user.get(device_key(device), {})}
+
+
+reload = known.cache_clear
+
+
+def device_key(device: torch.device) -> str:
+    import triton
+
+    return f"{device_name(device)}, triton {triton.__version__}"
+
+
+def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
+    """Add measurements to the user's file. Raises OSError if it cannot be written; this process has them all the same."""
+    devices = STORE.load(STORE.user_file) or {}
+    name = device_key(device)
+    known(device).update({key: None if config is None else list(config) for key, config in configs.items()})
+    STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
+
+
+__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "padded", "parsed", "reload"]

@@ -1,0 +1,107 @@
+"""Measurements on disk, as JSON: a file that ships with quire, and the user's own, which takes precedence.
+
+The user's files are in ``cache_folder()``. A file is ``{"format": FORMAT, <section>: ...}``; one with another format, or with
+content that its store does not accept, is ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+FORMAT = 1
+Content = TypeVar("Content")
+
+
+def cache_folder() -> Path:
+    """Where measurements made on this machine are kept: $QUIRE_CACHE_DIR, else quire's folder in the XDG cache."""
+    if folder := os.environ.get("QUIRE_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The GPU's or the processor's name, without the index of the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Store(Generic[Content]):
+    """One kind of measurement.
+
+    Args:
+        shipped: the file that ships with quire; the user's has the same name.
+        section: the key of the measurements in a file.
+        parse: JSON -> content. Raises AttributeError, KeyError, TypeError or ValueError for what ``save`` did not write.
+        advice: what a user does to have an unreadable file written anew, for the warning.
+    """
+
+    shipped: Path
+    section: str
+    parse: Callable[[Any], Content]
+    advice: str
+
+    @property
+    def user_file(self) -> Path:
+        return cache_folder() / self.shipped.name
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """In order of precedence."""
+        return self.user_file, self.shipped
+
+    def load(self, path: Path) -> Content | None:
+        """The content of a file; None if there is no such file, or, with a warning, if it cannot be read."""
+        try:
+            state = path.stat()
+        except OSError:
+            return None
+        return _load(self, path, state.st_mtime_ns, state.st_size)
+
+    def save(self, content: Any, path: Path | None = None) -> Path:
+        """Replace a file (None: the user's) by ``content``, as JSON, atomically. Raises OSError if that is not possible."""
+        path = path or self.user_file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        text = json.dumps({"format": FORMAT, self.section: content}, indent=1)
+        # A list of numbers on one line.
+        text = re.sub(r"\[\n\s*([^][{}]*?)\n\s*\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+        part.write_text(text + "\n")
+        part.replace(path)
+        _load.cache_clear()
+        return path
+
+
+@functools.lru_cache(maxsize=16)
+def _load(store: Store[Any], path: Path, mtime: int, size: int) -> Any:
+    """Read once per version of the file, so that its warning is logged once."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, and this version of quire reads {FORMAT}")
+        return store.parse(content[store.section])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("the measurements in %s are ignored (%s: %s); %s", path, type(error).__name__, error, store.advice)
+        return None
+
+
+__all__ = ["FORMAT", "Store", "cache_folder", "device_name"]
