@@ -17,7 +17,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite, attention_eager
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
-from quire.attn_ops.kv_quant import dequantise, quantise
+from quire.attn_ops.kv_quant import dequantize, quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rotate
 from quire.attn_ops.step import Step, ensure_planned, running
@@ -89,7 +89,7 @@ class Batch:
 
     def stored(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys or values as the cache must hold them, and their scales if it is quantized."""
-        return quantise(new, self.cache.dtype) if self.cache.quantized else (new, None)
+        return quantize(new, self.cache.dtype) if self.cache.quantized else (new, None)
 
     def put(self, which: str, new: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all of it as it reads
@@ -99,7 +99,7 @@ class Batch:
         if scale is None:
             return new
         self.held[f"{which} scale"][page, offset] = scale[: len(page)]
-        return dequantise(codes, scale)
+        return dequantize(codes, scale)
 
 
 def lay_out(

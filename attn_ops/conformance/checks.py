@@ -12,7 +12,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_name
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.rope import PLAIN, RopeForm
 
@@ -65,7 +65,7 @@ class Kit:
             ("query heads per key head", self.groups),
             *((f"page size {p}", lambda p=p: self.page_size(p)) for p in PAGE_SIZES),
             *((f"layout {name}", lambda name=name: self.layout(name)) for name in ("NHD", "HND")),
-            *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTISED, key=str)),
+            *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             ("shared cache (no k, v)", lambda: self.exact(DECODE, MIXED, write=False)),
             ("rotary embedding (rope_op)", self.rope),
             ("padding", self.padding),

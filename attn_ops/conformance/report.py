@@ -14,7 +14,7 @@ import torch
 from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
 from quire.attn_ops.conformance.batches import Failure
 from quire.attn_ops.conformance.checks import DIMS, PAGE_SIZES, Kit, Skip
-from quire.attn_ops.kv_quant import QUANTISED
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.registry import broken_backends, get_backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", required=True, help="name that it is registered by")
     parser.add_argument("--device", default=None, help="default: the first of cuda and cpu that it runs on here")
     parser.add_argument("--dtype", default=None, choices=[dtype_name(d) for d in DTYPES])
-    parser.add_argument("--kv-dtype", default=None, choices=sorted(map(dtype_name, QUANTISED)),
+    parser.add_argument("--kv-dtype", default=None, choices=sorted(map(dtype_name, QUANTIZED_KV_DTYPES)),
                         help="run all checks on a quantized KV cache (default: of --dtype)")
     parser.add_argument("--only", default="", help="run the checks whose names contain this")
     given = parser.parse_args(arguments)
