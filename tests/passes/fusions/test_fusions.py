@@ -12,8 +12,9 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 from torch.nn import functional as F
 
-from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion, apply_fusions, fusion_names
+from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
 from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fusions.registry import apply_fusions, fusion_names
 from quire.passes.fx import copy_graph, placeholders, source_name
 
 WIDTH = 8
@@ -399,10 +400,10 @@ def test_names() -> None:
 def test_choice_of_passes(names, matches, x, caplog) -> None:
     module, weights = Case(lambda m, x: m.a(x) * m.b(x), a=linear(), b=linear()), FusedWeights()
     gm, inputs = capture(module, x)
-    with caplog.at_level(logging.INFO, "quire.passes.fusions.base"):
+    with caplog.at_level(logging.INFO, "quire.passes.fusions.registry"):
         added = apply_fusions(gm, inputs, names, weights).tensors
     assert len(added) == len(weights.fused) == matches
-    messages = [m.getMessage() for m in caplog.records if m.name == "quire.passes.fusions.base"]
+    messages = [m.getMessage() for m in caplog.records if m.name == "quire.passes.fusions.registry"]
     assert ("projections: 1 matches" in messages) == bool(matches)
 
 

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.passes.backend import QuireBackend, QuireOptions
-from quire.passes.fusions.base import Fusion, has_small_passes
+from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fusions.small_linear import fuse_small_linear
 from quire.passes.fx import copy_graph
 
