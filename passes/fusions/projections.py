@@ -84,7 +84,7 @@ def _tensors(node: fx.Node, fusion: Fusion) -> _Tensors | None:
         if not isinstance(node.args[0], fx.Node) or tensor is None or tensor.dim() != (1 if name == "bias" else 2) \
                 or tensor.shape[0] != value(node).shape[-1] or not tensor.is_contiguous():
             return None
-        found[name] = _Tensor(x, tensor)  # type: ignore[arg-type]
+        found[name] = _Tensor(x, tensor)
     return found
 
 

@@ -108,7 +108,7 @@ def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
                 return env[arg]
             return replace(node, arg) if replace is not None and type(arg) in (int, float) else arg
 
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), look_up)  # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), look_up)
         if node.op == "call_function":
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif node.op == "call_method":

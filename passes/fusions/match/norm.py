@@ -76,6 +76,7 @@ def _normalized(node: Any) -> tuple[fx.Node, float] | None:
             continue
         if not is_method(rsqrt, "rsqrt") and not (is_method(rsqrt, "pow") and rsqrt.args[1:] == (-0.5,)):
             continue
+        mean: Any
         mean, eps = next(iter(operands(rsqrt.args[0], (*ADD, operator.iadd))), (None, None))
         if not isinstance(eps, float) or not is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) \
                 or dict(mean.kwargs) != {"keepdim": True}:

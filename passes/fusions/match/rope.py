@@ -239,7 +239,7 @@ def _tables(turn: _Turn, x: fx.Node, heads_dim: int, size: int) -> tuple[Table, 
         node = _first_columns(node, width)
         if not _unsqueezed(node, heads_dim):
             return None
-        node = _first_columns(_before_widening(node.args[0]), width)
+        node = _first_columns(_before_widening(node.args[0]), width)  # type: ignore[arg-type]
         shape = value(node).shape
         if len(shape) != 3 or not same_shape(shape[:2], (value(x).shape[0], value(x).shape[3 - heads_dim])) \
                 or not isinstance(shape[2], int) or shape[2] < width:
