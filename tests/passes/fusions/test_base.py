@@ -114,7 +114,7 @@ def test_parameters_that_share_memory_stay_where_they_are(way: Callable[[Any], A
     same_as(paged, model)
     paged.close()
     assert where == [(p.data_ptr(), p.untyped_storage().data_ptr(), p.is_shared()) for p in model.parameters()]
-    assert torch.equal(v_proj(model), alias)
+    assert torch.equal(v_proj(model).flatten(), alias.flatten())
 
 
 def test_only_siblings_that_share_memory_are_left_out() -> None:
