@@ -1,24 +1,25 @@
-"""Nodes of FX graphs traced by Dynamo: their values and names, matching, constants and guards."""
+"""Helpers for FX graphs traced by Dynamo: values of nodes, matching, rewriting, execution, constants and guards."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 LINEAR = (F.linear, torch._C._nn.linear)
 ADD = (operator.add, torch.add)
 SUB = (operator.sub, torch.sub)
 MUL = (operator.mul, torch.mul)
-
-
-# Values and names.
 
 
 def value(node: Any) -> Any:
@@ -49,25 +50,19 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     """The mode of the fake values of the graph's inputs; None if there are none."""
-    modes = (getattr(value(n), "fake_mode", None) for n in placeholders(graph))
-    return next((mode for mode in modes if mode is not None), None)
+    return next((mode for n in placeholders(graph) if (mode := getattr(value(n), "fake_mode", None)) is not None), None)
 
 
 def source_name(node: fx.Node) -> str:
     """Where a placeholder comes from, as Python source: ``L['self']._modules['lm_head']._parameters['weight']``."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None and node.meta.get("grapharg") is not None:
-        source = node.meta["grapharg"].source
-    if source is None:
-        return node.name
-    name = source.name
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", node.name)
     return name() if callable(name) else str(name)
 
 
 def module_path(node: fx.Node) -> str:
     """Path of the innermost module that made the node, such as ``model.layers.3.self_attn``; empty if unknown."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
+    if not (stack := node.meta.get("nn_module_stack")):
         return ""
     path = re.sub(r"^[LG]\['\w+'\]", "", list(stack.values())[-1][0])
     path = re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".")
@@ -83,9 +78,6 @@ def is_module_tensor(node: fx.Node) -> bool:
 def target_name(node: fx.Node) -> str:
     """Name of the method or function that the node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-# Matching.
 
 
 def is_function(node: Any, targets: tuple[Any, ...]) -> bool:
@@ -105,9 +97,8 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
 
 def operands(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
     """The operands of ``targets(a, b)``, in both orders; empty for other nodes, and with more arguments (alpha=, out=)."""
-    if not is_function(node, targets) or len(node.args) != 2 or node.kwargs:
-        return []
-    return [node.args, node.args[::-1]]
+    two = is_function(node, targets) and len(node.args) == 2 and not node.kwargs
+    return [node.args, node.args[::-1]] if two else []
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
@@ -153,14 +144,10 @@ def written_between(first: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-# Constants and guards.
-
-
 def number_constants(node: fx.Node) -> list[int | float]:
     """Every number in the arguments of the node, booleans excluded."""
     found: list[Any] = []
-    if node.op != "placeholder":
-        fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    fx.node.map_aggregate((node.args, node.kwargs) if node.op != "placeholder" else (), found.append)
     return [x for x in found if type(x) in (int, float)]
 
 
@@ -191,20 +178,123 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> 
     """
     if not symbolic(size):
         return []
-    env = size.node.shape_env
-    symbol = size.node.expr
+    env, symbol = size.node.shape_env, size.node.expr
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     found = []
     for guard in env.guards:
         expr = env.replace(guard.expr)  # two inputs of one length have become one symbol
         if symbol not in expr.free_symbols:
             continue
-        expr_of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
+        of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
 
-        def holds(n: int, expr: Any = expr_of_size) -> bool:
+        def holds(n: int, expr: Any = of_size) -> bool:
             return bool(expr.subs({symbol: n}))
 
         below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
         if not all(holds(n) for n in (2, 3, 7, 31, 257, 4099, 65537) if below is None or n < below):
             found.append(str(expr))
     return found
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy to rewrite: Dynamo reads the placeholders of its own module again after a backend returns."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, mapping))
+    out = fx.GraphModule(gm, graph)
+    for old, new in mapping.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    out.meta = dict(gm.meta)
+    return out
+
+
+def with_own_code(function: Any) -> Any:
+    """The function with a code object of its own. Dynamo's cache is per code object and holds eight traces, so functions that
+    are compiled for one model after another must not share it."""
+    code = function.__code__.replace()
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def add_input(graph: fx.Graph, name: str, example: torch.Tensor) -> fx.Node:
+    """A new placeholder after all others, with the fake value ``example``."""
+    with graph.inserting_after(placeholders(graph)[-1]):
+        node = graph.placeholder(name)
+    node.meta["example_value"] = example
+    node._dynamo_source = ConstantSource(name)
+    return node
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Put ``new``, which has the same value, in the place of ``old``. ``old`` and inputs that only it used are erased."""
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    inputs = list(old.all_input_nodes)
+    old.graph.erase_node(old)
+    erase_dead(new.graph, inputs)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node without users may be erased. FX takes in-place methods for pure; erasing them corrupts the graph."""
+    name = target_name(node)
+    in_place = name in ("setitem", "copy_", "index_put_") or (
+        node.op == "call_method" and name.endswith("_") and not name.endswith("__"))
+    return node.op not in ("placeholder", "output") and not in_place and not node.is_impure()
+
+
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
+    """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased."""
+    todo, erased = list(candidates), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in erased or node.users or not is_pure(node):
+            continue
+        todo += node.all_input_nodes
+        graph.erase_node(node)
+        erased.add(node)
+    return len(erased)
+
+
+def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) -> list[fx.Node]:
+    """The node and everything it is computed from, in graph order; nodes where ``stop`` holds are kept but not entered."""
+    found, todo = set[fx.Node](), [node]
+    while todo:
+        n = todo.pop()
+        if n not in found and not stop(n):
+            todo += n.all_input_nodes
+        found.add(n)
+    return [n for n in node.graph.nodes if n in found]
+
+
+def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
+             replace: Callable[[fx.Node, Any], Any] | None = None) -> None:
+    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace`` maps a node's numbers to others."""
+    for node in nodes:
+        if node in env:
+            continue
+
+        def look_up(arg: Any, node: fx.Node = node) -> Any:
+            if isinstance(arg, fx.Node):
+                return env[arg]
+            return replace(node, arg) if replace is not None and type(arg) in (int, float) else arg
+
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), look_up)
+        if node.op == "call_function":
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif node.op == "call_method":
+            env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "get_attr":
+            env[node] = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        else:
+            raise LookupError(f"no value for {node.op} {node.name}")
+
+
+def compute_value(node: fx.Node) -> None:
+    """Give a new node the fake value that follows from its inputs' fake values."""
+    inputs = {n: value(n) for n in node.all_input_nodes}
+    mode = next(m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        evaluate([node], inputs)
+    node.meta["example_value"] = inputs[node]
