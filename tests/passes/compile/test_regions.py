@@ -68,6 +68,20 @@ def test_equal_layers_are_compiled_once(layers: int, attention: str, compiled: l
     assert len(compiled) == 3
 
 
+def test_equal_layers_are_computed_once(compiled: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fake values, too: that takes as long for six layers as for three."""
+    run, computed = fx.Interpreter.run_node, []
+    monkeypatch.setattr(fx.Interpreter, "run_node", lambda self, node: computed.append(node) or run(self, node))
+    counts = []
+    for layers in (3, 6):
+        torch._dynamo.reset()
+        computed.clear()
+        net = model(layers)
+        served(trace(net, compiler="inductor"), net)
+        counts.append(len(computed))
+    assert counts[0] == counts[1] > 20
+
+
 def test_a_piece(compiled: list[fx.GraphModule]) -> None:
     """From behind one attention to behind the next; caches and tables are inputs."""
     net = model(3)
