@@ -1,44 +1,68 @@
-"""Small helpers on FX graphs traced by Dynamo."""
+"""Helpers for FX graphs traced by Dynamo: values of nodes, matching, rewriting, execution, constants and guards."""
 
 from __future__ import annotations
 
+import operator
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+LINEAR = (F.linear, torch._C._nn.linear)
+ADD = (operator.add, torch.add)
+SUB = (operator.sub, torch.sub)
+MUL = (operator.mul, torch.mul)
 
 
 def value(node: Any) -> Any:
-    """The fake value of a node (Dynamo stores it as ``example_value``), or the argument itself if it is no node."""
+    """The fake value of a node (Dynamo stores it as ``example_value``), or the argument itself if it is not a node."""
     if not isinstance(node, fx.Node):
         return node
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether this is a node whose value is a tensor."""
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def same_shape(x: Sequence[Any], y: Sequence[Any]) -> bool:
+    """Whether two shapes are equal, symbols compared by name: comparing the symbols themselves could add a guard."""
+    return [str(n) for n in x] == [str(n) for n in y]
+
+
+def symbolic(size: Any) -> bool:
+    """Whether a size is a symbol (a dynamic dimension) and not a number."""
+    return isinstance(size, torch.SymInt)
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
+def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
+    """The mode of the fake values of the graph's inputs; None if there are none."""
+    return next((mode for n in placeholders(graph) if (mode := getattr(value(n), "fake_mode", None)) is not None), None)
+
+
 def source_name(node: fx.Node) -> str:
     """Where a placeholder comes from, as Python source: ``L['self']._modules['lm_head']._parameters['weight']``."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None and "grapharg" in node.meta and node.meta["grapharg"] is not None:
-        source = node.meta["grapharg"].source
-    if source is None:
-        return node.name
-    name = source.name
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", node.name)
     return name() if callable(name) else str(name)
 
 
 def module_path(node: fx.Node) -> str:
     """Path of the innermost module that made the node, such as ``model.layers.3.self_attn``; empty if unknown."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
+    if not (stack := node.meta.get("nn_module_stack")):
         return ""
     path = re.sub(r"^[LG]\['\w+'\]", "", list(stack.values())[-1][0])
     path = re.sub(r"(\._modules)?\['(\w+)'\]", r".\2", path).replace("._modules", "").lstrip(".")
@@ -47,67 +71,60 @@ def module_path(node: fx.Node) -> str:
 
 
 def is_module_tensor(node: fx.Node) -> bool:
-    """Is the placeholder a parameter or a buffer of the traced module?"""
+    """Whether a placeholder is a parameter or a buffer of the traced module."""
     return re.search(r"_(parameters|buffers)_", node.name) is not None
 
 
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy to rewrite. Dynamo reads its own module's placeholders again after a backend returns, so that one stays."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(gm.graph, mapping)
-    graph.output(result)
-    out = fx.GraphModule(gm, graph)
-    for old, new in mapping.items():
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
-    out.meta = dict(gm.meta)
-    return out
-
-
-def with_own_code(function: Any) -> Any:
-    """The function with a code object of its own. Dynamo keeps its cache by code object, and traces one at most eight times, so
-    what is compiled for one model after another must not share it."""
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
-                             function.__closure__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
-
-
-def is_pure(node: fx.Node) -> bool:
-    """May the node be dropped when nobody uses it? In-place methods look pure to FX, and dropping them corrupts graphs."""
-    if node.op in ("placeholder", "output"):
-        return False
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op == "call_method" and target.endswith("_") and not target.endswith("__"):
-        return False
-    return target not in ("setitem", "copy_", "index_put_") and not node.is_impure()
+def target_name(node: fx.Node) -> str:
+    """Name of the method or function that the node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def is_function(node: Any, targets: tuple[Any, ...]) -> bool:
-    """Is it a node that calls one of these functions?"""
+    """Whether this is a node that calls one of these functions."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
 def is_method(node: Any, *names: str) -> bool:
-    """Is it a node that calls a tensor's method of one of these names, or a function called so?"""
-    return isinstance(node, fx.Node) and ((node.op == "call_method" and node.target in names) or (
-        node.op == "call_function" and getattr(node.target, "__name__", "") in names))
+    """Whether this is a node that calls a tensor's method of one of these names, or a function of that name."""
+    return isinstance(node, fx.Node) and node.op in ("call_method", "call_function") and target_name(node) in names
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument that is passed by position or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def operands(node: Any, targets: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """The operands of ``targets(a, b)``, in both orders; empty for other nodes, and with more arguments (alpha=, out=)."""
+    two = is_function(node, targets) and len(node.args) == 2 and not node.kwargs
+    return [node.args, node.args[::-1]] if two else []
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The user of the node, if it has exactly one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def schema_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name of a node that calls an op of torch.library."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "setitem"}
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ops that say so."""
+    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, mutable ops."""
     if not node.op.startswith("call"):
         return []
     if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | node.kwargs
-        written: list[Any] = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = schema_arguments(node)
+        written: list[Any] = [given.get(a.name) for a in node.target._schema.arguments
+                              if a.alias_info is not None and a.alias_info.is_write]
     else:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = target_name(node)
         plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
         in_place = name in _IN_PLACE or (name.endswith("_") and not plain)
         written = [node.args[0]] if in_place and node.args else []
@@ -116,111 +133,22 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def written_between(first: fx.Node, last: fx.Node) -> bool:
-    """Is anything changed in place behind ``first`` and before ``last``? (What, does not matter: it may be a view.)"""
-    node = first
-    while node is not last:
-        if node is not first and written_by(node):
-            return True
-        node = node.next
+    """Whether anything is changed in place between the two nodes. (It does not matter what: it may be a view.)"""
+    node = first.next
+    while node is not last and first is not last:
         if node.op == "root":
             raise ValueError(f"{last} does not come after {first}")
+        if written_by(node):
+            return True
+        node = node.next
     return False
 
 
-def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
-    """Erase those candidates that have no user, then their inputs as they become unused. Never a full dead-code sweep."""
-    todo, erased = list(candidates), 0
-    seen: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen or node.users or not is_pure(node):
-            continue
-        seen.add(node)
-        inputs = list(node.all_input_nodes)
-        graph.erase_node(node)
-        erased += 1
-        todo += inputs
-    return erased
-
-
-def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) -> list[fx.Node]:
-    """The node and everything it is computed from, in graph order; nodes where ``stop`` holds are kept but not entered."""
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if n in found:
-            continue
-        found.add(n)
-        if not stop(n):
-            todo += n.all_input_nodes
-    return [n for n in node.graph.nodes if n in found]
-
-
-def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
-             replace: Callable[[fx.Node, Any], Any] | None = None) -> None:
-    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace`` maps a node's numbers to others."""
-
-    def look_up(arg: Any, node: fx.Node) -> Any:
-        if isinstance(arg, fx.Node):
-            return env[arg]
-        if isinstance(arg, (list, tuple)):
-            return type(arg)(look_up(a, node) for a in arg)
-        if isinstance(arg, slice):
-            return slice(look_up(arg.start, node), look_up(arg.stop, node), look_up(arg.step, node))
-        if isinstance(arg, dict):
-            return {k: look_up(v, node) for k, v in arg.items()}
-        if replace is not None and type(arg) in (int, float):
-            return replace(node, arg)
-        return arg
-
-    for node in nodes:
-        if node in env:
-            continue
-        args, kwargs = look_up(tuple(node.args), node), look_up(dict(node.kwargs), node)
-        if node.op == "call_function":
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        elif node.op == "call_method":
-            env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        elif node.op == "get_attr":
-            owner: Any = node.graph.owning_module
-            for part in str(node.target).split("."):
-                owner = getattr(owner, part)
-            env[node] = owner
-        else:
-            raise LookupError(f"no value for {node.op} {node.name}")
-
-
-def compute_value(node: fx.Node) -> None:
-    """Give a new node the fake value that its inputs' fake values lead to."""
-    inputs = {n: value(n) for n in node.all_input_nodes}
-    mode = next(m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        evaluate([node], inputs)
-    node.meta["example_value"] = inputs[node]
-
-
 def number_constants(node: fx.Node) -> list[int | float]:
-    """Every number written in the arguments of the node (booleans apart)."""
-    found: list[int | float] = []
-
-    def visit(arg: Any) -> None:
-        if type(arg) in (int, float):
-            found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            for a in arg:
-                visit(a)
-        elif isinstance(arg, slice):
-            for a in (arg.start, arg.stop, arg.step):
-                visit(a)
-        elif isinstance(arg, dict):
-            for a in arg.values():
-                visit(a)
-
-    if node.op != "placeholder":
-        visit(list(node.args))
-        visit(dict(node.kwargs))
-    return found
+    """Every number in the arguments of the node, booleans excluded."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs) if node.op != "placeholder" else (), found.append)
+    return [x for x in found if type(x) in (int, float)]
 
 
 def constant(arg: Any) -> Any:
@@ -240,33 +168,133 @@ def constant(arg: Any) -> Any:
     return val
 
 
-def symbolic(size: Any) -> bool:
-    """Is this size a symbol (a dynamic dimension) and not a number?"""
-    return isinstance(size, torch.SymInt)
-
-
 def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> list[str]:
-    """Guards of the trace that hold for some values of the dynamic ``size`` only, such as ``s27 <= 8``.
+    """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``.
 
-    A graph with one is the model's path for some batch shapes; another path may compute something else. ``limits``: sizes
-    beyond which the model cannot run at all, whose guards are left out.
+    A graph with one is the model's path for some batch shapes; another path may compute something else.
+
+    Args:
+        limits: sizes beyond which the model cannot run at all; guards against them are left out.
     """
     if not symbolic(size):
         return []
-    env = size.node.shape_env
-    symbol = size.node.expr
-    hints = {s: env.backed_var_to_val[s] if hasattr(env, "backed_var_to_val") else env.var_to_val[s]
-             for g in env.guards for s in g.expr.free_symbols}
+    env, symbol = size.node.shape_env, size.node.expr
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     found = []
     for guard in env.guards:
         expr = env.replace(guard.expr)  # two inputs of one length have become one symbol
-        if symbol in expr.free_symbols:
-            others = {s: v for s, v in hints.items() if s != symbol}
+        if symbol not in expr.free_symbols:
+            continue
+        of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
 
-            def holds(n: int, expr: Any = expr, others: Any = others) -> bool:
-                return bool(expr.subs(others).subs({symbol: n}))
+        def holds(n: int, expr: Any = of_size) -> bool:
+            return bool(expr.subs({symbol: n}))
 
-            below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
-            if not all(holds(n) for n in (2, 3, 7, 31, 257, 4099, 65537) if below is None or n < below):
-                found.append(str(expr))
+        below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
+        if not all(holds(n) for n in (2, 3, 7, 31, 257, 4099, 65537) if below is None or n < below):
+            found.append(str(expr))
     return found
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy to rewrite: Dynamo reads the placeholders of its own module again after a backend returns."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, mapping))
+    out = fx.GraphModule(gm, graph)
+    for old, new in mapping.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    out.meta = dict(gm.meta)
+    return out
+
+
+def with_own_code(function: Any) -> Any:
+    """The function with a code object of its own. Dynamo's cache is per code object and holds eight traces, so functions that
+    are compiled for one model after another must not share it."""
+    code = function.__code__.replace()
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def add_input(graph: fx.Graph, name: str, example: torch.Tensor) -> fx.Node:
+    """A new placeholder after all others, with the fake value ``example``."""
+    with graph.inserting_after(placeholders(graph)[-1]):
+        node = graph.placeholder(name)
+    node.meta["example_value"] = example
+    node._dynamo_source = ConstantSource(name)
+    return node
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Put ``new``, which has the same value, in the place of ``old``. ``old`` and inputs that only it used are erased."""
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    inputs = list(old.all_input_nodes)
+    old.graph.erase_node(old)
+    erase_dead(new.graph, inputs)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node without users may be erased. FX takes in-place methods for pure; erasing them corrupts the graph."""
+    name = target_name(node)
+    in_place = name in ("setitem", "copy_", "index_put_") or (
+        node.op == "call_method" and name.endswith("_") and not name.endswith("__"))
+    return node.op not in ("placeholder", "output") and not in_place and not node.is_impure()
+
+
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
+    """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased."""
+    todo, erased = list(candidates), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in erased or node.users or not is_pure(node):
+            continue
+        todo += node.all_input_nodes
+        graph.erase_node(node)
+        erased.add(node)
+    return len(erased)
+
+
+def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) -> list[fx.Node]:
+    """The node and everything it is computed from, in graph order; nodes where ``stop`` holds are kept but not entered."""
+    found, todo = set[fx.Node](), [node]
+    while todo:
+        n = todo.pop()
+        if n not in found and not stop(n):
+            todo += n.all_input_nodes
+        found.add(n)
+    return [n for n in node.graph.nodes if n in found]
+
+
+def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
+             replace: Callable[[fx.Node, Any], Any] | None = None) -> None:
+    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace`` maps a node's numbers to others."""
+    for node in nodes:
+        if node in env:
+            continue
+
+        def look_up(arg: Any, node: fx.Node = node) -> Any:
+            if isinstance(arg, fx.Node):
+                return env[arg]
+            return replace(node, arg) if replace is not None and type(arg) in (int, float) else arg
+
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), look_up)
+        if node.op == "call_function":
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif node.op == "call_method":
+            env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "get_attr":
+            env[node] = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        else:
+            raise LookupError(f"no value for {node.op} {node.name}")
+
+
+def compute_value(node: fx.Node) -> None:
+    """Give a new node the fake value that follows from its inputs' fake values."""
+    inputs = {n: value(n) for n in node.all_input_nodes}
+    mode = next(m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        evaluate([node], inputs)
+    node.meta["example_value"] = inputs[node]

@@ -10,7 +10,7 @@ import torch
 
 from quire.attn_ops.kv_cache import Layout
 from quire.passes.compile.inductor import COMPILERS
-from quire.passes.fusions.base import fusion_names
+from quire.passes.fusions.registry import fusion_names
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class QuireOptions:
         attention: backend name, or "auto".
         compiler: "inductor", which compiles each distinct layer once (``passes/compile/regions.py``); "inductor-whole", the whole graph
             at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
-        fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see ``passes/fusions/base.py``.
+        fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see ``passes/fusions/registry.py``.
         page_size, kv_cache_dtype, layout: of the cache. None: whatever the step in progress has; else that must have them.
         max_model_len: no sequence will be longer; some models can be served only up to a length. (For ``PagedModel`` only.)
 

@@ -25,7 +25,8 @@ from quire.passes.compile.ahead import CompileAhead, StepShape
 from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.eager import check_step
-from quire.passes.fusions.base import FusedInputs, FusedWeights, apply_fusions, apply_lowered_fusions, has_small_passes
+from quire.passes.fusions.base import FusedInputs, FusedWeights
+from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions, has_small_passes
 from quire.passes.fx import copy_graph, placeholders, symbolic, value
 from quire.passes.options import QuireOptions
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower

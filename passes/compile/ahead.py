@@ -1,9 +1,9 @@
-"""Compile the Triton kernels of a lowered graph ahead, by other processes, while this one compiles the graph itself.
+"""Compile the Triton kernels of a lowered graph ahead, in other processes, while this one compiles the graph itself.
 
-The engine knows the shapes of all steps that it will capture. So every op of the graph that launches kernels
-(``quire.attn_ops.kernels.launch.implementations``) is called with fake tensors of each of those shapes, and what it would launch is noted.
-Processes of their own (``attn_ops/kernels/compile_worker.py``) compile it into Triton's cache on disk, where the first launch finds
-it. What was not foreseen is compiled at its first launch, as ever.
+The engine knows the shapes of all steps that it will capture. Every op of the graph that launches kernels
+(``implementations`` in ``attn_ops/kernels/launch.py``) is called with fake tensors of each of those shapes, and its launches
+are recorded. Worker processes (``attn_ops/kernels/compile_worker.py``) compile them into Triton's cache on disk, where the
+first launch finds them. A kernel that was not foreseen is compiled at its first launch, as usual.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from quire.attn_ops.tuning.small_linear import LinearShape
 from quire.passes.start_times import stage
 
 logger = logging.getLogger(__name__)
-MOST_WORKERS, LAUNCHES_EACH = 8, 4  # a process takes as long to start as to compile so many
-PATIENCE = 120.0  # seconds; what takes longer is left to the first launch
+MAX_WORKERS, LAUNCHES_PER_WORKER = 8, 4  # a process takes as long to start as to compile that many
+TIMEOUT = 120.0  # seconds; what takes longer is left to the first launch
+_CACHE_PAGES = 4096  # any number: no kernel depends on it
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class StepShape:
 
 
 class _CallImplementations(TorchDispatchMode):
-    """Ops that launch kernels run their implementation for CUDA, whatever their tensors are."""
+    """Ops that launch kernels run their implementation for CUDA, whatever the device of their tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         implementation = implementations.get(func)
@@ -68,7 +69,7 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
 
     Args:
         values: fakes of all nodes, with symbols for sizes.
-        roles: what symbols stand for: names of StepShape's fields. Any others count the pages of a cache.
+        roles: the field of StepShape that a symbol stands for. All other symbols count the pages of a cache.
     """
     found: set[Launch] = set()
     mode = FakeTensorMode()
@@ -76,48 +77,40 @@ def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str]
     arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
     for shape in shapes:
 
-        def concrete(x: Any, shape: StepShape = shape) -> Any:
-            if isinstance(x, torch.Tensor):
-                numbers = tuple(_number(n, roles, shape) for n in (*x.shape, *x.stride(), x.storage_offset()))
-                key = (x.dtype, x.device, numbers)
-                if key not in fakes:
-                    fakes[key] = _tensor(x, numbers, mode)
-                return fakes[key]
-            return _number(x, roles, shape)
+        def number(x: Any, shape: StepShape = shape) -> Any:
+            if not isinstance(x, torch.SymInt):
+                return x
+            expr = x.node.expr
+            return int(expr.subs({s: getattr(shape, roles[str(s)]) if str(s) in roles else _CACHE_PAGES
+                                  for s in expr.free_symbols}))
+
+        def concrete(x: Any, number: Callable[[Any], Any] = number) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return number(x)
+            sizes, strides, offset = tuple(map(number, x.shape)), tuple(map(number, x.stride())), number(x.storage_offset())
+            key = (x.dtype, x.device, sizes, strides, offset)
+            if key not in fakes:
+                end = offset + 1 + (sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if all(sizes) else 0)
+                with mode:
+                    fakes[key] = torch.empty(end, dtype=x.dtype, device=x.device).as_strided(sizes, strides, offset)
+            return fakes[key]
 
         args, kwargs = tree_map(concrete, arguments)
         with mode, _CallImplementations(), torch.no_grad(), recording() as noted:
             try:
                 node.target(*args, **kwargs)  # type: ignore[operator]
-            except Exception as error:  # it does not get along with fakes here; what it launches otherwise counts
+            except Exception as error:  # it does not work with fakes; what it launched before counts
                 logger.info("kernels: those of %s in steps of %d tokens are left to their first launch: %s: %s", node.target,
                             shape.tokens, type(error).__name__, error)
         found |= noted
     return found
 
 
-def _number(x: Any, roles: dict[str, str], shape: StepShape) -> Any:
-    if not isinstance(x, torch.SymInt):
-        return x
-    expr = x.node.expr
-    return int(expr.subs({s: getattr(shape, roles[str(s)]) if str(s) in roles else _CACHE_PAGES for s in expr.free_symbols}))
-
-
-_CACHE_PAGES = 4096
-
-
-def _tensor(like: torch.Tensor, sizes: Sequence[int], mode: FakeTensorMode) -> torch.Tensor:
-    shape, stride, offset = sizes[: like.dim()], sizes[like.dim() : -1], sizes[-1]
-    reach = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if all(shape) else offset + 1
-    with mode:
-        return torch.empty(reach, dtype=like.dtype, device=like.device).as_strided(shape, stride, offset)
-
-
 def as_inductor_will(device: torch.device) -> None:
-    """Set the environment variables that Inductor sets when it first compiles a kernel of its own: the folder of Triton's cache
-    and the assembler, whose version is part of each kernel's name there. Set half-way through a start, kernels from before
-    would not be found after it, nor those of other processes. What the user has set stays."""
-    with _left_to_launches():  # private: a later Inductor may have none of it, and set nothing
+    """Set the environment variables that Inductor sets when it first compiles a kernel of its own, unless the user has: the
+    folder of Triton's cache, and the assembler, whose version is part of each kernel's name there. If they were set half-way
+    through a start, kernels compiled before would not be found after, nor those of other processes."""
+    with _left_to_launches():  # private functions, which a later Inductor may not have
         from torch._inductor.runtime import cache_dir_utils, compile_tasks
 
         os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(device.index or 0))
@@ -126,7 +119,7 @@ def as_inductor_will(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _left_to_launches() -> Iterator[None]:
-    """An exception inside ends the block, and not the start: that fails for something that is needed only."""
+    """An exception inside ends the block, but not the start, which needs nothing of this."""
     try:
         yield
     except Exception as error:
@@ -135,7 +128,7 @@ def _left_to_launches() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Launches that some processes compile. ``note``: where in Triton's cache to write that they are done, or None."""
+    """Launches that some processes compile. ``note``: the file in Triton's cache that will say that they are done, or None."""
 
     launches: list[Launch]
     processes: list[subprocess.Popen[bytes]]
@@ -149,21 +142,21 @@ class CompileAhead:
     Args:
         shapes: of the steps to come.
         target: Triton's description of the GPU: backend, arch, warp size.
-        workers: most processes for one graph. See ``for_device``.
-        gpu: what kind it is: some launches depend on more than the target.
+        workers: most processes for one graph.
+        gpu: its properties: some launches depend on more than the target.
     """
 
     def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "") -> None:
         self.shapes, self.target, self.workers, self.gpu = list(shapes), target, workers, gpu
         self._batches: list[_Batch] = []
         self._waited = False  # what is compiled after that is launched at once
-        weakref.finalize(self, _end, self._batches)  # at the interpreter's exit too
+        weakref.finalize(self, _end, self._batches)  # also runs when the interpreter exits
 
     @classmethod
     def for_device(cls, shapes: Sequence[StepShape], device: torch.device) -> CompileAhead | None:
-        """None where it gains nothing: without a GPU, with fewer than four cores, with QUIRE_COMPILE_WORKERS=0."""
+        """None where it would gain nothing: without a GPU, with fewer than four cores, with QUIRE_COMPILE_WORKERS=0."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = int(os.environ.get("QUIRE_COMPILE_WORKERS") or (min(MOST_WORKERS, cores // 2) if cores >= 4 else 0))
+        workers = int(os.environ.get("QUIRE_COMPILE_WORKERS") or (min(MAX_WORKERS, cores // 2) if cores >= 4 else 0))
         if device.type != "cuda" or importlib.util.find_spec("triton") is None:
             return None
         as_inductor_will(device)
@@ -180,10 +173,10 @@ class CompileAhead:
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
-        """Start on the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already.
+        """Start to compile the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already.
 
         Args:
-            fits: says of a shape whether its steps run these nodes.
+            fits: whether steps of a shape run these nodes.
         """
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
@@ -196,7 +189,7 @@ class CompileAhead:
                 self._batches.append(self._run(sorted(found, key=repr), note))
 
     def start_tuning(self, shapes: Iterable[LinearShape], device: torch.device) -> None:
-        """Start on the kernels that measuring these linear layers launches, if they are not measured yet."""
+        """Start to compile the kernels that measuring these linear layers launches, if they are not measured yet."""
         if self._waited or not tuning.enabled():
             return
         with stage("kernels"), _left_to_launches():
@@ -205,10 +198,10 @@ class CompileAhead:
                 self._batches.append(self._run(sorted(found, key=repr), None))
 
     def _note(self, nodes: list[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str], shapes: list[StepShape]) -> Any:
-        """The place in Triton's cache for a note that these nodes' kernels are compiled: it goes when the kernels go.
+        """The place in Triton's cache for a note that these nodes' kernels are compiled; it goes when the kernels go.
 
-        It is named after what their launches follow from, so that a start which finds it need not work them out. If something
-        is missing here, kernels are compiled when they are launched.
+        Its name is a hash of what their launches follow from, so a start that finds it need not work them out. If something is
+        missing here, kernels are compiled when they are launched.
         """
         from triton.runtime.cache import get_cache_manager
 
@@ -217,36 +210,37 @@ class CompileAhead:
 
         calls = [(node.target, tree_map(described, fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])))
                  for node in nodes]
-        folders = {Path(quire.attn_ops.__file__).parent, *(Path(inspect.getfile(implementations[n.target])).parent for n in nodes)}
-        sources = [path.read_bytes() for folder in sorted(folders) for path in sorted(folder.rglob("*.py"))]
+        files = [quire.attn_ops.__file__, *(inspect.getfile(implementations[n.target]) for n in nodes)]
+        folders = sorted({Path(file).parent for file in files})
+        sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
         measured = [path.read_bytes() for path in tuning.STORE.files if path.exists()]
         settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("QUIRE_"))
-        told = (triton_version(), self.target, self.gpu, shapes, sorted(roles.items()), calls, settings)
-        return get_cache_manager(hashlib.sha256(b"".join([repr(told).encode(), *sources, *measured])).hexdigest())
+        facts = (triton_version(), self.target, self.gpu, shapes, sorted(roles.items()), calls, settings)
+        return get_cache_manager(hashlib.sha256(b"".join([repr(facts).encode(), *sources, *measured])).hexdigest())
 
     def _run(self, launches: list[Launch], note: Any) -> _Batch:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
-        count = min(self.workers, -(-len(launches) // LAUNCHES_EACH))
+        count = min(self.workers, -(-len(launches) // LAUNCHES_PER_WORKER))
         batch = _Batch(launches, [], [], note)
         try:
-            for i in range(count):  # launches of one kernel, which take about as long, go to all of them in turn
+            for i in range(count):  # launches of one kernel take equally long, so they go to all processes in turn
                 with tempfile.TemporaryFile() as work:
                     pickle.dump((self.target, launches[i::count]), work)
                     work.seek(0)
                     batch.errors.append(tempfile.TemporaryFile())
                     batch.processes.append(subprocess.Popen(
-                        [sys.executable, "-m", "quire.attn_ops.kernels.compile_worker"], env=env, stdin=work, stdout=subprocess.DEVNULL,
-                        stderr=batch.errors[-1]))
+                        [sys.executable, "-m", "quire.attn_ops.kernels.compile_worker"], env=env, stdin=work,
+                        stdout=subprocess.DEVNULL, stderr=batch.errors[-1]))
         except BaseException:
             _end([batch])
             raise
         return batch
 
     def wait(self) -> None:
-        """Until all is compiled that was started on. Afterwards nothing is started on any more."""
+        """Wait until everything that was started is compiled. Afterwards nothing more is started."""
         self._waited = True
         with stage("kernels"):
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + TIMEOUT
             for batch in self._batches:
                 for process in batch.processes:
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -257,11 +251,11 @@ class CompileAhead:
                         with contextlib.suppress(OSError):  # the next start works them out again
                             batch.note.put(b"", "done")
                 else:
-                    logger.info("kernels: not all were compiled ahead: %s", _said(batch.errors) or "no time left")
+                    logger.info("kernels: not all were compiled ahead: %s", _text(batch.errors) or "timed out")
             self.close()
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """Kill the processes."""
         self._waited = True
         _end(self._batches)
 
@@ -276,7 +270,7 @@ def _end(batches: list[_Batch]) -> None:
     batches.clear()
 
 
-def _said(errors: list[Any]) -> str:
+def _text(errors: list[Any]) -> str:
     found = []
     for file in errors:
         file.seek(0)

@@ -1,4 +1,4 @@
-"""From a lowered graph to something that runs: Inductor, layer by layer or whole, or the graph as it is."""
+"""Compile a lowered graph: with Inductor, layer by layer or whole, or run it op by op."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ COMPILERS = ("inductor", "inductor-whole", "eager")
 
 
 def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -> Callable[..., Any]:
-    """``lowered.gm`` as a callable that takes its placeholders' values; ``compiler`` is one of COMPILERS. ``look``: see
-    ``compile_by_regions``; a graph that is not cut is not looked at."""
+    """``lowered.gm`` as a callable that takes its placeholders' values.
+
+    Args:
+        compiler: one of COMPILERS.
+        look: see ``compile_by_regions``; not called for a graph that is not cut.
+    """
     if compiler == "eager":
         return lowered.gm.forward
     if compiler == "inductor-whole":
@@ -26,9 +30,8 @@ def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -
 
 
 def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile for fake ``inputs``. CUDA graphs are ours to capture; Inductor's own would record again for every new cache.
-    Weights keep their shapes: to decide whether to pad them, Inductor of torch 2.11 compares the number of tokens with them,
-    and assumes the answer for good."""
+    """Compile for fake ``inputs``, without two features of Inductor: its CUDA graphs, which would record again for every new
+    cache, and the padding of weights, for which Inductor of torch 2.11 makes an assumption about the number of tokens."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch._inductor.compile_fx import compile_fx
@@ -39,8 +42,8 @@ def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     try:
         return compiled()
     except TensorifyScalarRestartAnalysis:
-        # Floats that Dynamo made inputs (dynamic=True does so) and that must be constants are noted by now. Dynamo would trace
-        # anew; the second try makes guards of their values, which passes/compile/size_guards.py sees.
+        # Floats that Dynamo made inputs (with dynamic=True) but that must be constants are noted by now. Dynamo would trace
+        # again; the second try makes guards of their values, which passes/compile/size_guards.py sees.
         return compiled()
     finally:
         TensorifyState.force_specializations.intersection_update(before)

@@ -1,7 +1,7 @@
 """Compile each distinct layer once: a lowered graph is cut behind every attention op, and equal pieces share one compilation.
 
-A model of 32 equal layers has 33 pieces, but only three different ones: up to the first attention, from one attention to the
-next, and from the last to the logits. So the compiler sees three small graphs and not one of 32 layers::
+A model of 32 equal layers has 33 pieces of three kinds: up to the first attention, from one attention to the next, and from the
+last to the logits. So the compiler sees three small graphs instead of one of 32 layers::
 
     prepared = prepare(...)                           run as it is, before all pieces
     piece 0: embed, norm, q/k/v, rope, attention      compiled
@@ -22,7 +22,7 @@ import itertools
 import logging
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quire.passes.fx import ancestors, placeholders, value, written_by
+from quire.passes.fx import ancestors, evaluate, placeholders, value, written_by
 from quire.passes.rewrite.lower import Lowered, any_sizes, fake_input
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
     """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable.
 
     Args:
-        always: cut the graph also if no two of its pieces are equal.
-        look: called before anything is compiled, with the nodes of one piece of each kind, and the fake values of all nodes.
+        always: cut the graph even if no two of its pieces are equal.
+        look: called before anything is compiled, with the nodes of one piece of each kind and the fake values of all nodes.
 
     Returns:
         A callable like the graph: its placeholders' values in order, then what its output node gives.
@@ -69,18 +69,15 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
     graph = lowered.gm.graph
     try:
         values = _Values(lowered)
-        place = _places(lowered)
-        before, members = _members(graph, place)
+        before, members = _members(graph, _places(lowered))
         values.compute(before, _BEFORE)
-        pieces: list[tuple[_Piece, _Signature]] = []
-        first: dict[_Signature, _Piece] = {}
+        pieces: list[tuple[_Piece, Any]] = []
+        first: dict[Any, _Piece] = {}
         for at, nodes in enumerate(members):
             piece = _piece(graph, nodes, values.of)
             signature = _signature(piece, values)
-            if signature not in first:
-                values.compute(piece.nodes, at)
-                first[signature] = piece
-            elif not values.copy(piece, first[signature], at):
+            like = first.setdefault(signature, piece)
+            if like is piece or not values.copy(piece, like, at):
                 values.compute(piece.nodes, at)
             _check_outputs(piece, values)
             pieces.append((piece, signature))
@@ -94,7 +91,7 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
     compiled = {signature: compile(_graph_of(piece, values.of), [values.of[n] for n in piece.inputs])
                 for signature, piece in first.items()}
     logger.info("regions: %d pieces, %d different", len(pieces), len(first))
-    return _Joined(graph, before, [piece for piece, _ in pieces], [compiled[signature] for _, signature in pieces])
+    return _joined(graph, before, [(compiled[signature], piece) for piece, signature in pieces])
 
 
 # -- where each node goes ---------------------------------------------------------------------------------------------------
@@ -123,23 +120,23 @@ def _places(lowered: Lowered) -> dict[fx.Node, int]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """A number computed from the graph's sizes alone. Dynamo computes each of them once, where it is first needed; every piece
-    that needs one computes it for itself, or the first of equal pieces would be unlike the others."""
+    """Whether this is a number computed from the graph's sizes alone. Dynamo computes each of them once, where it is first
+    needed. Every piece that needs one computes it again, or the first of equal pieces would differ from the others."""
     return (node.op == "call_function" and isinstance(value(node), (int, torch.SymInt)) and bool(node.all_input_nodes)
             and all(n.op == "placeholder" and isinstance(value(n), torch.SymInt) or _is_size(n) for n in node.all_input_nodes))
 
 
 def _members(graph: fx.Graph, place: dict[fx.Node, int]) -> tuple[list[fx.Node], list[list[fx.Node]]]:
-    """The nodes that run before all pieces, and those of each piece, the sizes that it needs first."""
+    """The nodes that run before all pieces, and those of each piece, preceded by the sizes that they need."""
+    if any(map(_is_size, graph.output_node().all_input_nodes)):
+        raise _Whole("it returns a size")
     nodes: dict[int, list[fx.Node]] = {}
     for node, at in place.items():
         nodes.setdefault(at, []).append(node)
-    if any(_is_size(n) for n in graph.output_node().all_input_nodes):
-        raise _Whole("it returns a size")
     before, members = nodes.pop(_BEFORE, []), []
-    for at in sorted(nodes):
-        sizes = {s for n in nodes[at] for i in n.all_input_nodes if _is_size(i) for s in ancestors(i) if _is_size(s)}
-        members.append([n for n in graph.nodes if n in sizes] + nodes[at] if sizes else nodes[at])
+    for _, own in sorted(nodes.items()):
+        sizes = {s for n in own for i in n.all_input_nodes if _is_size(i) for s in ancestors(i) if _is_size(s)}
+        members.append(([n for n in graph.nodes if n in sizes] if sizes else []) + own)
     return before, members
 
 
@@ -150,27 +147,14 @@ def _piece(graph: fx.Graph, nodes: list[fx.Node], values: dict[fx.Node, Any]) ->
     # A size that the tensors have only inside an expression must reach the piece as a number of its own.
     sized = {str(s) for n in read for s in _symbols(values[n])}
     symbols = [n for n in placeholders(graph) if isinstance(values[n], torch.SymInt) and str(values[n]) in sized]
-    read = dict.fromkeys([*symbols, *read])
-    return _Piece(nodes, list(read), [n for n in nodes if not _is_size(n) and any(u not in own for u in n.users)])
+    return _Piece(nodes, list(dict.fromkeys([*symbols, *read])),
+                  [n for n in nodes if not _is_size(n) and any(u not in own for u in n.users)])
 
 
 def _symbols(x: Any) -> set[Any]:
     """Of a tensor's sizes and strides."""
-    return {s for n in _numbers(x) if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols} if _is_tensor(x) else set()
-
-
-def _same_symbols(x: Any, y: Any) -> set[Any]:
-    """Those of numbers that are the same in both, of which one is like the other up to symbols."""
-    return {s for a, b in zip(_numbers(x), _numbers(y), strict=True) if isinstance(a, torch.SymInt) and str(a) == str(b)
-            for s in a.node.expr.free_symbols}
-
-
-def _numbers(x: Any) -> tuple[Any, ...]:
-    return (*x.shape, *x.stride()) if _is_tensor(x) else (x,)
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
+    numbers = (*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else ()
+    return {s for n in numbers if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
 
 
 # -- values -----------------------------------------------------------------------------------------------------------------
@@ -179,8 +163,8 @@ def _is_tensor(x: Any) -> bool:
 class _Values:
     """The fake value of every node, computed anew: those that passes left behind may have other strides.
 
-    Of pieces that are equal the first is computed, and of the others only what later pieces read (``copy``): computing with
-    symbolic sizes takes a millisecond a node, which for dozens of layers is seconds.
+    Of equal pieces only the first is computed, and of the others what later pieces read is copied (``copies``): computing with
+    symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers.
 
     Attributes:
         of: node -> value.
@@ -194,7 +178,7 @@ class _Values:
         self._made_in: dict[int, int] = {}  # storage -> the piece that made it
 
     def is_cache(self, tensor: torch.Tensor) -> bool:
-        """May a piece change it, though it did not make it?"""
+        """Whether a piece may change it without having made it."""
         return _storage(tensor) in self._caches
 
     def compute(self, nodes: Sequence[fx.Node], at: int) -> None:
@@ -209,31 +193,48 @@ class _Values:
                 result = interpreter.run_node(n)
                 if n.target is self._lowered.target.backend.prepare:
                     result = [_of_any_size(t, f"quire_prepared_{i}", self._fake) for i, t in enumerate(result)]
-                self.of[n] = result
-                for t in tree_leaves(result):
-                    if isinstance(t, torch.Tensor):
-                        self._made_in.setdefault(_storage(t), at)
+                self._set(n, result, at)
 
     def copy(self, piece: _Piece, like: _Piece, at: int) -> bool:
-        """Give the outputs of piece ``at`` fakes like those of an equal one. False, and nothing done, where they might be
-        wrong: outputs that share memory with anything else, or whose sizes are other symbols here, or made by the piece."""
-        outputs = [self.of[n] for n in like.outputs]
-        if any(type(t) is not FakeTensor or t.requires_grad for t in outputs):
-            return False
-        read = {s for n in like.inputs for s in _storages(self.of[n])}
-        made = {_storage(t) for t in outputs}
-        if len(made) < len(outputs) or made & read or any(t.storage_offset() != 0 for t in outputs):
-            return False
-        same: set[Any] = set()
-        for here, there in zip(piece.inputs, like.inputs, strict=True):
-            same |= _same_symbols(self.of[here], self.of[there])
-        if any(not _symbols(t) <= same for t in outputs):
-            return False
+        """Give the outputs of piece ``at`` values like those of an equal piece; False, and nothing done, if they may differ."""
+        read = [(self.of[n], self.of[m]) for n, m in zip(piece.inputs, like.inputs, strict=True)]
         with self._fake, torch.no_grad():
-            for node, t in zip(piece.outputs, outputs, strict=True):
-                self.of[node] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                self._made_in[_storage(self.of[node])] = at
-        return True
+            found = copies([self.of[n] for n in like.outputs], read)
+        for node, t in zip(piece.outputs, found or (), strict=found is not None):
+            self._set(node, t, at)
+        return found is not None
+
+    def _set(self, node: fx.Node, result: Any, at: int) -> None:
+        self.of[node] = result
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor):
+                self._made_in.setdefault(_storage(t), at)
+
+
+def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torch.Tensor] | None:
+    """Fakes for the outputs of a piece, like those of an equal one.
+
+    Args:
+        outputs: of the equal piece.
+        read: (input of the piece, input of the equal piece).
+
+    Returns:
+        None where fresh tensors might be wrong: outputs that share memory with anything, are no plain fakes, or have sizes for
+        which the inputs of this piece have other symbols.
+    """
+    if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
+        return None
+    made = {_storage(t) for t in outputs}
+    if len(made) < len(outputs) or not made.isdisjoint(s for _, there in read for s in _storages(there)):
+        return None
+    same: set[Any] = set()
+    for here, there in read:
+        numbers = [(*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,) for x in (here, there)]
+        same |= {s for a, b in zip(*numbers, strict=True) if isinstance(a, torch.SymInt) and str(a) == str(b)
+                 for s in a.node.expr.free_symbols}
+    if any(not _symbols(t) <= same for t in outputs):
+        return None
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in outputs]
 
 
 _SIZES = itertools.count(1009, 2)  # all different, so that no two symbols are taken for one
@@ -251,10 +252,14 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _storages(x: Any) -> set[int]:
-    """Of what a value is made of."""
-    if _is_tensor(x) and is_traceable_wrapper_subclass(x):
+    """Of everything that a value is made of."""
+    if _wraps(x):
         return {s for name in x.__tensor_flatten__()[0] for s in _storages(getattr(x, name))}
-    return {_storage(t) for t in tree_leaves(x) if _is_tensor(t)}
+    return {_storage(t) for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
+
+
+def _wraps(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x)
 
 
 def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
@@ -273,33 +278,33 @@ def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
 
 def _check_outputs(piece: _Piece, values: _Values) -> None:
     for x in map(values.of.get, piece.outputs):
-        if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not (
-                _is_tensor(x) and is_traceable_wrapper_subclass(x)):
+        if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not _wraps(x):
             raise _Whole(f"a {type(x).__name__} crosses a cut")
 
 
 # -- which pieces are equal -------------------------------------------------------------------------------------------------
 
 
-_Signature = tuple[Any, ...]
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _signature(piece: _Piece, values: _Values) -> _Signature:
+def _signature(piece: _Piece, values: _Values) -> Any:
     """Equal for two pieces only if the compiled code of one is right for the other. Made of what the piece reads and does, from
     which all else follows; the values of its own nodes need not be known."""
     names: dict[str, str] = {}
     storages: dict[int, int] = {}
     number = {n: i for i, n in enumerate([*piece.inputs, *piece.nodes])}
 
-    def sizes(numbers: Sequence[Any]) -> str:  # names of symbols do not matter, but which of them are the same
+    def sizes(numbers: Iterable[Any]) -> str:  # the names of symbols do not matter, but which of them are the same
         return re.sub(r"\b[a-z]+\d+\b", lambda m: names.setdefault(m[0], f"size{len(names)}"), ", ".join(map(str, numbers)))
 
     def described(x: Any) -> tuple[Any, ...]:
-        if isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x):  # what it wraps is what code is compiled for
-            names, context = x.__tensor_flatten__()
-            inner = tuple((name, described(getattr(x, name))) for name in names)
+        if _wraps(x):  # code is compiled for what it wraps
+            parts, context = x.__tensor_flatten__()
+            inner = tuple((name, described(getattr(x, name))) for name in parts)
             return type(x), x.dtype, sizes([*x.shape, *x.stride()]), x.requires_grad, repr(context), inner
-        if isinstance(x, torch.Tensor) and type(x) in _PLAIN:
+        if type(x) in _PLAIN:
             alias = storages.setdefault(_storage(x), len(storages))
             where = sizes([*x.shape, *x.stride(), x.storage_offset()])
             return type(x), x.dtype, x.device, x.requires_grad, alias, where, values.is_cache(x)
@@ -325,57 +330,27 @@ def _signature(piece: _Piece, values: _Values) -> _Signature:
     return inputs, nodes, tuple(number[n] for n in piece.outputs)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-_CONSTANTS = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
 # -- running ----------------------------------------------------------------------------------------------------------------
 
 
-class _Joined:
-    """The pieces as one callable. Values live in a list by number, and are dropped after their last reader."""
+def _joined(graph: fx.Graph, before: list[fx.Node], pieces: list[tuple[Callable[..., Any], _Piece]]) -> Callable[..., Any]:
+    """The pieces as one callable. Values are dropped after their last reader."""
+    given, result = placeholders(graph), graph.output_node().args[0]
+    kept = {*graph.output_node().all_input_nodes, *given}
+    last = {n: i for i, (_, piece) in enumerate(pieces) for n in piece.inputs}
+    steps = [(run, piece.inputs, piece.outputs, [n for n in piece.inputs if last[n] == i and n not in kept])
+             for i, (run, piece) in enumerate(pieces)]
 
-    def __init__(self, graph: fx.Graph, before: list[fx.Node], pieces: list[_Piece], compiled: list[Callable[..., Any]]
-                 ) -> None:
-        output = graph.output_node()
-        number = {n: i for i, n in enumerate([*placeholders(graph), *before, *(n for p in pieces for n in p.outputs)])}
-        self._size = len(number)
+    def joined(*args: Any) -> Any:
+        values = dict(zip(given, args, strict=True))
+        evaluate(before, values)
+        for run, inputs, outputs, dead in steps:
+            values.update(zip(outputs, run(*[values[n] for n in inputs]), strict=True))
+            for n in dead:
+                del values[n]
+        return fx.node.map_arg(result, values.__getitem__)
 
-        def slots(arg: Any) -> Any:
-            return fx.node.map_arg(arg, lambda x: _Slot(number[x]))
-
-        self._before: list[tuple[Any, int, Any, Any]] = [(n.target, number[n], slots(n.args), slots(n.kwargs)) for n in before]
-        last = {n: i for i, p in enumerate(pieces) for n in p.inputs}
-        kept = {*output.all_input_nodes, *placeholders(graph)}
-        self._steps = [(fn, [number[n] for n in p.inputs], [number[n] for n in p.outputs],
-                        [number[n] for n in p.inputs if last[n] == i and n not in kept])
-                       for i, (fn, p) in enumerate(zip(compiled, pieces, strict=True))]
-        self._result = slots(output.args[0])
-
-    def __call__(self, *args: Any) -> Any:
-        values = [*args, *[None] * (self._size - len(args))]
-        for target, slot, a, k in self._before:
-            values[slot] = target(*_filled(a, values), **_filled(k, values))
-        for fn, reads, writes, dead in self._steps:
-            for slot, result in zip(writes, fn(*[values[i] for i in reads]), strict=True):
-                values[slot] = result
-            for slot in dead:
-                values[slot] = None
-        return _filled(self._result, values)
+    return joined
 
 
-class _Slot(int):
-    """Stands for a value in the arguments of what runs outside the pieces."""
-
-
-def _filled(arg: Any, values: list[Any]) -> Any:
-    if isinstance(arg, _Slot):
-        return values[arg]
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(_filled(a, values) for a in arg)
-    if isinstance(arg, dict):
-        return {k: _filled(a, values) for k, a in arg.items()}
-    return arg
-
-
-__all__ = ["Compile", "Look", "compile_by_regions"]
+__all__ = ["Compile", "Look", "compile_by_regions", "copies"]

@@ -20,7 +20,9 @@ from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import placeholders, value
+from quire.passes.fx import fake_mode, placeholders, value
+
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 
 @dataclass
@@ -28,8 +30,8 @@ class Assumptions:
     """Conditions on the inputs' sizes, as Python source over names of symbols.
 
     Args:
-        origins: of each symbol, how to read its number off the inputs.
-        roles: of each symbol, what it counts, in words.
+        origins: how to read the number of each symbol from the inputs.
+        roles: what each symbol counts, such as "tokens".
     """
 
     origins: dict[str, Callable[..., Any]]
@@ -38,27 +40,29 @@ class Assumptions:
     symbols: set[str] = field(default_factory=set)
 
     def broken(self, sizes: dict[str, Any]) -> str | None:
-        """The first condition that does not hold for ``sizes`` (of symbols), in words; those on other symbols are left out."""
+        """The first condition that does not hold for ``sizes`` (by symbol), with roles for symbols. Conditions on other symbols
+        are skipped."""
         for condition in self.conditions:
-            names = set(re.findall(r"\b[a-z]+\d+\b", condition)) & self.origins.keys()
+            names = set(_SYMBOL.findall(condition)) & self.origins.keys()
             if names <= sizes.keys() and not eval(condition, {"math": math, "torch": torch}, sizes):
-                return re.sub(r"\b[a-z]+\d+\b", lambda match: self.roles.get(match[0], match[0]), condition)
+                return _SYMBOL.sub(lambda match: self.roles.get(match[0], match[0]), condition)
         return None
 
 
 @contextlib.contextmanager
 def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
-    """The assumptions that are made while inside about the inputs of ``graph``.
+    """Collect the assumptions about the inputs of ``graph`` that are made inside.
 
     Args:
-        earlier: guards of compilations before, of graphs with the same symbols; the new ones are added. What was assumed once
-            is not noted a second time, so all of them count for this graph too.
+        earlier: guards of previous compilations of graphs with the same symbols; the new ones are added. A guard is noted only
+            once, so all of them count for this graph too.
 
     Raises:
-        UnsupportedAttention: something was assumed about a size that no input has, so that nobody could check it.
+        UnsupportedAttention: something was assumed about a size that no input has, which therefore cannot be checked.
     """
-    found = Assumptions(*_origins(graph))  # now: a symbol that gets specialised is no longer called by its name
-    env = next((m.shape_env for n in placeholders(graph) if (m := getattr(value(n), "fake_mode", None)) is not None), None)
+    found = Assumptions(*_origins(graph))  # now: a symbol that gets specialized loses its name
+    mode = fake_mode(graph)
+    env = mode.shape_env if mode is not None else None
     before = len(env.guards) if env is not None else 0
     yield found
     new = [guard.expr for guard in (env.guards[before:] if env is not None else ())]
@@ -75,6 +79,11 @@ def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
             found.symbols |= names
 
 
+#: (part of an input's name, dimension or None for any, what it counts)
+_ROLES = (("input_ids", None, "tokens"), ("position_ids", None, "tokens"), ("slot_mapping", 0, "tokens"),
+          ("seq_lens", 0, "rows"), ("logits_indices", 0, "rows"), ("block_table", 1, "pages_of_a_row"))
+
+
 def _origins(graph: fx.Graph) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
     found: dict[str, Callable[..., Any]] = {}
     roles: dict[str, str] = {}
@@ -86,18 +95,12 @@ def _origins(graph: fx.Graph) -> tuple[dict[str, Callable[..., Any]], dict[str, 
             for dim, size in enumerate(x.shape):
                 if isinstance(size, torch.SymInt):
                     found.setdefault(str(size), lambda args, i=i, dim=dim: args[i].shape[dim])
-                    role = next((words for name, at, words in _ROLES if name in node.name and at in (dim, None)), None)
-                    if role is not None:
+                    for role in (role for name, at, role in _ROLES if name in node.name and at in (dim, None)):
                         roles.setdefault(str(size), role)
             for user in node.users:  # a float comes as a tensor on the CPU
                 if user.target == "item" and isinstance(value(user), torch.SymFloat):
                     found.setdefault(str(value(user)), lambda args, i=i: args[i].item())
     return found, roles
-
-
-#: (part of an input's name, dimension or None for any, what it counts)
-_ROLES = (("input_ids", None, "tokens"), ("position_ids", None, "tokens"), ("slot_mapping", 0, "tokens"),
-          ("seq_lens", 0, "rows"), ("logits_indices", 0, "rows"), ("block_table", 1, "pages_of_a_row"))
 
 
 def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]:
@@ -120,8 +123,8 @@ def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]
             if condition is not None:
                 raise RuntimeError(
                     f"the compiled graph assumes {condition}, and this batch has "
-                    f"{', '.join(f'{assumed.roles.get(n, n)} = {size}' for n, size in given.items())}. Schedule fewer tokens a "
-                    "step (max_num_batched_tokens), or run with compiler='eager'.")
+                    f"{', '.join(f'{assumed.roles.get(n, n)} = {size}' for n, size in given.items())}. Schedule fewer tokens "
+                    "per step (max_num_batched_tokens), or run with compiler='eager'.")
             seen.add(sizes)
         return run(*args)
 

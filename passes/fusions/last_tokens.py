@@ -1,7 +1,7 @@
 """Behind the last attention, compute only the rows that the LM head reads.
 
-A step of T tokens and B sequences wants B rows of logits, and what lies behind the last attention op (output projection,
-residual, norms, MLP) treats each token by itself. So the rows are taken before it, and not after.
+A step of T tokens and B sequences needs B rows of logits, and what follows the last attention op (output projection, residual,
+norms, MLP) treats each token by itself. So the rows are taken before it instead of after.
 
 Before, in the last layer (idx: ``logits_indices``, (B,))::
 
@@ -11,23 +11,19 @@ After::
 
     h2 = add(h[:, idx], linear(a[:, idx], w_o));  h3 = add(h2, mlp(norm(h2)));  logits = linear(norm(h3), w_head)
 
-For a long prefill of Llama-3.1-8B that is 2.8 % of the multiplications in matrix products: 88 % of those of one layer in 32.
+For a long prefill of Llama-3.1-8B this saves 2.8 % of the multiplications in matrix products: 88 % of those of one layer in 32.
 
-An operation is moved only if it is proved to be row-wise (``passes/verify/row_wise.py``). A value that is not made by one, or that
-somebody else reads too, stays, and its rows are taken. A region without a matrix product (a norm alone, behind a mixture of
-experts) is moved too: gathers are fused into the element-wise operations that read them, and the norm goes over fewer rows.
+An operation moves only if it is proved to be row-wise (``passes/verify/row_wise.py``). A value that is not made by one, or that
+has other readers, stays, and its rows are taken. A region without a matrix product moves too: gathers are fused into the
+element-wise operations that read them, and the norm goes over fewer rows.
 
-Left alone: everything before the last attention op (so that pieces of passes/compile/regions.py stay equal) or before something that
-is changed in place, but for ``x += y`` on an x that is new and that nobody else has; quantised weights, whose code may assume
-something about the number of rows; graphs whose T or B is a number.
+Left alone: everything before the last attention op (so that pieces of passes/compile/regions.py stay equal) and before
+something that is changed in place, except ``x += y`` on a new x with no other reader; quantized weights, whose code may depend
+on the number of rows; graphs whose T or B is a number.
 
-Decode steps, T = B: nothing is gained, and on a GPU no kernel is added. Before, residual and norm, over T rows, are one of the
-compiler's kernels, and the gather, over B, is another. After, the gather of the attention's result is one, the residual's rows
-are taken by the kernel that adds it, and behind the last product residual and norm, both over B rows, are one. (Counted in
-the code that the compiler makes; not timed.) In the graph for small batches (at most 32 tokens) it would be one kernel more,
-because there ``small_linear`` adds the residual, and norm and gather were one kernel; and products of so few rows take the time
-of reading their weights, so that nothing would be gained. That graph is not rewritten. This also keeps the final norm out of
-the head's ``small_linear``, each of whose programs would compute it again: for a head that is not measured.
+Decode steps (T = B) gain nothing and need no more kernels, counted in the code that Inductor generates. In the graph for small
+batches there would be one more, as ``small_linear`` adds the residual there, and the final norm would fold into the head's
+``small_linear``, each of whose programs would compute it again. That graph is not rewritten.
 """
 
 from __future__ import annotations
@@ -42,13 +38,23 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverloadPacket
 
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import compute_value, erase_dead, is_function, is_method, symbolic, value, written_by
+from quire.passes.fx import (
+    compute_value,
+    erase_dead,
+    is_function,
+    is_method,
+    is_tensor,
+    same_shape,
+    symbolic,
+    value,
+    written_by,
+)
 from quire.passes.verify.row_wise import ARITHMETIC, IN_PLACE, PRODUCTS, VIEWS, RowWise, expression, is_whole
 from quire.passes.verify.sites import site_nodes
 
 
 def last_tokens(fusion: Fusion) -> int:
-    """Move every gather of rows as far towards the last attention as it goes; returns how many have moved."""
+    """Move every gather of rows as far towards the last attention as it goes."""
     groups: dict[Any, list[fx.Node]] = {}
     for node in fusion.graph.nodes:
         found = _index_of(node)
@@ -59,19 +65,20 @@ def last_tokens(fusion: Fusion) -> int:
 
 def _index_of(node: fx.Node) -> tuple[fx.Node, Any] | None:
     """(index, symbol of T) of a node x[:, index, :] or x[index], index an input (B,) int64 and x (1, ..., 1, T, ...)."""
-    if not is_function(node, (operator.getitem,)) or not isinstance(value(node.args[0]), torch.Tensor):
+    if not is_function(node, (operator.getitem,)) or not is_tensor(node.args[0]):
         return None
-    at = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    dims = [d for d, part in enumerate(at) if not is_whole(part)]
-    index = at[dims[0]] if len(dims) == 1 else None
-    if not isinstance(index, fx.Node) or index.op != "placeholder" or not isinstance(rows := value(index), torch.Tensor):
+    x, at = node.args
+    cuts = at if isinstance(at, tuple) else (at,)
+    dims = [d for d, part in enumerate(cuts) if not is_whole(part)]
+    index: Any = cuts[dims[0]] if len(dims) == 1 else None
+    if not is_tensor(index) or index.op != "placeholder":
         return None
+    rows, tokens = value(index), expression(value(x).shape[dims[0]])
     if rows.dtype != torch.int64 or rows.dim() != 1 or not symbolic(rows.shape[0]):
         return None
-    tokens = expression(value(node.args[0]).shape[dims[0]])
     if tokens is None or not tokens.is_Symbol or tokens == expression(rows.shape[0]):
         return None
-    return (index, tokens) if RowWise(tokens).dim(node.args[0]) == dims[0] else None
+    return (index, tokens) if RowWise(tokens).dim(x) == dims[0] else None
 
 
 class _Region:
@@ -79,17 +86,17 @@ class _Region:
 
     def __init__(self, graph: fx.Graph, index: fx.Node, tokens: Any, gathers: Sequence[fx.Node]) -> None:
         self.graph, self.index, self.gathers, self.row_wise = graph, index, set(gathers), RowWise(tokens)
-        self.rows = value(index).shape[0]
+        self.order = list(graph.nodes)
         self.nodes = self._collect()
-        self.narrow: dict[fx.Node, fx.Node] = {}  # of a value: the one with B rows
+        self.narrow: dict[fx.Node, fx.Node] = {}  # value with T rows -> the same with B rows
 
     def _collect(self) -> set[fx.Node]:
-        """From the last gather upwards, what is row-wise and read by no one outside the region."""
-        order, sites = list(self.graph.nodes), set(site_nodes(self.graph))
+        """From the last gather upwards, row-wise operations that nothing outside the region reads."""
+        sites = set(site_nodes(self.graph))
         found: set[fx.Node] = set()
-        sizes: set[fx.Node] = set()  # read by views only, which are written anew
-        last = max(order.index(g) for g in self.gathers)
-        for node in reversed(order[:last]):
+        sizes: set[fx.Node] = set()  # read only by views, which get new shapes
+        last = max(map(self.order.index, self.gathers))
+        for node in reversed(self.order[:last]):
             if node in sites or node.op == "placeholder" or (_may_write(node) and not _is_private_sum(node)):
                 break
             if not node.users:
@@ -98,25 +105,24 @@ class _Region:
                 sizes.add(node)
             elif all(u in found or u in sizes or u in self.gathers for u in node.users) and self.row_wise.proves(node):
                 found.add(node)
-        for node in order:  # views at the top compute nothing: rows are taken behind them
+        for node in self.order:  # views at the top compute nothing: rows are taken behind them
             view = node in VIEWS or is_method(node, "contiguous", "detach") or is_function(node, (operator.getitem,))
-            if view and node in found and not any(i in found for i in node.all_input_nodes):
+            if view and node in found and found.isdisjoint(node.all_input_nodes):
                 found.remove(node)
         return found
 
     def rewrite(self) -> int:
-        """The region again, on the rows of the index; returns how many gathers it replaces."""
-        order = list(self.graph.nodes)
-        moved = [g for g in order if g in self.gathers and g.args[0] in self.nodes]
-        if len(moved) > 1 and any(map(_may_write, order[order.index(moved[0]) :])):
-            return 0  # each gather is a copy of its own, and what takes their place may be one tensor
+        """Compute the region on the rows of the index; returns how many gathers that replaces."""
+        moved = [g for g in self.order if g in self.gathers and g.args[0] in self.nodes]
+        if len(moved) > 1 and any(map(_may_write, self.order[self.order.index(moved[0]) :])):
+            return 0  # each gather is a copy, and one tensor would replace them all
         env = value(self.index).fake_mode.shape_env
         guards = len(env.guards)
-        for node in [n for n in order if n in self.nodes]:
+        for node in [n for n in self.order if n in self.nodes]:
             with self.graph.inserting_before(node):
-                new = self._again(node)
+                new = self._on_rows(node)
             if not self._same_but_rows(value(node), value(new)) or len(env.guards) > guards:
-                for each in reversed(list(self.narrow.values())):
+                for each in reversed(self.narrow.values()):
                     self.graph.erase_node(each)
                 return 0
         for gather in moved:
@@ -124,14 +130,14 @@ class _Region:
         erase_dead(self.graph, moved)
         return len(moved)
 
-    def _again(self, node: fx.Node) -> fx.Node:
+    def _on_rows(self, node: fx.Node) -> fx.Node:
         """The operation on the rows of its operands."""
         if node in VIEWS:
             dim, shape = self.row_wise.dim(node) or 0, value(node).shape
             new = self.graph.call_method("reshape", (self._rows_of(node.args[0], node), (*[1] * dim, -1, *shape[dim + 1 :])))
         else:
-            known = {x: self._rows_of(x, node) for x in node.all_input_nodes}
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            rows = {x: self._rows_of(x, node) for x in node.all_input_nodes}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), rows.__getitem__)
             target: Any = IN_PLACE.get(node.target, node.target)
             new = self.graph.create_node(node.op, target, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k not in ("example_value", "val", "tensor_meta")}
@@ -149,23 +155,23 @@ class _Region:
         return self.narrow.get(x, x)
 
     def _same_but_rows(self, old: Any, new: Any) -> bool:
-        """Is the new value what the old one is, with B in the place of T?"""
+        """Whether the new value is like the old one, with B in the place of T."""
         if isinstance(old, (tuple, list)):
             return len(old) == len(new) and all(map(self._same_but_rows, old, new))
-        dim = self.row_wise.dim_of(old)
-        wanted = [self.rows if d == dim else s for d, s in enumerate(old.shape)]
-        return old.dtype == new.dtype and str(wanted) == str(list(new.shape))
+        shape = list(old.shape)
+        shape[self.row_wise.dim_of(old)] = value(self.index).shape[0]  # type: ignore[index]
+        return old.dtype == new.dtype and same_shape(shape, new.shape)
 
 
 def _is_private_sum(node: fx.Node) -> bool:
-    """``x += y`` and the like, x a tensor that an operation has just made and that nothing else reads: as good as x + y."""
+    """Whether this is ``x += y`` or the like, where x is a new tensor with no other reader: the same as x + y."""
     if node.target not in IN_PLACE or not isinstance(x := node.args[0], fx.Node):
         return False
     return (x in PRODUCTS or x in ARITHMETIC) and set(x.users) == {node}
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Might it change something in place? Not known of operations that run others."""
+    """Whether the operation may change something in place. Operations that run others are not known."""
     if node.op == "call_module" or isinstance(node.target, (HigherOrderOperator, OpOverloadPacket)):
         return True
     return bool(written_by(node) or node.kwargs.get("inplace") or (

@@ -1,4 +1,4 @@
-"""Fusion of sibling projections: linear layers with the same input become one (q/k/v, gate/up).
+"""Sibling projections, linear layers with the same input, become one (q/k/v, gate/up).
 
 Before::
 
@@ -8,104 +8,112 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
 
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
-One matrix product of N = Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones, and saves two
-launches. Layers with codes and a scale for each row (passes/fusions/quantized_linear.py) are fused alike: their codes become views of
-one tensor, and their scales of another. Not fused: a weight with a second user, weights of different dtype, siblings of which
-only some have a bias, other tensor subclasses, siblings between which something is changed in place (it may be their input).
+One matrix product of N = Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones and saves two launches.
+Layers quantized per row (passes/fusions/quantized_linear.py) are fused alike, their codes in one tensor and their scales in
+another.
+
+Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
+siblings of which only some have a bias, other tensor subclasses, and siblings between which something is changed in place (it
+may be their input).
 """
 
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from quire.attn_ops.ops.small_linear import small_linear
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import compute_value, erase_dead, is_function, value, written_between
+from quire.passes.fx import (
+    LINEAR,
+    argument,
+    compute_value,
+    is_function,
+    is_method,
+    only_user,
+    replace_node,
+    schema_arguments,
+    value,
+    written_between,
+)
 
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
-
-class _Projection(NamedTuple):
-    """A linear layer: the node, and its tensors by name, each with a node that has its fake value."""
+class _Tensor(NamedTuple):
+    """A tensor of a linear layer, and a node that has its fake value."""
 
     node: fx.Node
-    tensors: dict[str, tuple[fx.Node, torch.Tensor]]
+    real: torch.Tensor
 
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.tensors["weight"][1]
+
+#: "weight", and "bias" and "scale" where the layer has them.
+_Tensors = dict[str, _Tensor]
 
 
 def fuse_projections(fusion: Fusion) -> int:
-    """Fuse every group of sibling projections; returns the number of groups."""
-    groups: dict[tuple[fx.Node, tuple[str, ...], torch.dtype], list[_Projection]] = {}
+    """Fuse every group of sibling projections."""
+    siblings: dict[Any, list[tuple[fx.Node, _Tensors]]] = {}
     for node in fusion.graph.nodes:
-        found = _projection(node, fusion)
-        if found is not None:
-            groups.setdefault((node.args[0], tuple(found.tensors), found.weight.dtype), []).append(found)
-    fused = 0
-    for group in groups.values():
-        nodes = [each.node for each in group]
-        different = len({id(each.weight) for each in group}) == len(group)
-        if len(group) > 1 and different and not written_between(nodes[0], nodes[-1]):
-            _fuse(group, fusion)
-            fused += 1
-    return fused
+        tensors = _tensors(node, fusion)
+        if tensors is not None:
+            siblings.setdefault((node.args[0], *tensors, tensors["weight"].real.dtype), []).append((node, tensors))
+    return sum(_fuse(fusion, *zip(*group, strict=True)) for group in siblings.values() if len(group) > 1)
 
 
-def _projection(node: fx.Node, fusion: Fusion) -> _Projection | None:
-    """``node`` as one that can be fused, or None."""
-    if node.op != "call_function" or len(node.args) < 2 or not isinstance(node.args[0], fx.Node):
-        return None
-    parts: dict[str, tuple[object, str]]
-    if node.target in _LINEAR:
-        parts = {"weight": (node.args[1], ""), "bias": (node.args[2] if len(node.args) > 2 else node.kwargs.get("bias"), "")}
-    elif node.target is small_linear and len(node.args) == 8 and node.args[3] is None and not node.args[6]:
-        parts = {"weight": (node.args[1], "qdata"), "bias": (node.args[2], ""), "scale": (_viewed(node.args[7]), "scale")}
+def _tensors(node: fx.Node, fusion: Fusion) -> _Tensors | None:
+    """The tensors of a linear layer that can be fused; None for any other node."""
+    if is_function(node, LINEAR) and len(node.args) > 1:
+        nodes = {"weight": node.args[1], "bias": argument(node, 2, "bias")}
+        real = {name: _only_here(x, fusion) for name, x in nodes.items()}
+    elif is_function(node, (small_linear,)) and (given := schema_arguments(node)).get("scale") is not None \
+            and given["norm_weight"] is None and not given["swiglu"]:
+        scale = given["scale"]
+        scale = scale.args[0] if is_method(scale, "reshape") and only_user(scale) is not None else None
+        nodes = {"weight": given["weight"], "bias": given["bias"], "scale": scale}
+        real = {"weight": _part_only_here(given["weight"], "qdata", fusion), "bias": _only_here(given["bias"], fusion),
+                "scale": _part_only_here(scale, "scale", fusion)}
     else:
         return None
-    tensors = {}
-    for name, (part, attribute) in parts.items():
-        if part is None and name == "bias":
-            continue
-        tensor = _only_here(part, attribute, fusion)
-        if not isinstance(part, fx.Node) or tensor is None or tensor.dim() != (1 if name == "bias" else 2) \
-                or tensor.shape[0] != value(node).shape[-1]:
+    if nodes["bias"] is None:
+        del nodes["bias"]
+    found: _Tensors = {}
+    for name, x in nodes.items():
+        tensor = real[name]
+        if not isinstance(node.args[0], fx.Node) or tensor is None or tensor.dim() != (1 if name == "bias" else 2) \
+                or tensor.shape[0] != value(node).shape[-1] or not tensor.is_contiguous():
             return None
-        tensors[name] = (part, tensor)
-    return _Projection(node, tensors)
+        found[name] = _Tensor(x, tensor)
+    return found
 
 
-def _viewed(node: object) -> object:
-    """The argument of a reshape that nobody else needs."""
-    return node.args[0] if isinstance(node, fx.Node) and node.target == "reshape" and len(node.users) == 1 else None
-
-
-def _only_here(node: object, attribute: str, fusion: Fusion) -> torch.Tensor | None:
-    """The real tensor behind a placeholder, or behind an attribute of a quantised one, that is needed in this one place."""
-    if not isinstance(node, fx.Node) or len(node.users) != 1:
+def _only_here(node: Any, fusion: Fusion) -> torch.Tensor | None:
+    """The real tensor behind a placeholder with one user, if it is plain and of floating point."""
+    tensor = fusion.tensor(node)
+    if tensor is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_floating_point():
         return None
-    if attribute:
-        of = node.args[0] if is_function(node, (getattr,)) and node.args[1] == attribute else None
-        if not isinstance(of, fx.Node) or len(of.users) != 2:  # its codes and its scale
-            return None
-        tensor = getattr(fusion.real.get(of), attribute, None)
-    else:
-        tensor = fusion.real.get(node)
-    if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    return tensor if only_user(node) is not None else None
+
+
+def _part_only_here(node: Any, name: str, fusion: Fusion) -> torch.Tensor | None:
+    """The codes or the scales of a quantized weight that only one layer reads."""
+    weight: Any = node.args[0] if is_function(node, (getattr,)) and node.args[1] == name else None
+    if weight is None or only_user(node) is None or len(weight.users) != 2:  # its codes and its scales
         return None
-    return tensor if tensor.is_contiguous() and (attribute or tensor.is_floating_point()) else None
+    tensor = getattr(fusion.tensor(weight), name, None)
+    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
 
 
-def _fuse(group: list[_Projection], fusion: Fusion) -> None:
-    graph, first = fusion.graph, group[0].node
-    sizes = [each.weight.shape[0] for each in group]
-    whole = {name: fusion.add_weight(fusion.weights.fuse([each.tensors[name][1] for each in group]), like)
-             for name, (like, _) in group[0].tensors.items()}
+def _fuse(fusion: Fusion, nodes: tuple[fx.Node, ...], tensors: tuple[_Tensors, ...]) -> bool:
+    """Fuse the siblings, unless that could change a result or other tensors."""
+    graph, first = fusion.graph, nodes[0]
+    groups = {name: [each[name].real for each in tensors] for name in tensors[0]}
+    if len(set(map(id, groups["weight"]))) < len(nodes) or written_between(first, nodes[-1]) \
+            or not all(map(fusion.weights.can_fuse, groups.values())):
+        return False
+    sizes = [len(weight) for weight in groups["weight"]]
+    whole = {name: fusion.add_weight(fusion.weights.fuse(group), tensors[0][name].node) for name, group in groups.items()}
     with graph.inserting_before(first):
         if "scale" in whole:
             scale = graph.call_method("reshape", (whole["scale"], -1))
@@ -114,20 +122,16 @@ def _fuse(group: list[_Projection], fusion: Fusion) -> None:
                 first.args[0], whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
         else:
             product = graph.call_function(torch.nn.functional.linear, (first.args[0], whole["weight"], whole.get("bias")))
-        parts = graph.call_function(torch.split, (product, sizes), {"dim": -1})
-        product.meta["nn_module_stack"] = parts.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
-        alone = value(first)
-        with alone.fake_mode:  # as computing it gives, which takes milliseconds with symbolic sizes
-            product.meta["example_value"] = alone.new_empty((*alone.shape[:-1], sum(sizes)))
-        compute_value(parts)
-        outputs = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(group))]
-    for each, out in zip(group, outputs, strict=True):
-        out.meta = dict(each.node.meta)
-        each.node.replace_all_uses_with(out)
-        inputs = [n for n in each.node.all_input_nodes if n.op != "placeholder"]
-        graph.erase_node(each.node)
-        if "scale" in whole:
-            erase_dead(graph, inputs)
+        split = graph.call_function(torch.split, (product, sizes), {"dim": -1})
+        product.meta["nn_module_stack"] = split.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
+        like = value(first)
+        with like.fake_mode:  # what computing it gives, which takes milliseconds with symbolic sizes
+            product.meta["example_value"] = like.new_empty((*like.shape[:-1], sum(sizes)))
+        compute_value(split)
+        parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
+    for node, part in zip(nodes, parts, strict=True):
+        replace_node(node, part)
+    return True
 
 
 __all__ = ["fuse_projections"]

@@ -1,4 +1,4 @@
-"""Fusion of rotary embedding (and the norm of each head before or after it) with the KV cache write (attn_ops/ops/rope.py).
+"""Rotary embedding, the norm of each head before or after it, and the KV cache write become one op (attn_ops/ops/rope.py).
 
 Before, in a lowered graph, for one layer::
 
@@ -10,19 +10,18 @@ After::
     q = rope_kv_write(ragged(q0), ragged(k0), ragged(v), cos, sin, None, None, 0.0, k_cache, v_cache, slot_mapping)
     out = paged_attention(q, None, None, k_cache, v_cache, ...)
 
-or, for a backend whose kernels rotate as well (``AttentionBackend.rope_op``)::
+or, for a backend whose attention kernels also rotate (``AttentionBackend.rope_op``)::
 
     out = rope_paged_attention(ragged(q0), ragged(k0), ragged(v), cos, sin, None, None, 0.0, k_cache, v_cache, ...)
 
-with ``ragged`` the view of (B, H, S, D) as (B * S, H, D). Other spellings of the rotation (``passes/fusions/match/rope.py``) set
-options of the ops: pairs of neighbours (Cohere, GLM, Ernie), tables of half width (gpt-oss), complex numbers (Llama 4). A
-backend whose rope_op does not say that it knows them gets the first form. Also matched: an RMSNorm over each head right before
-(Qwen3, Gemma 3) or right after (HunYuan), with or without weights (Llama 4), as ``passes/fusions/match/norm.py`` knows it.
+``ragged`` is the view of (B, H, S, D) as (B * S, H, D). Other forms of the rotation (``passes/fusions/match/rope.py``) set
+options of the ops: pairs of neighbours (Cohere, GLM, Ernie), half-width tables (gpt-oss), complex numbers (Llama 4). A
+``rope_op`` that does not declare them (``rope_forms``) only gets the first form. An RMSNorm over each head right before (Qwen3,
+Gemma 3) or right after (HunYuan), with or without weights (Llama 4), is fused too (``passes/fusions/match/norm.py``).
 
-Left to the compiler: heads or tables that are changed in place after they were rotated; q and k with cos and sin of their own;
-layers that share another's keys; heads of which some dimensions are made elsewhere, which latent attention (DeepSeek) joins to
-the rotated ones: it wants kernels of its own; q scaled by position after it is rotated (Ministral 3), whose kernel would stay;
-norms over all heads at once (OLMo 2) and LayerNorms, which stay before the op.
+Left to the compiler: heads or tables that are changed in place after the rotation; q and k with different tables; layers that
+share another layer's keys; heads of which some dimensions come from elsewhere (DeepSeek's latent attention, which needs kernels
+of its own); q scaled by position after the rotation (Ministral 3); norms over all heads at once (OLMo 2) and LayerNorms.
 """
 
 from __future__ import annotations
@@ -33,65 +32,68 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
+from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.match.norm import RMSNorm, match_rms_norm
 from quire.passes.fusions.match.rope import Rotation, Table, match_rotation
-from quire.passes.fx import erase_dead, is_method, value, written_between, written_by
-from quire.passes.rewrite.lower import Lowered, paged_arguments, set_paged_arguments
+from quire.passes.fx import erase_dead, is_method, schema_arguments, value, written_between, written_by
+from quire.passes.rewrite.lower import set_paged_arguments
 
 
 class _Heads(NamedTuple):
-    """q or k: the rotation, and the norm of the heads before it or after it. ``source``: what the op reads to make both, and in
-    which of its dimensions the heads are."""
+    """q or k: the rotation, and the norm of the heads before or after it. ``x``: what the op reads to make both, with the heads
+    in dimension ``heads_dim``."""
 
     rotation: Rotation
-    norm: RMSNorm | None
-    norm_after: bool
-    source: tuple[fx.Node, int]
+    x: fx.Node
+    heads_dim: int
+    norm: RMSNorm | None = None
+    norm_after: bool = False
 
-    def way(self) -> tuple[Any, ...]:
-        """What must be alike for q and k."""
+    def form(self) -> tuple[Any, ...]:
+        """What must be equal for q and k."""
         r, norm = self.rotation, self.norm
         return r.cos, r.sin, r.interleaved, r.half_tables, self.norm_after, norm and (norm.eps, norm.offset)
 
     def without_norm_before(self) -> _Heads:
-        return self if self.norm_after else _Heads(self.rotation, None, False, (self.rotation.x, self.rotation.heads_dim))
+        return self if self.norm_after else _Heads(self.rotation, self.rotation.x, self.rotation.heads_dim)
 
 
-def fuse_rope(lowered: Lowered) -> int:
-    """Rewrite every attention op whose q and k are rotated alike; returns how many."""
-    count, shared = 0, _Shared(lowered.gm.graph)
-    written = {x for n in lowered.gm.graph.nodes for x in written_by(n)}
-    for node in [n for n in lowered.gm.graph.nodes if n.target is lowered.target.backend.op]:
-        args = paged_arguments(node)
+def fuse_rope(fusion: Fusion) -> int:
+    """Rewrite every attention op whose q and k are rotated alike."""
+    assert fusion.backend is not None, "a pass of the lowered graph"
+    count, shared = 0, _Shared(fusion.graph)
+    written = {x for n in fusion.graph.nodes for x in written_by(n)}
+    for node in list(fusion.graph.find_nodes(op="call_function", target=fusion.backend.op)):
+        args = schema_arguments(node)
         if args["k"] is None or args["v"] is None:
             continue
         q, k = (_heads(_before_ragged(args[name])) for name in ("q", "k"))
         if q is None or k is None:
             continue
-        if q.way() != k.way():
+        if q.form() != k.form():
             q, k = q.without_norm_before(), k.without_norm_before()
-        if q.way() != k.way() or not written.isdisjoint((q.rotation.cos.node, q.rotation.sin.node)) \
-                or any(written_between(heads.source[0], node) for heads in (q, k)):  # the op reads them where it stands
+        if q.form() != k.form() or not written.isdisjoint((q.rotation.cos.node, q.rotation.sin.node)) \
+                or any(written_between(heads.x, node) for heads in (q, k)):  # the op reads them where it stands
             continue
-        _rewrite(lowered, node, q, k, shared)
-        erase_dead(lowered.gm.graph, [args["q"], args["k"]])
+        _rewrite(fusion, node, q, k, shared)
+        erase_dead(fusion.graph, [args["q"], args["k"]])
         count += 1
     return count
 
 
-def _rewrite(lowered: Lowered, node: fx.Node, q: _Heads, k: _Heads, shared: _Shared) -> None:
-    graph, args, backend = lowered.gm.graph, paged_arguments(node), lowered.target.backend
+def _rewrite(fusion: Fusion, node: fx.Node, q: _Heads, k: _Heads, shared: _Shared) -> None:
+    graph, args, backend = fusion.graph, schema_arguments(node), fusion.backend
     rotation, norm = q.rotation, q.norm
     form = RopeForm(rotation.interleaved, rotation.half_tables, q.norm_after, norm.offset if norm else None)
     tables = [shared.table(table) for table in (rotation.cos, rotation.sin)]
     weights = [shared.weight(heads.norm) for heads in (q, k)]
     with graph.inserting_before(node):
         cos, sin = (graph.call_method("flatten", (x, 0, 1)) for x in tables)
-        sources = [x if heads_dim == 2 else graph.call_method("transpose", (x, 1, 2)) for x, heads_dim in (q.source, k.source)]
-        ragged = [graph.call_method("flatten", (x, 0, 1)) for x in sources]
+        rows = [h.x if h.heads_dim == 2 else graph.call_method("transpose", (h.x, 1, 2)) for h in (q, k)]
+        ragged = [graph.call_method("flatten", (x, 0, 1)) for x in rows]
         rope = (*ragged, args["v"], cos, sin, *weights, norm.eps if norm else 0.0)
-        if backend.rope_op is not None and (backend.rope_forms or form == PLAIN):
-            new = graph.call_function(backend.rope_op, (*rope, *node.args[3:]), {**node.kwargs, **form.options()})
+        if backend.rope_op is not None and (backend.rope_forms or form == PLAIN):  # type: ignore[union-attr]
+            new = graph.call_function(backend.rope_op, (*rope, *node.args[3:]), {**node.kwargs, **form.options()})  # type: ignore
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
@@ -102,7 +104,7 @@ def _rewrite(lowered: Lowered, node: fx.Node, q: _Heads, k: _Heads, shared: _Sha
 
 
 class _Shared:
-    """Nodes that every layer reads, made once, right where their inputs are."""
+    """Nodes that every layer reads, made once, right behind their inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -144,29 +146,27 @@ class _Shared:
 
 
 def _heads(node: Any) -> _Heads | None:
-    """q or k (B, H, S, D): rotated as it is, or before the heads and the tokens are transposed."""
+    """q or k (B, H, S, D): rotated as it is, or before heads and tokens are transposed."""
     for heads, heads_dim in ((node, 1), (node.args[0] if _is_transposed(node) else None, 2)):
         rotation = match_rotation(heads, heads_dim)
         if rotation is not None:
-            before, transposed = rotation.x, heads_dim == 1 and _is_transposed(rotation.x)
-            if transposed and _norm(before) is None:
-                before, heads_dim = before.args[0], 2  # type: ignore[assignment]
-            norm = _norm(before)
-            found = _Heads(rotation, norm, False, (norm.x if norm else rotation.x, heads_dim))
-            return found if norm is not None else found.without_norm_before()
+            x = rotation.x
+            if heads_dim == 1 and _is_transposed(x) and _norm(x) is None:
+                x, heads_dim = x.args[0], 2  # type: ignore[assignment]
+            if (norm := _norm(x)) is not None:
+                return _Heads(rotation, norm.x, heads_dim, norm)
+            return _Heads(rotation, rotation.x, rotation.heads_dim)
         norm = _norm(heads)
         rotation = match_rotation(norm.x, heads_dim) if norm is not None else None
         if rotation is not None:
-            return _Heads(rotation, norm, True, (rotation.x, heads_dim))
+            return _Heads(rotation, rotation.x, heads_dim, norm, norm_after=True)
     return None
 
 
 def _norm(node: Any) -> RMSNorm | None:
     """The RMSNorm over the last of four dimensions whose result is ``node``."""
     norm = match_rms_norm(node)
-    if norm is None or value(norm.x).dim() != 4:
-        return None
-    return norm if norm.weight is None or tuple(value(norm.weight).shape) == (value(norm.x).shape[-1],) else None
+    return norm if norm is not None and value(norm.x).dim() == 4 else None
 
 
 def _is_transposed(node: Any) -> bool:

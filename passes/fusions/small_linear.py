@@ -1,6 +1,6 @@
-"""Fusion for decode batches: linear layers with their norm, SwiGLU and residual sum in one kernel (attn_ops/ops/small_linear.py).
+"""For small batches, linear layers run with their norm, SwiGLU and residual sum in one kernel (attn_ops/ops/small_linear.py).
 
-Only the graph for small batches (at most ``MAX_TOKENS`` tokens) is rewritten; prefills keep Inductor's fusions and cuBLAS.
+Only the graph for at most ``MAX_TOKENS`` tokens is rewritten; others keep Inductor's fusions and cuBLAS.
 
 Before, for one half of a Llama layer::
 
@@ -11,9 +11,9 @@ After::
 
     z = small_linear(h, w, norm_weight=w_n, eps=eps, swiglu=True);  h2 = small_linear(z, w_down, residual=h)
 
-Folded only where nobody else needs what disappears, and nothing is changed in place on the way, as the kernel reads its inputs
-where the last of its parts stood; norms stay outside of layers with codes. Not matched, and left to Inductor:
-norms spelled otherwise (Gemma's 1 + w, LayerNorm), other activations, weights that are not plain bf16 or fp16.
+An operation is folded only if nothing else reads its result, and if nothing is changed in place on the way: the kernel reads
+its inputs where the last folded operation stood. Norms stay outside layers with codes. Left to Inductor: other norms (Gemma's
+1 + w, LayerNorm), other activations, weights that are not plain bf16 or fp16.
 """
 
 from __future__ import annotations
@@ -22,112 +22,100 @@ import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.tuning.small_linear import LinearShape
 from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.match.norm import RMSNorm, match_rms_norm
-from quire.passes.fx import erase_dead, is_function, is_method, value, written_between
-
-_LINEAR = (F.linear, torch._C._nn.linear)
-_MUL = (operator.mul, torch.mul)
-_ADD = (operator.add, torch.add, operator.iadd)
+from quire.passes.fx import (
+    ADD,
+    LINEAR,
+    MUL,
+    argument,
+    is_function,
+    is_method,
+    is_tensor,
+    only_user,
+    operands,
+    replace_node,
+    same_shape,
+    schema_arguments,
+    value,
+    written_between,
+)
 
 
 def fuse_small_linear(fusion: Fusion) -> int:
-    """Rewrite every linear layer that the kernel can run, with what folds into it; returns how many."""
+    """Rewrite every linear layer that the kernel can run, with what folds into it."""
     count = 0
     for node in list(fusion.graph.nodes):
-        quantised = node.target is small_linear  # by passes/fusions/quantized_linear.py
-        if quantised or node.op == "call_function" and node.target in _LINEAR and _runnable(node, fusion):
-            _rewrite(node, fusion, node.args[7] if quantised else None)
-            count += 1
+        if is_function(node, (small_linear,)):  # by passes/fusions/quantized_linear.py
+            given = schema_arguments(node)
+            _rewrite(fusion, node, given["weight"], given["bias"], given["scale"])
+        elif is_function(node, LINEAR) and len(node.args) > 1 and _fits(fusion.tensor(node.args[1])):
+            _rewrite(fusion, node, node.args[1], argument(node, 2, "bias"))
+        else:
+            continue
+        count += 1
     return count
 
 
-def _runnable(node: fx.Node, fusion: Fusion) -> bool:
-    if len(node.args) < 2:
-        return False  # linear(x, weight=...)
-    weight = node.args[1]
-    tensor = fusion.tensor(weight)  # type: ignore[arg-type]
-    return (tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.dim() == 2
-            and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.stride(1) == 1 and isinstance(node.args[0], fx.Node))
+def _fits(weight: torch.Tensor | None) -> bool:
+    return weight is not None and type(weight) in (torch.nn.Parameter, torch.Tensor) and weight.dim() == 2 \
+        and weight.stride(1) == 1 and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-def _rewrite(node: fx.Node, fusion: Fusion, scale: Any) -> None:
-    graph = fusion.graph
-    x, weight = node.args[0], node.args[1]
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None) -> None:
+    x, dtype = node.args[0], value(node).dtype
     norm = _norm(x) if scale is None else None  # the kernel for codes has no instructions to spare
-    end, swiglu, residual = node, False, None
-    product = _match_swiglu(node)
-    if product is not None:
-        end, swiglu = product, True
-    total = _match_residual(end, value(node).dtype)
-    if total is not None:
-        end, residual = total
+    product = _swiglu(node)
+    total, residual = _residual(product or node, dtype) or (product or node, None)
+    end, swiglu = total, product is not None
     if written_between(norm.x if norm else node, end):
         end, norm, swiglu, residual = node, None, False, None
-    with graph.inserting_before(end):
-        new = graph.call_function(small_linear, (
+    with fusion.graph.inserting_before(end):
+        new = fusion.graph.call_function(small_linear, (
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
             *([] if scale is None else [scale])))
-    rows, columns = (fusion.tensor(weight) if scale is None else value(weight)).shape  # type: ignore[arg-type,union-attr]
+    replace_node(end, new)
+    real = fusion.tensor(weight)
+    rows, columns = (value(weight) if real is None else real).shape
     fusion.weights.small_linears.add(LinearShape(
-        rows, columns, norm is not None, residual is not None, swiglu, value(node).dtype,
-        None if scale is None else value(weight).dtype))
-    new.meta = dict(end.meta)
-    end.replace_all_uses_with(new)
-    inputs = list(end.all_input_nodes)
-    graph.erase_node(end)
-    erase_dead(graph, inputs)
+        rows, columns, norm is not None, residual is not None, swiglu, dtype, None if scale is None else value(weight).dtype))
 
 
 def _norm(node: Any) -> RMSNorm | None:
-    """Llama's RMSNorm, if this layer alone needs its result."""
+    """Llama's RMSNorm, if only this layer needs its result."""
     norm = match_rms_norm(node)
-    return norm if norm is not None and norm.weight is not None and norm.offset is None and len(node.users) == 1 else None
+    return norm if norm and norm.weight is not None and norm.offset is None and only_user(node) is not None else None
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _match_swiglu(node: fx.Node) -> fx.Node | None:
-    """linear -> split in two halves -> silu(first) * second: the product node."""
-    split = _only_user(node)
-    if split is None or not is_function(split, (torch.split, torch.functional.split)) or len(split.users) != 2:
-        return None
-    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
-    if dim not in (-1, value(node).dim() - 1):
+def _swiglu(node: fx.Node) -> fx.Node | None:
+    """The product in linear -> split in two halves -> silu(first) * second, if nothing else reads what is between."""
+    split = only_user(node)
+    if split is None or not is_function(split, (torch.split, torch.functional.split)) or len(split.users) != 2 \
+            or not all(is_function(n, (operator.getitem,)) for n in split.users):
         return None
     sizes = split.args[1]
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or sizes[0] != sizes[1]:
+    halves = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
+    if not halves or argument(split, 2, "dim", 0) not in (-1, value(node).dim() - 1):
         return None
-    halves = sorted(split.users, key=lambda n: n.args[1])  # type: ignore[arg-type,return-value]
-    gate, up = halves
-    if [h.args[1] for h in halves] != [0, 1]:
+    gate, up = sorted(split.users, key=lambda n: n.args[1])  # type: ignore[arg-type,return-value]
+    active, product = only_user(gate), only_user(up)
+    if (gate.args[1], up.args[1]) != (0, 1) or active is None or only_user(active) is not product:
         return None
-    active, product = _only_user(gate), _only_user(up)
-    if active is None or product is None or not is_method(active, "silu") or _only_user(active) is not product:
-        return None
-    plain = is_function(product, _MUL) and not product.kwargs
-    return product if plain and set(product.all_input_nodes) == {active, up} else None
+    return product if is_method(active, "silu") and (active, up) in operands(product, MUL) else None
 
 
-def _match_residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
-    """result + something of the same shape and dtype, and no other user: (the sum, the something)."""
-    total = _only_user(node)
-    if total is None or not is_function(total, _ADD) or len(total.args) != 2 or total.kwargs:
+def _residual(node: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
+    """(sum, other operand), if the only user of the node adds it to a tensor of its shape and ``dtype``."""
+    total = only_user(node)
+    orders = operands(total, ADD) or operands(total, (operator.iadd,))[:1]  # x += node changes x
+    other = next((b for a, b in orders if a is node and b is not node and is_tensor(b)), None)
+    if total is None or other is None or not same_shape(value(total).shape, value(other).shape):
         return None
-    other = total.args[1] if total.args[0] is node else total.args[0]
-    if not isinstance(other, fx.Node) or other is node or total.target is operator.iadd and total.args[0] is not node:
-        return None
-    mine, its = value(total), value(other)
-    same = isinstance(its, torch.Tensor) and str(tuple(its.shape)) == str(tuple(mine.shape))
-    return (total, other) if same and its.dtype == mine.dtype == dtype else None
+    return (total, other) if value(other).dtype == value(total).dtype == dtype else None
 
 
 __all__ = ["fuse_small_linear"]

@@ -12,10 +12,10 @@ After, with the cache and the batch metadata as new graph inputs::
                                            scale=s, ...)
     out = transpose(view(out_, B, -1, H, Dv), 1, 2)
 
-A quantised cache has inputs k_scale_3 and v_scale_3 in the place of None and None.
-The new inputs come after the graph's own, in the order of ``LoweredInputs``; ``LoweredInputs.of`` collects their values from
-the current step. All their sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch
-shape and every cache size. There is one K and one V input a layer: slices of one tensor would make Inductor copy it.
+A quantized cache has inputs k_scale_3 and v_scale_3 in the place of None and None.
+The new inputs come after the graph's own, in the order of ``LoweredInputs``, which collects their values from the current step.
+Sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch shape and cache size. Each layer has
+a K and a V input of its own: slices of one tensor would make Inductor copy it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.step import Step
-from quire.passes.fx import placeholders, value
+from quire.passes.fx import add_input, fake_mode, placeholders, value
 from quire.passes.verify.sites import site_nodes, site_of
 
 logger = logging.getLogger(__name__)
-TABLES = ("slot_mapping", "block_table", "query_start_loc", "seq_lens")
 
 
 @dataclass(frozen=True)
 class LoweringTarget:
-    """What to lower to: the backend, and the static facts of the cache it will find."""
+    """What to lower to: the backend, and the static facts of the cache."""
 
     backend: AttentionBackend
     page_size: int
@@ -65,9 +64,7 @@ class LoweredInputs:
         """Their values in ``step``, in the graph's order."""
         meta, cache = step.metadata, step.cache
         tensors = [meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens]
-        for layer in self.layers:
-            tensors += [tensor for tensor in cache.of_layer(layer) if tensor is not None]
-        return tensors
+        return tensors + [tensor for layer in self.layers for tensor in cache.of_layer(layer) if tensor is not None]
 
 
 @dataclass(frozen=True)
@@ -85,56 +82,59 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     """Lower every semantic op of ``gm``, in place.
 
     Args:
-        gm: a graph of ours (a copy of Dynamo's), whose nodes carry fake values.
+        gm: a copy of Dynamo's graph, whose nodes carry fake values.
         target: the backend, which the caller has checked against the sites.
 
     Returns:
         Lowered. The graph has len(example_inputs) more placeholders, at the end.
+
+    Raises:
+        ValueError: the graph has no fake values.
     """
-    nodes = site_nodes(gm.graph)
+    nodes, fake = site_nodes(gm.graph), fake_mode(gm.graph)
+    if fake is None:
+        raise ValueError("the graph has no fake tensor inputs; it must come from Dynamo")
     sites = [site_of(n) for n in nodes]
     device = value(nodes[0].args[0]).device
-    fake = _fake_mode(gm.graph)
-    shapes = PagedKVCache.for_sites(sites, num_pages=_FAKE_PAGES, page_size=target.page_size, device="meta",
-                                    dtype=target.kv_dtype, layout=target.layout)
-    last = placeholders(gm.graph)[-1]
-    examples: list[torch.Tensor] = []
+    # Sizes are arbitrary, but all different and none 0 or 1, so that no symbol is merged with another or specialized.
+    tokens, reqs, pages, width = 37, 5, 41, 11
+    added: list[fx.Node] = []
 
-    def add_input(name: str, like: torch.Tensor, dynamic: tuple[bool, ...]) -> fx.Node:
-        nonlocal last
-        example = fake_input(fake, f"quire_{name}", like, dynamic, device)
-        with gm.graph.inserting_after(last):
-            last = gm.graph.placeholder(f"quire_{name}")
-        last.meta["example_value"] = example
-        last._dynamo_source = ConstantSource(f"quire_{name}")
-        examples.append(example)
-        return last
+    def new_input(name: str, like: torch.Tensor, dynamic: tuple[bool, ...]) -> fx.Node:
+        added.append(add_input(gm.graph, f"quire_{name}", fake_input(fake, f"quire_{name}", like, dynamic, device)))
+        return added[-1]
 
-    # Sizes are arbitrary, but all different and none 0 or 1, so that no symbol is merged with another or specialised.
-    tables = [
-        add_input("slot_mapping", torch.empty(_FAKE_TOKENS, dtype=torch.int64, device="meta"), (True,)),
-        add_input("block_table", torch.empty(_FAKE_REQS, 11, dtype=torch.int32, device="meta"), (True, True)),
-        add_input("query_start_loc", torch.empty(_FAKE_REQS + 1, dtype=torch.int32, device="meta"), (True,)),
-        add_input("seq_lens", torch.empty(_FAKE_REQS, dtype=torch.int32, device="meta"), (True,)),
-    ]
+    def table(name: str, dtype: torch.dtype, *shape: int) -> fx.Node:
+        return new_input(name, torch.empty(shape, dtype=dtype, device="meta"), (True,) * len(shape))
+
+    tables = [table("slot_mapping", torch.int64, tokens), table("block_table", torch.int32, reqs, width),
+              table("query_start_loc", torch.int32, reqs + 1), table("seq_lens", torch.int32, reqs)]
+    shapes = PagedKVCache.for_sites(sites, num_pages=pages, page_size=target.page_size, device="meta", dtype=target.kv_dtype,
+                                    layout=target.layout)
     names = ("k_cache", "v_cache", "k_scale", "v_scale")
-    caches = [tuple(None if like is None else add_input(f"{name}_{site.layer}", like, (True, *[False] * (like.dim() - 1)))
-                    for name, like in zip(names, shapes.of_layer(site.layer), strict=True)) for site in sites]
-    prepared: Any = []
-    if target.backend.prepare is not None:
-        if fake.shape_env is not None:  # what it returns may have sizes of its own; Dynamo allows that with fullgraph only
-            fake.shape_env.settings = replace(fake.shape_env.settings, allow_dynamic_output_shape_ops=True)
-        with fake, enable_python_dispatcher(), any_sizes(fake):
-            count = len(target.backend.prepare(*(t.meta["example_value"] for t in tables), target.page_size))
-        with gm.graph.inserting_before(last.next):
-            made = gm.graph.call_function(target.backend.prepare, (*tables, target.page_size))
-            prepared = [gm.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
+    caches = [[None if like is None else new_input(f"{name}_{site.layer}", like, (True, *[False] * (like.dim() - 1)))
+               for name, like in zip(names, shapes.of_layer(site.layer), strict=True)] for site in sites]
+    prepared = _prepare(gm.graph, target, tables, fake)
     for node, site, cache in zip(nodes, sites, caches, strict=True):
         _lower_one(node, site, target.backend, tables, cache, prepared)
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)
-    return Lowered(gm, target, LoweredInputs(tuple(s.layer for s in sites)), tuple(sites), tuple(examples))
+    return Lowered(gm, target, LoweredInputs(tuple(s.layer for s in sites)), tuple(sites), tuple(map(value, added)))
+
+
+def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node], fake: FakeTensorMode) -> list[fx.Node]:
+    """The tensors that the backend's ``prepare`` makes of the tables, once per forward."""
+    prepare = target.backend.prepare
+    if prepare is None:
+        return []
+    if fake.shape_env is not None:  # their sizes may depend on data; Dynamo allows that with fullgraph only
+        fake.shape_env.settings = replace(fake.shape_env.settings, allow_dynamic_output_shape_ops=True)
+    with fake, enable_python_dispatcher(), any_sizes(fake):
+        count = len(prepare(*map(value, tables), target.page_size))
+    with graph.inserting_before(placeholders(graph)[-1].next):
+        made = graph.call_function(prepare, (*tables, target.page_size))
+        return [graph.call_function(operator.getitem, (made, i)) for i in range(count)]
 
 
 def _lower_one(node: fx.Node, site: AttentionSite, backend: AttentionBackend, tables: Sequence[fx.Node],
@@ -154,12 +154,6 @@ def _lower_one(node: fx.Node, site: AttentionSite, backend: AttentionBackend, ta
     graph.erase_node(node)
 
 
-def paged_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a paged op, by name."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
 def set_paged_arguments(node: fx.Node, **changes: Any) -> None:
     """Give some arguments of a paged op other values."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -167,24 +161,13 @@ def set_paged_arguments(node: fx.Node, **changes: Any) -> None:
     node.kwargs = {name: changes.get(name, a) for name, a in node.kwargs.items()}
 
 
-_FAKE_TOKENS, _FAKE_REQS, _FAKE_PAGES = 37, 5, 41
-
-
-def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    for node in placeholders(graph):
-        mode = getattr(value(node), "fake_mode", None)
-        if mode is not None:
-            return mode
-    raise ValueError("the graph has no fake tensor inputs; it must come from Dynamo")
-
-
 def any_sizes(fake: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
-    """Sizes that depend on data may come and go here without anybody keeping track of them."""
+    """A context in which sizes that depend on data may be made without being accounted for."""
     return fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else contextlib.nullcontext()
 
 
 def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tuple[bool, ...],
-                device: torch.device) -> torch.Tensor:
+               device: torch.device) -> torch.Tensor:
     """A fake of ``like`` on ``device`` whose sizes marked ``dynamic`` are symbols."""
     context: Any = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DYNAMIC if d else DimDynamic.STATIC for d in dynamic])
@@ -197,5 +180,4 @@ def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tup
         return torch.empty_strided(meta[0], meta[1], dtype=like.dtype, device=device)
 
 
-__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "any_sizes", "fake_input", "lower", "paged_arguments",
-           "set_paged_arguments"]
+__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "any_sizes", "fake_input", "lower", "set_paged_arguments"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import textwrap
 from collections.abc import Callable
@@ -134,3 +135,9 @@ def listing(graph: fx.Graph) -> str:
             line = f"{node.name} = {target}({', '.join(arguments)})"
         lines += textwrap.wrap(renamed(line), 110, subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def changes(before: str, after: str) -> str:
+    """The lines of two listings that differ, with - and +."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))

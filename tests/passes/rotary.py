@@ -11,6 +11,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, running
 from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.rope import fuse_rope
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 16
@@ -148,7 +149,8 @@ def run(model: nn.Module, fusions: str, compiler: str = "eager", attention: str 
 
 
 def matches(model: nn.Module) -> int:
-    return fuse_rope(run(model, "none")[0])
+    lowered = run(model, "none")[0]
+    return fuse_rope(Fusion(lowered.gm, backend=lowered.target.backend))
 
 
 def same(model: nn.Module) -> None:

@@ -130,7 +130,7 @@ def test_rope_fusion(zoo: Specimen) -> None:
     graph = zoo.paged.graph
     (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
     lowered = lower(copy_graph(graph.traced.raised), paged.lowered.target)
-    matches = fuse_rope(lowered)
+    matches = fuse_rope(Fusion(lowered.gm, backend=lowered.target.backend))
     lowered.gm.graph.lint()
     lowered.gm.recompile()
     assert matches == sum(n.target is rope_kv_write for n in lowered.gm.graph.nodes) <= len(zoo.paged.sites)

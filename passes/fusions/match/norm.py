@@ -1,10 +1,10 @@
-"""RMSNorm in a graph, as transformers' models spell it.
+"""RMSNorm in a graph, as transformers' models write it.
 
-With x32 = x in float32 and n = x32 * rsqrt(mean(x32 ** 2, -1) + eps), also spelled ``pow(..., -0.5)``::
+With x32 = x in float32 and n = x32 * rsqrt(mean(x32 ** 2, -1) + eps), also written ``pow(..., -0.5)``::
 
-    weight * n.to(dtype)                     Llama and its kin: offset None
+    weight * n.to(dtype)                         Llama and most others: offset None
     (n * (offset + weight.float())).to(dtype)    Gemma 3 (1.0), Gemma 4 and Flint (0.0: no sum)
-    n.to(dtype)                              Llama 4's norm of q and k: no weight
+    n.to(dtype)                                  Llama 4's norm of q and k: no weight
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from quire.passes.fx import is_function, is_method, value
-
-_MUL = (operator.mul, torch.mul)
-_ADD = (operator.add, torch.add, operator.iadd)
+from quire.passes.fx import ADD, MUL, is_method, is_tensor, operands, value
 
 
 class RMSNorm(NamedTuple):
-    """An RMSNorm over the last dimension: its input, weight (None: it has none) and eps. ``offset``: None where the weight
-    multiplies what was rounded to the dtype of x before, else what is added to the weight, in float32."""
+    """An RMSNorm over the last dimension.
+
+    Args:
+        x: its input. weight: None if it has none. eps: added to the mean square.
+        offset: added to the weight, in float32; None if the weight multiplies what was rounded to the dtype of x before.
+    """
 
     x: fx.Node
     weight: fx.Node | None
@@ -33,68 +34,56 @@ class RMSNorm(NamedTuple):
 
 def match_rms_norm(node: Any) -> RMSNorm | None:
     """The norm whose result is ``node``, in the dtype of its x."""
-    for weight, cast in _factors(node):
-        if _is_parameter(weight) and is_method(cast, "to", "type_as"):
-            found = _normed(cast.args[0])
-            if found is not None and _fits(weight, found[0]) and value(cast).dtype == value(weight).dtype \
-                    and value(found[0]).dtype == value(node).dtype == value(weight).dtype:
-                return RMSNorm(found[0], weight, found[1])
+    if not is_tensor(node):
+        return None
+    dtype = value(node).dtype
+    for weight, cast in operands(node, MUL):
+        if is_method(cast, "to", "type_as") and (found := _normalized(cast.args[0])) is not None \
+                and _is_weight(weight, found[0]) and {value(n).dtype for n in (cast, weight, found[0])} == {dtype}:
+            return RMSNorm(found[0], weight, found[1])
     product = node.args[0] if is_method(node, "to", "type_as") else node  # in float32 the cast does nothing, and may be gone
-    found = _normed(product)
-    if found is not None:
-        return RMSNorm(found[0], None, found[1]) if value(found[0]).dtype == value(node).dtype else None
-    for scaled, factor in _factors(product):
-        found, weight = _normed(scaled), _offset_weight(factor)
-        if found is not None and weight is not None and _fits(weight[0], found[0]) and value(product).dtype == torch.float32 \
-                and value(found[0]).dtype == value(node).dtype:
-            return RMSNorm(found[0], weight[0], found[1], weight[1])
+    if (found := _normalized(product)) is not None:
+        return RMSNorm(found[0], None, found[1]) if value(found[0]).dtype == dtype else None
+    for scaled, factor in operands(product, MUL):
+        if (found := _normalized(scaled)) is not None and value(found[0]).dtype == dtype \
+                and value(product).dtype == torch.float32:
+            weight, offset = _offset_weight(factor)
+            if _is_weight(weight, found[0]):
+                return RMSNorm(found[0], weight, found[1], offset)
     return None
 
 
-def _factors(node: Any) -> list[Any]:
-    if not is_function(node, _MUL) or len(node.args) != 2 or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
-        return []
-    return [node.args, node.args[::-1]]
+def _is_weight(node: Any, x: fx.Node) -> bool:
+    """Whether this is an input with one number per dimension. One for all would be right too, but kernels read D numbers."""
+    return is_tensor(node) and node.op == "placeholder" and value(node).dtype.is_floating_point \
+        and tuple(value(node).shape) == (value(x).shape[-1],)
 
 
-def _is_parameter(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "placeholder" and isinstance(value(node), torch.Tensor)
-
-
-def _fits(weight: fx.Node, x: fx.Node) -> bool:
-    """Is there a number for each dimension? One for all of them would be right too, but kernels read as many."""
-    return tuple(value(weight).shape) == (value(x).shape[-1],)
-
-
-def _offset_weight(node: Any) -> tuple[fx.Node, float] | None:
+def _offset_weight(node: Any) -> tuple[Any, float]:
     """(weight, offset) of ``weight``, ``weight.float()`` or ``offset + weight.float()``, the sum made in float32."""
     offset = 0.0
-    if is_function(node, _ADD) and len(node.args) == 2 and not node.kwargs and value(node).dtype == torch.float32:
-        for number, other in (node.args, node.args[::-1]):
-            if isinstance(number, (int, float)):
-                offset, node = float(number), other
-                break
-    if is_method(node, "float", "to") and value(node).dtype == torch.float32:
-        node = node.args[0]
-    return (node, offset) if _is_parameter(node) and value(node).dtype.is_floating_point else None
+    for number, other in operands(node, (*ADD, operator.iadd)):
+        if isinstance(number, (int, float)) and value(node).dtype == torch.float32:
+            offset, node = float(number), other
+            break
+    return (node.args[0] if is_method(node, "float", "to") and value(node).dtype == torch.float32 else node), offset
 
 
-def _normed(node: Any) -> tuple[fx.Node, float] | None:
-    """(x, eps) if ``node`` is x in fp32, times rsqrt(mean(x ** 2, -1, keepdim) + eps)."""
-    for wide, rsqrt in _factors(node):
+def _normalized(node: Any) -> tuple[fx.Node, float] | None:
+    """(x, eps) if ``node`` is x in float32, times rsqrt(mean(x ** 2, -1, keepdim) + eps)."""
+    for wide, rsqrt in operands(node, MUL):
         if not is_method(wide, "to", "float") or value(wide).dtype != torch.float32:
             continue
         if not is_method(rsqrt, "rsqrt") and not (is_method(rsqrt, "pow") and rsqrt.args[1:] == (-0.5,)):
             continue
-        add: Any = rsqrt.args[0]
-        if not is_function(add, _ADD) or len(add.args) != 2 or add.kwargs or not isinstance(add.args[1], float):
+        mean: Any
+        mean, eps = next(iter(operands(rsqrt.args[0], (*ADD, operator.iadd))), (None, None))
+        if not isinstance(eps, float) or not is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) \
+                or dict(mean.kwargs) != {"keepdim": True}:
             continue
-        mean: Any = add.args[0]
-        if not is_method(mean, "mean") or mean.args[1:2] not in ((-1,), ([-1],)) or dict(mean.kwargs) != {"keepdim": True}:
-            continue
-        power: Any = mean.args[0]
+        power = mean.args[0]
         if is_method(power, "pow") and power.args == (wide, 2) and not power.kwargs:
-            return wide.args[0], add.args[1]
+            return wide.args[0], eps
     return None
 
 

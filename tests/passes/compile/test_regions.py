@@ -4,29 +4,53 @@ from __future__ import annotations
 
 import logging
 import operator
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import quire.passes.compile.inductor
-from quire.passes.compile.regions import _Piece, _Values, compile_by_regions
+from quire.passes.compile.regions import copies
+from quire.passes.rewrite.lower import fake_input
 from tests.passes.models import HIDDEN, Attention, Tiny, listing, served, trace
 
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
 
 
+def check_fits(fakes: Sequence[Any], args: Sequence[Any]) -> None:
+    """The arguments of a call are what the code was compiled for: fakes whose sizes may be symbols."""
+    pairs: list[tuple[Any, Any]] = []
+    for fake, arg in zip(fakes, args, strict=True):
+        if isinstance(fake, torch.Tensor):
+            assert (fake.dtype, fake.device, fake.dim()) == (arg.dtype, arg.device, arg.dim())
+            pairs += zip((*fake.shape, *fake.stride(), fake.storage_offset()),
+                         (*arg.shape, *arg.stride(), arg.storage_offset()), strict=True)
+        elif isinstance(fake, (int, torch.SymInt)):
+            pairs.append((fake, arg))
+    exprs = [(fake.node.expr if isinstance(fake, torch.SymInt) else fake, number) for fake, number in pairs]
+    sizes = {expr: number for expr, number in exprs if getattr(expr, "is_Symbol", False)}
+    for expr, number in exprs:
+        assert (expr if isinstance(expr, int) else int(expr.subs(sizes))) == number
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    """The graphs given to the compiler, which here runs them op by op."""
+    """The graphs given to the compiler, which here runs them op by op, on what they were compiled for only."""
     seen: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        assert len(inputs) == len(gm.graph.find_nodes(op="placeholder"))
+        def run(*args: Any) -> Any:
+            check_fits(inputs, args)
+            return gm.forward(*args)
+
         seen.append(gm)
-        return gm.forward
+        return run
 
     monkeypatch.setattr(quire.passes.compile.inductor, "inductor", keep)
     return seen
@@ -36,13 +60,26 @@ def model(layers: int, **options: Any) -> Tiny:
     return Tiny(*(Attention(4, 2, is_causal=True, **options) for _ in range(layers))).eval()
 
 
-@pytest.mark.parametrize("layers", [3, 6])
-@pytest.mark.parametrize("attention", ["torch_native", "triton"])
+@pytest.mark.parametrize("layers, attention", [(6, "torch_native"), (3, "triton")])
 def test_equal_layers_are_compiled_once(layers: int, attention: str, compiled: list[fx.GraphModule]) -> None:
     """Before the first attention, between two, behind the last: three, however many layers; each with its own weights."""
     net = model(layers)
     assert served(trace(net, compiler="inductor"), net, attention=attention) <= TOLERANCE
     assert len(compiled) == 3
+
+
+def test_equal_layers_are_computed_once(compiled: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fake values, too: that takes as long for six layers as for three."""
+    run, computed = fx.Interpreter.run_node, []
+    monkeypatch.setattr(fx.Interpreter, "run_node", lambda self, node: computed.append(node) or run(self, node))
+    counts = []
+    for layers in (3, 6):
+        torch._dynamo.reset()
+        computed.clear()
+        net = model(layers)
+        served(trace(net, compiler="inductor"), net)
+        counts.append(len(computed))
+    assert counts[0] == counts[1] > 20
 
 
 def test_a_piece(compiled: list[fx.GraphModule]) -> None:
@@ -159,64 +196,21 @@ class InPlace(nn.Module):
         return x * 0.5
 
 
-@pytest.mark.parametrize("net", [
-    model(6), model(5, scale=0.7), Tiny(*(Counts(Attention(4, 2, is_causal=True)) for _ in range(5))).eval(),
-], ids=["plain", "scaled", "sizes"])
-def test_values_of_equal_pieces_are_those_of_the_first(net: Tiny, compiled: list[fx.GraphModule],
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied, not computed: and they are what computing them gives."""
-    copy, copies = _Values.copy, []
-
-    def checked(self: _Values, piece: Any, like: Any, at: int) -> bool:
-        def outputs() -> list[str]:
-            return [f"{t.dtype} {t.device} {tuple(t.shape)} {t.stride()} {t.storage_offset()}"
-                    for t in map(self.of.get, piece.outputs)]
-
-        done = copy(self, piece, like, at)
-        assert done
-        found = outputs()
-        self.compute(piece.nodes, at)
-        assert outputs() == found
-        copies.append(found)
-        return done
-
-    monkeypatch.setattr(_Values, "copy", checked)
-    assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
-    assert len(copies) == len(net.layers) - 2 and len(compiled) == 3
-
-
-def test_values_are_not_copied_where_that_would_be_wrong() -> None:
-    """What shares memory, and what has sizes of its own."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    from quire.passes.rewrite.lower import fake_input
-
+def test_values_are_copied_only_where_that_is_right() -> None:
+    """Not of what shares memory, and not where the sizes have other symbols."""
     fake = FakeTensorMode(shape_env=ShapeEnv())
-
-    def input_of(name: str, size: int) -> torch.Tensor:
-        return fake_input(fake, name, torch.empty(size, 4, device="meta"), (True, False), torch.device("cpu"))
-
-    one, two = input_of("one", 11), input_of("two", 13)
-    graph = fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in ("a", "b", "made_a", "made_b", "made_c", "made_d")}
-    a, b, made_a, made_b, made_c, made_d = nodes.values()
-    values = object.__new__(_Values)
-    values._fake, values._made_in, values._caches = fake, {}, set()
+    one, two = (fake_input(fake, name, torch.empty(size, 4, device="meta"), (True, False), torch.device("cpu"))
+                for name, size in (("one", 11), ("two", 13)))
     with fake:
-        fresh, of_one = torch.empty(3, 4), one + 1
-        values.of = {a: one, b: one, made_a: of_one}
-        assert values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
-        assert str(values.of[made_b].shape) == str(of_one.shape) and values.of[made_b] is not of_one
-        values.of = {a: one, b: two, made_a: of_one}  # the other piece's tokens are another number
-        assert not values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
-        values.of = {a: one, b: two, made_a: fresh}
-        assert values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
-        values.of = {a: one, b: one, made_a: one.view(-1)}  # a view of an input
-        assert not values.copy(_Piece([], [b], [made_b]), _Piece([], [a], [made_a]), 1)
-        values.of = {a: one, b: one, made_a: fresh, made_c: fresh[1:]}  # two views of one tensor
-        assert not values.copy(_Piece([], [b], [made_b, made_d]), _Piece([], [a], [made_a, made_c]), 1)
-        assert made_b not in values.of
+        made, fixed = one + 1, torch.empty(3, 4)
+        (copy,) = copies([made], [(one, one)])
+        assert str(copy.shape) == str(made.shape) and copy.stride() == made.stride() and copy is not made
+        assert copies([fixed], [(two, one)])[0].shape == (3, 4)
+        assert copies([made], [(two, one)]) is None  # the tokens of the other piece are another number
+        assert copies([one.view(-1)], [(one, one)]) is None  # a view of an input
+        assert copies([fixed, fixed.view(-1)], [(one, one)]) is None  # two views of one tensor
+        assert copies([fixed[1:]], [(one, one)]) is None  # a part of a tensor
+        assert copies([fixed.requires_grad_()], [(one, one)]) is None
 
 
 def test_writes_across_pieces_are_compiled_whole(compiled: list[fx.GraphModule], caplog: pytest.LogCaptureFixture) -> None:
@@ -264,35 +258,20 @@ def test_inductor() -> None:
     assert served(trace(net, compiler="inductor"), net, attention="torch_native") <= TOLERANCE
 
 
-
-def test_values_are_dropped_after_their_last_reader() -> None:
+def test_values_are_dropped_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The joined pieces keep no activation alive longer than a whole graph would."""
-    import weakref
-
-    graph = trace(model(4))
-    alive: list[weakref.ref] = []
-    most = 0
+    alive: list[weakref.ref[torch.Tensor]] = []
+    counts = []
 
     def compile(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         def run(*args: Any) -> Any:
-            nonlocal most
             out = gm(*args)
-            most = max(most, sum(r() is not None for r in alive))
+            counts.append(sum(r() is not None for r in alive))
             alive.extend(weakref.ref(t) for t in out if t.dim() == 3 and t.shape[-1] == HIDDEN)
             return out
         return run
 
-    from quire.attn_ops.kv_cache import PagedKVCache
-    from quire.attn_ops.metadata import CommonAttentionMetadata
-    from quire.attn_ops.step import Step, ensure_planned
-
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=4, page_size=16, device="cpu")
-    step = Step(cache, CommonAttentionMetadata.build([5], [5], [[1]], page_size=16))
-    paged = graph.paged.compiled(step)
-    ensure_planned(step, paged.lowered.target.backend, list(paged.lowered.sites))
-    run = compile_by_regions(paged.lowered, compile)
-    args = [5 if isinstance(x, (int, torch.SymInt)) else x for x in graph.traced.inputs]
-    args = [x[:, :5] if isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 2 else x for x in args]
-    with torch.no_grad():
-        run(*args, *paged.lowered.inputs.of(step))
-    assert 1 <= most <= 3  # the residual stream that goes in, and what is just made
+    monkeypatch.setattr(quire.passes.compile.inductor, "inductor", compile)
+    net = model(5)
+    assert served(trace(net, compiler="inductor"), net) <= TOLERANCE
+    assert len(counts) == 12 and 1 <= max(counts) <= 3  # the residual stream that goes in, and what is just made

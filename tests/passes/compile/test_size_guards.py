@@ -28,7 +28,8 @@ def assuming(*conditions: Any) -> Any:
 
 
 def test_an_assumption_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quire.passes.compile.inductor, "inductor", assuming(lambda t: t * 4096 <= 2**31 - 1, lambda t: t < 10**6))
+    compiler = assuming(lambda t: t * 4096 <= 2**31 - 1, lambda t: t < 10**6)
+    monkeypatch.setattr(quire.passes.compile.inductor, "inductor", compiler)
     model = tiny()
     assert served(trace(model, compiler="inductor"), model) <= 1e-5
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import expecttest
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 
 from quire.passes.backend import QuireBackend, QuireOptions
-from quire.passes.fusions.base import Fusion, has_small_passes
+from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fusions.small_linear import fuse_small_linear
 from quire.passes.fx import copy_graph
+from tests.passes.models import listing
 
 
 class Norm(nn.Module):
@@ -61,25 +63,25 @@ def fused(model: nn.Module, x: torch.Tensor):
     return (groups, matches), gm, out
 
 
-def listing(gm) -> str:
-    names = {n: f"%{i}" for i, n in enumerate(gm.graph.nodes)}
-    lines = []
-    for n in gm.graph.nodes:
-        if n.op in ("call_function", "call_method"):
-            name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
-            lines.append(f"{name}({', '.join('*' if a in names else str(a) for a in n.args)})")
-    return "\n".join(lines)
-
-
 def test_a_layer_becomes_two_kernels() -> None:
     torch.manual_seed(1)
     x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
     model = Layer()
     matches, gm, out = fused(model, x)
     assert matches == (1, 2)
-    expecttest.assert_expected_inline(listing(gm), """\
-small_linear.default(*, *, None, *, 1e-06, None, True)
-small_linear.default(*, *, None, None, 0.0, *, False)""")
+    assert_expected_inline(listing(gm.graph), """\
+s0: size s0
+l_x_: [1, s0, 32]
+l_self_modules_norm_parameters_weight_: [32]
+l_self_modules_gate_parameters_weight_: [48, 32]
+l_self_modules_up_parameters_weight_: [48, 32]
+l_self_modules_down_parameters_weight_: [32, 48]
+quire_fused_0: [96, 32]
+small_linear_default = small_linear.default(l_x_, quire_fused_0, None, l_self_modules_norm_parameters_weight_,
+    1e-06, None, True)
+small_linear_default_1 = small_linear.default(small_linear_default, l_self_modules_down_parameters_weight_,
+    None, None, 0.0, l_x_, False)
+return (small_linear_default_1,)""")
     with torch.no_grad():
         assert torch.equal(out, model(x))  # on a CPU the op runs its definition, in the order the model has it
 
@@ -92,7 +94,7 @@ small_linear.default(*, *, None, None, 0.0, *, False)""")
 def test_what_is_spelled_otherwise_stays(model, ops) -> None:
     x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
     (_, matches), gm, out = fused(model, x)
-    assert matches == 2 and ops in listing(gm)
+    assert matches == 2 and ops in listing(gm.graph)
     with torch.no_grad():
         torch.testing.assert_close(out, model(x), atol=0, rtol=0)
 
@@ -115,7 +117,7 @@ def test_nothing_that_others_need_disappears() -> None:
     x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
     model = Shared()
     (_, matches), gm, out = fused(model, x)
-    assert matches == 2 and "rsqrt" in listing(gm) and "add" in listing(gm)
+    assert matches == 2 and "rsqrt" in listing(gm.graph) and "add" in listing(gm.graph)
     with torch.no_grad():
         assert torch.equal(out, model(x))
 
@@ -181,7 +183,7 @@ def test_a_norm_with_one_weight_for_all_stays(size) -> None:
     model.norm.weight = nn.Parameter(torch.full(size, 0.7, dtype=torch.bfloat16))
     x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
     (_, matches), gm, out = fused(model, x)
-    assert matches == 2 and "rsqrt" in listing(gm)
+    assert matches == 2 and "rsqrt" in listing(gm.graph)
     with torch.no_grad():
         torch.testing.assert_close(out, model(x), atol=0, rtol=0)
 

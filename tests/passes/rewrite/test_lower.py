@@ -20,7 +20,7 @@ from quire.passes.backend import QuireBackend, QuireGraph, QuireOptions
 from quire.passes.fx import placeholders
 from quire.passes.rewrite.lower import LoweredInputs, LoweringTarget, lower
 from quire.passes.verify.sites import site_nodes
-from tests.passes.models import HIDDEN, Attention, Tiny, inputs, listing, served, tiny, trace
+from tests.passes.models import HIDDEN, Attention, Tiny, changes, inputs, listing, served, tiny, trace
 
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
 
@@ -49,7 +49,8 @@ def lowered(graph: QuireGraph, page_size: int = 16, layout: str = "NHD"):
 
 def test_before_and_after() -> None:
     graph = graph_of_one_site()
-    assert_expected_inline(listing(graph.traced.gm.graph), """\
+    traced, raised = listing(graph.traced.gm.graph), listing(graph.traced.raised.graph)
+    assert_expected_inline(traced, """\
 s0: size s0
 l_x_: [1, s0, 32]
 view = view(l_x_, 1, -1, 8, 4)
@@ -62,55 +63,40 @@ out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, sca
 transpose_1 = transpose(out, 1, 2)
 flatten = flatten(transpose_1, 2)
 return (flatten,)""")
-    assert_expected_inline(listing(graph.traced.raised.graph), """\
-s0: size s0
-l_x_: [1, s0, 32]
-view = view(l_x_, 1, -1, 8, 4)
-transpose = transpose(view, 1, 2)
-split = split(transpose, [4, 2, 2], dim=1)
-q = getitem(split, 0)
-k = getitem(split, 1)
-v = getitem(split, 2)
-attention_default = attention.default(q, k, v, None, layer=0, scale=0.3, window=None, softcap=None,
-    chunk=None, causal=True)
-transpose_1 = transpose(attention_default, 1, 2)
-flatten = flatten(transpose_1, 2)
-return (flatten,)""")
-    assert_expected_inline(listing(lowered(graph).gm.graph), """\
-s0: size s0
-l_x_: [1, s0, 32]
-quire_slot_mapping: [s1]
-quire_block_table: [s2, s3]
-quire_query_start_loc: [s4]
-quire_seq_lens: [s5]
-quire_k_cache_0: [s6, 16, 2, 4]
-quire_v_cache_0: [s7, 16, 2, 4]
-torch_native_prepare_default = torch_native_prepare.default(quire_slot_mapping, quire_block_table,
-    quire_query_start_loc, quire_seq_lens, 16)
-getitem = getitem(torch_native_prepare_default, 0)
-getitem_1 = getitem(torch_native_prepare_default, 1)
-getitem_2 = getitem(torch_native_prepare_default, 2)
-view = view(l_x_, 1, -1, 8, 4)
-transpose = transpose(view, 1, 2)
-split = split(transpose, [4, 2, 2], dim=1)
-q = getitem(split, 0)
-k = getitem(split, 1)
-v = getitem(split, 2)
-transpose_2 = transpose(q, 1, 2)
-flatten_1 = flatten(transpose_2, 0, 1)
-transpose_3 = transpose(k, 1, 2)
-flatten_2 = flatten(transpose_3, 0, 1)
-transpose_4 = transpose(v, 1, 2)
-flatten_3 = flatten(transpose_4, 0, 1)
-torch_native_paged_attention_default = torch_native_paged_attention.default(flatten_1, flatten_2, flatten_3,
-    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
-    quire_query_start_loc, quire_seq_lens, None, [getitem, getitem_1, getitem_2], scale=0.3, window=None,
-    softcap=None, chunk=None)
-view_1 = view(torch_native_paged_attention_default, 1, -1, 4, 4)
-transpose_5 = transpose(view_1, 1, 2)
-transpose_1 = transpose(transpose_5, 1, 2)
-flatten = flatten(transpose_1, 2)
-return (flatten,)""")
+    assert_expected_inline(changes(traced, raised), """\
+-out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.3)
+-transpose_1 = transpose(out, 1, 2)
++attention_default = attention.default(q, k, v, None, layer=0, scale=0.3, window=None, softcap=None,
++    chunk=None, causal=True)
++transpose_1 = transpose(attention_default, 1, 2)""")
+    assert_expected_inline(changes(raised, listing(lowered(graph).gm.graph)), """\
++quire_slot_mapping: [s1]
++quire_block_table: [s2, s3]
++quire_query_start_loc: [s4]
++quire_seq_lens: [s5]
++quire_k_cache_0: [s6, 16, 2, 4]
++quire_v_cache_0: [s7, 16, 2, 4]
++torch_native_prepare_default = torch_native_prepare.default(quire_slot_mapping, quire_block_table,
++    quire_query_start_loc, quire_seq_lens, 16)
++getitem = getitem(torch_native_prepare_default, 0)
++getitem_1 = getitem(torch_native_prepare_default, 1)
++getitem_2 = getitem(torch_native_prepare_default, 2)
+-attention_default = attention.default(q, k, v, None, layer=0, scale=0.3, window=None, softcap=None,
+-    chunk=None, causal=True)
+-transpose_1 = transpose(attention_default, 1, 2)
++transpose_2 = transpose(q, 1, 2)
++flatten_1 = flatten(transpose_2, 0, 1)
++transpose_3 = transpose(k, 1, 2)
++flatten_2 = flatten(transpose_3, 0, 1)
++transpose_4 = transpose(v, 1, 2)
++flatten_3 = flatten(transpose_4, 0, 1)
++torch_native_paged_attention_default = torch_native_paged_attention.default(flatten_1, flatten_2, flatten_3,
++    quire_k_cache_0, quire_v_cache_0, None, None, quire_slot_mapping, quire_block_table,
++    quire_query_start_loc, quire_seq_lens, None, [getitem, getitem_1, getitem_2], scale=0.3, window=None,
++    softcap=None, chunk=None)
++view_1 = view(torch_native_paged_attention_default, 1, -1, 4, 4)
++transpose_5 = transpose(view_1, 1, 2)
++transpose_1 = transpose(transpose_5, 1, 2)""")
 
 
 def test_one_op_a_site_and_one_preparation_a_forward() -> None:
@@ -211,7 +197,7 @@ def test_the_graph_must_come_from_dynamo() -> None:
         lower(graph, LoweringTarget(all_backends()["torch_native"], 16))
 
 
-def test_a_quantised_cache_has_its_scales_as_inputs() -> None:
+def test_a_quantized_cache_has_its_scales_as_inputs() -> None:
     """After the K and V of their layer, dynamic in the pages; the op gets them where other caches have None."""
     graph = trace(tiny())
     cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.int8)
@@ -266,7 +252,7 @@ def test_inductor_does_not_copy_the_cache(kv_dtype) -> None:
 
 
 def op_by_op(model, kv_dtype):
-    """The same model in one step on a quantised cache of its own, run without a compiler."""
+    """The same model in one step on a quantized cache of its own, run without a compiler."""
     def call(ids, positions):
         graph = trace(model)
         cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=5, page_size=4, device="cpu", dtype=kv_dtype)

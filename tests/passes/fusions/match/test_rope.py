@@ -11,6 +11,7 @@ import torch
 
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
 from quire.attn_ops.registry import get_backend
+from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.rope import fuse_rope
 from tests.passes.rotary import (
     DIM,
@@ -245,7 +246,7 @@ def test_a_backend_that_rotates_one_form(name: str, form: RopeForm) -> None:
         lowered = run(model, "none", attention="triton")[0]
         backend = dataclasses.replace(triton, rope_forms=declared)
         lowered = dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, backend=backend))
-        assert fuse_rope(lowered) == 1
+        assert fuse_rope(Fusion(lowered.gm, backend=backend)) == 1
         (node,) = (n for n in lowered.gm.graph.nodes if n.target in (rope_kv_write, triton.rope_op))
         assert node.target is (triton.rope_op if declared or form == PLAIN else rope_kv_write)
         assert {k: v for k, v in node.kwargs.items() if k in RopeForm._fields} == form.options()
