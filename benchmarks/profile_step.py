@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from quire.graph_runner.bench.models import ModelSpec, build
 from quire.graph_runner.bench.report import environment
 from quire.graph_runner.bench.roofline import copy_bandwidth
-from quire.graph_runner.bench.shapes import ModelSpec, build
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 

@@ -22,10 +22,9 @@ from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as choices
 from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.bench.models import ModelSpec, config_of, free_memory, layers_asked
 from quire.graph_runner.bench.report import Row, complete, describe, environment, first_line, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
-from quire.graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
-from quire.graph_runner.bench.systems import free_memory
 from quire.graph_runner.bench.workloads import Sizes
 from quire.graph_runner.loading import kv_dtype
 

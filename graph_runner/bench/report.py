@@ -1,12 +1,10 @@
-"""The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
+"""Results: rows with the environment they were measured in, as JSON and as a table.
 
-A row has ``workload``, ``variant`` (cold or warm start; decode or extend), ``system``, ``attention``, ``model``, ``dtype``,
-``quantization`` (of the weights, None: none), ``kv_cache_dtype``, ``batch``, ``context``, ``max_model_len`` (of the host
-workload); the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
-``bytes_per_step`` (``graph_runner/bench/roofline.py`` has the formula), ``tb_per_s`` (bytes over the measured time), ``floor_ms``
-(bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect); ``phases_ms`` (the parts of a
-host step) and ``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error``
-instead of numbers where it failed.
+A row has the columns of COLUMNS, None where the workload has none; ``error`` instead of numbers where it failed:
+``variant`` (cold or warm start; decode or extend), ``quantization`` (of the weights), ``max_model_len`` (host workload),
+``bytes_per_step`` (formula: ``graph_runner/bench/roofline.py``), ``tb_per_s`` (bytes over measured time), ``floor_ms`` (the
+roofline: bytes over copy bandwidth), ``share_of_floor`` (roofline over measured time; 1 is perfect), ``phases_ms`` (parts of a
+host step) and ``slowest_ms`` (the slowest of its steps).
 """
 
 from __future__ import annotations
@@ -30,12 +28,13 @@ COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quan
            "max_model_len", "ms_per_step", "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms",
            "share_of_floor", "peak_memory_gib", "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
 PHASES = ("schedule", "fill", "upload", "launch", "collect")  # of a host step
+LEFT = ("workload", "system", "attention", "cache", "row", "verdict")  # left-aligned columns
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def complete(row: Row, bandwidth: float | None) -> Row:
-    """``row`` with every column, the derived ones computed from bytes, time and the copy's ``bandwidth`` in bytes/s."""
-    row = {**{name: None for name in COLUMNS}, **row}
+    """``row`` with every column; derived ones are computed from bytes, time and the copy ``bandwidth`` in bytes/s."""
+    row = {**dict.fromkeys(COLUMNS), **row}
     size, step = row["bytes_per_step"], row["ms_per_step"]
     if size and step:
         row["tb_per_s"] = size / step / 1e9
@@ -54,8 +53,7 @@ def _run(*command: str, cwd: Path | None = None) -> str | None:
 
 
 def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]:
-    """Where and with what the numbers were measured. The commit comes from git, or from the environment variable
-    QUIRE_COMMIT, for a copy of the sources without their history."""
+    """Where and with what the numbers were measured. The commit comes from QUIRE_COMMIT, else from git."""
     versions: dict[str, str | None] = {}
     for name, dist in (("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"),
                        ("flashinfer", "flashinfer-python"), ("vllm", "vllm"), ("torchao", "torchao")):
@@ -81,10 +79,10 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
 
 
 def write(path: Path, env: dict[str, Any], rows: Sequence[Row]) -> None:
-    """The whole result so far; in one move, so that an interrupted run leaves a file that can be read."""
+    """Write the whole result so far, atomically: an interrupted run leaves a readable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"environment": env, "rows": list(rows)}, indent=1) + "\n")
+    part.write_text(json.dumps({"environment": env, "rows": list(rows)}, indent=1, default=str) + "\n")
     part.replace(path)
 
 
@@ -93,13 +91,13 @@ def _number(value: Any, digits: int = 2) -> str:
 
 
 def _kv_cache(row: Row) -> str:
-    """The dtype of the KV cache where it is not the model's."""
+    """The dtype of the KV cache, where it differs from the model's."""
     dtype = row.get("kv_cache_dtype")
     return "" if dtype in (None, row.get("dtype")) else f"{dtype} KV"
 
 
 def describe(row: Row) -> str:
-    """What a row is of, in words."""
+    """What the row measured."""
     size = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "max_model_len") if row.get(key) is not None)
     attention = ", ".join(filter(None, (row.get("attention"), _kv_cache(row))))
     attention = f" ({attention})" if attention else ""
@@ -108,45 +106,49 @@ def describe(row: Row) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line that says something."""
+    """The first non-empty line, and the next one after a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     head = lines[0] if lines else ""
     return f"{head} {lines[1]}" if head.endswith(":") and len(lines) > 1 else head
 
 
 def result_line(row: Row) -> str:
-    """The numbers of a row in one line."""
+    """The numbers of a row."""
     if row.get("error"):
         return f"not measured: {first_line(row['error'])}"
     parts = []
     if row["ms_per_step"] is not None:
-        parts.append(f"{row['ms_per_step']:.3f} ms a step")
+        parts.append(f"{row['ms_per_step']:.3f} ms per step")
     if row.get("phases_ms"):
-        parts.append("of it " + ", ".join(f"{name} {ms:.3f}" for name, ms in row["phases_ms"].items()))
+        parts.append("of which " + ", ".join(f"{name} {ms:.3f}" for name, ms in row["phases_ms"].items()))
     if row["share_of_floor"] is not None:
-        parts.append(f"{row['share_of_floor']:.0%} of the floor ({row['floor_ms']:.3f} ms)")
+        parts.append(f"{row['share_of_floor']:.0%} of the roofline ({row['floor_ms']:.3f} ms)")
     if row["seconds"] is not None:
         parts.append(f"{row['seconds']:.3f} s")
     if row.get("parts_s"):
-        parts.append("of it " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["parts_s"].items()))
+        parts.append("of which " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["parts_s"].items()))
     if row["tokens_per_s"] is not None:
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
     return ", ".join(parts)
 
 
-def table(rows: Sequence[Row], title: str) -> Any:
-    """A rich table of the rows; columns that no row fills are left out."""
+def rich_table(title: str, rows: Sequence[dict[str, str]]) -> Any:
+    """A table with the keys of ``rows`` as columns, without those that are empty in every row."""
     from rich import box
     from rich.table import Table
 
-    cells = [_cells(row) for row in rows]
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
-    names = [name for name in cells[0] if any(row[name] for row in cells)] if cells else []
+    names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     for name in names:
-        made.add_column(name, justify="left" if name in ("workload", "system", "attention", "cache") else "right", no_wrap=True)
-    for row in cells:
+        made.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "row")
+    for row in rows:
         made.add_row(*(row[name] for name in names))
     return made
+
+
+def table(rows: Sequence[Row], title: str) -> Any:
+    """The rows of a run as a table."""
+    return rich_table(title, [_cells(row) for row in rows])
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -159,9 +161,10 @@ def _cells(row: Row) -> dict[str, str]:
         "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),
         **{name: _number((row["phases_ms"] or {}).get(name), 3) for name in PHASES},
         "tokens/s": _number(row["tokens_per_s"], 0), "seconds": _number(row["seconds"], 3),
-        "TB/s": _number(row["tb_per_s"]), "floor ms": _number(row["floor_ms"], 3),
-        "of floor": "" if share is None else f"{share:.0%}", "GiB": _number(row["peak_memory_gib"], 1),
+        "TB/s": _number(row["tb_per_s"]), "roofline ms": _number(row["floor_ms"], 3),
+        "of roofline": "" if share is None else f"{share:.0%}", "GiB": _number(row["peak_memory_gib"], 1),
     }
 
 
-__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "result_line", "table", "write"]
+__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "first_line", "result_line", "rich_table",
+           "table", "write"]

@@ -1,4 +1,4 @@
-"""The physical floor of a decode step: the bytes it must read from memory, over the bandwidth of a copy on it."""
+"""The roofline of a decode step: the bytes it must read from memory, over the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -39,24 +39,18 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def weight_bytes(model: torch.nn.Module, batch: int) -> float:
-    """Bytes of weights that one step of ``batch`` tokens reads, each once.
+    """Bytes of weights that a step of ``batch`` tokens reads, each once; a quantized weight counts as stored.
 
-    All parameters, with two exceptions. The input embedding is a look-up of ``batch`` rows and not counted, unless it
-    is tied to the output projection, which reads all of it. Of the experts of a mixture-of-experts layer only those
-    count that some token of the batch is routed to; with E experts, k of them a token and tokens spread evenly that is
-    expected to be the share 1 - (1 - k/E)^batch of them. A quantised weight counts with the bytes it is stored in.
+    Two exceptions. The input embedding is a look-up of ``batch`` rows and not counted, unless it is tied to the output
+    projection. Of E experts, k per token, the expected share that some token is routed to counts: 1 - (1 - k/E)^batch, with
+    tokens spread evenly.
     """
     get, output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
     embedding = getattr(get() if get else None, "weight", None)
     tied = embedding is not None and embedding is getattr(output() if output else None, "weight", None)
     share = _expert_share(_text_config(model), batch)
-    total = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter is embedding and not tied:
-            continue
-        size = num_bytes(parameter)
-        total += size * (share if ".experts." in name else 1.0)
-    return total
+    return sum(num_bytes(parameter) * (share if ".experts." in name else 1.0)
+               for name, parameter in model.named_parameters() if tied or parameter is not embedding)
 
 
 def _expert_share(config: Any, batch: int) -> float:
@@ -69,9 +63,9 @@ def _expert_share(config: Any, batch: int) -> float:
 def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | None = None) -> float:
     """Bytes of keys and values that a decode step of sequences of these lengths reads.
 
-    For each sequence and layer: min(length, window) tokens of Hkv * (D + Dv) elements; with multi-head latent attention
-    the compressed rank and the rotary part, which is all that such a layer has to keep (whatever the system keeps).
-    In a quantised ``dtype`` each of a token's key and value vectors has a float32 scale besides.
+    Per sequence and layer: min(length, window) tokens of Hkv * (D + Dv) elements; with multi-head latent attention, the
+    compressed rank and the rotary part, whatever the system caches. A quantized ``dtype`` adds a float32 scale per key and
+    per value vector.
     """
     config = _text_config(model)
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
