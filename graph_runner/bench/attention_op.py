@@ -144,7 +144,7 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
 
         call(0)
         if device.type != "cuda":
-            return _on_the_host(call)
+            return on_the_host(call)
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         call(0)
@@ -170,7 +170,8 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
         return Timing(median_us(graph.replay, count, replays), host_us, "graph")
 
 
-def _on_the_host(call: Callable[[int], None]) -> Timing:
+def on_the_host(call: Callable[[int], None]) -> Timing:
+    """Host time of one call: the median."""
     seconds = []
     for i in range(CPU_CALLS):
         began = time.perf_counter()
@@ -212,4 +213,4 @@ def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None)
 
 
 __all__ = ["CALLS", "EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "median_us",
-           "op_batch", "work"]
+           "on_the_host", "op_batch", "work"]

@@ -116,17 +116,17 @@ def result_line(row: Row) -> str:
     """The numbers of a row."""
     if row.get("error"):
         return f"not measured: {first_line(row['error'])}"
+    if row.get("us"):
+        return f"{row['us']:.1f} us, {row['tb_per_s']:.3f} TB/s, {row['tflop_per_s']:.1f} TFLOP/s, timed by {row['how']}"
     parts = []
     if row["ms_per_step"] is not None:
         parts.append(f"{row['ms_per_step']:.3f} ms per step")
-    if row.get("phases_ms"):
-        parts.append("of which " + ", ".join(f"{name} {ms:.3f}" for name, ms in row["phases_ms"].items()))
     if row["share_of_floor"] is not None:
         parts.append(f"{row['share_of_floor']:.0%} of the roofline ({row['floor_ms']:.3f} ms)")
     if row["seconds"] is not None:
         parts.append(f"{row['seconds']:.3f} s")
-    if row.get("parts_s"):
-        parts.append("of which " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["parts_s"].items()))
+    for name, value in (row.get("phases_ms") or row.get("parts_s") or {}).items():
+        parts.append(f"{name} {value:.3f}")
     if row["tokens_per_s"] is not None:
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
     return ", ".join(parts)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
 import torch
 
 from quire.attn_ops.kv_cache import vector_bytes
+from quire.graph_runner.bench.attention_op import median_us, on_the_host
 from quire.passes.verify.quantized import num_bytes
 
 _COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
@@ -22,20 +21,12 @@ def copy_bandwidth(device: torch.device) -> float:
         size = min(size, int(torch.cuda.mem_get_info(device)[0] * 0.4) // 4096 * 4096)
     source = torch.empty(size // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
-    seconds = []
-    for _ in range(_COPIES + 2):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            target.copy_(source)
-            seconds.append(time.perf_counter() - began)
-    return 2 * source.numel() * 4 / statistics.median(seconds[2:])
+
+    def copy(i: int = 0) -> None:
+        target.copy_(source)
+
+    us = median_us(copy, 1, _COPIES) if device.type == "cuda" else on_the_host(copy).us
+    return 2 * source.numel() * 4 / us * 1e6
 
 
 def weight_bytes(model: torch.nn.Module, batch: int) -> float:

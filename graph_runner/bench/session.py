@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from quire.attn_ops.kv_quant import QUANTISED
 from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench.host import LENGTHS, cases, host
 from quire.graph_runner.bench.models import Models, ModelSpec, check_quantization, config_of, free_memory, layers_asked
@@ -38,7 +37,7 @@ class Run:
             raise ValueError("--device cuda, but torch sees no GPU here")
         name = args.dtype or ("bfloat16" if self.on_gpu else "float32")
         dtype = kv_dtype(name)
-        if dtype is None or not dtype.is_floating_point or dtype in QUANTISED:
+        if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
         self.dtype = dtype
         self.rows: list[Row] = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.attn_ops import registry
+from quire.attn_ops import backend as registry
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import define_paged_op
 from quire.attn_ops.backends.torch_native import paged_attention
@@ -44,7 +44,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     plain = get_backend("torch_native")
-    monkeypatch.setattr("quire.attn_ops.registry._BACKENDS", {"torch_native": plain})
+    monkeypatch.setattr("quire.attn_ops.backend._BACKENDS", {"torch_native": plain})
     return register_backend(dataclasses.replace(plain, name="slow_for_test", op=SLOW_OP, priority={"cpu": -1}))
 
 
