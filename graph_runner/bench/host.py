@@ -48,30 +48,34 @@ def host(spec: ModelSpec, attention: str, options: dict[str, Any], sizes: Sizes)
         for variant, batch in cases(sizes):
             row: Row = {"variant": variant, "batch": batch, "max_model_len": length}
             try:
-                row |= _measure(model, Prompts(vocab_size), attention, options, batch,
-                                PREFILL_TOKENS if variant == "prefill" else 0, variant == "text", length, sizes.repeats)
+                row |= _measure(model, Prompts(vocab_size), attention, options, variant, batch, length, sizes.repeats)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"
             yield row
 
 
-def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: dict[str, Any], batch: int, tokens: int,
-             text: bool, length: int, repeats: int) -> Row:
+def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: dict[str, Any], variant: str, batch: int,
+             length: int, repeats: int) -> Row:
+    from transformers import AutoTokenizer
+
     from quire.graph_runner.engine import Engine
+    from quire.graph_runner.loading import TINY_MODEL
     from quire.graph_runner.sampling_params import SamplingParams
 
+    prefill, text = variant == "prefill", variant == "text"
     steps = repeats * (STEPS + WARMUPS)
     if steps > length - 2 * _PROMPT:
         raise ValueError(f"{repeats} repeats are {steps} steps, too many for sequences of at most {length} tokens")
     page_size = options.get("page_size", 16)
     row_pages = pages_for(min(length, _PROMPT + 16 + steps), page_size)
     chosen: dict[str, Any] = {
-        "max_model_len": length, "max_num_seqs": batch + bool(tokens), "async_stepping": True,
+        "max_model_len": length, "max_num_seqs": batch + prefill, "async_stepping": True,
         "num_pages": max(pages_for(length, page_size), batch * row_pages + pages_for(2 * PREFILL_TOKENS, page_size)) + 1}
-    if tokens:
-        chosen["max_num_batched_tokens"] = tokens
+    if prefill:
+        chosen["max_num_batched_tokens"] = PREFILL_TOKENS
     chosen.update(options)
-    with Engine(model, _tokenizer() if text else None, attention=attention, **chosen) as engine:
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL)) if text else None
+    with Engine(model, tokenizer, attention=attention, **chosen) as engine:
         timer = _Timer(engine)
         forever = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=text)
         # Different lengths, so that rows need a new page in different steps.
@@ -79,9 +83,9 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
             engine.add_request(prompt, forever)
         while engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running):
             engine.step()
-        if tokens:
+        if prefill:
             once = replace(forever, max_tokens=1)
-            for prompt in prompts([_LONG_PROMPT] * (steps * tokens // _LONG_PROMPT + 1)):
+            for prompt in prompts([_LONG_PROMPT] * (steps * PREFILL_TOKENS // _LONG_PROMPT + 1)):
                 engine.add_request(prompt, once)
         totals: list[list[float]] = []
         phases: dict[str, list[float]] = {name: [] for name in PHASES}
@@ -101,15 +105,7 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
                 "attention": engine.runner.backend.name, "engine_options": chosen}
 
 
-def _tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    from quire.graph_runner.loading import TINY_MODEL
-
-    return AutoTokenizer.from_pretrained(str(TINY_MODEL))
-
-
-def _timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
+def timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
     """``function``, adding its time to ``seconds[name]``."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -129,14 +125,14 @@ class _Timer:
         self.engine, self.seconds = engine, dict.fromkeys(PHASES, 0.0)
         runner = engine.runner
         logits = torch.zeros(runner.limits.max_num_seqs, 8, device=runner.device)
-        result = logits, torch.full((logits.shape[0],), 17, device=runner.device)
+        result = logits, torch.full((logits.shape[0],), 17, device=runner.device)  # a token like any other
         stub: Callable[..., Any] = lambda *args: result  # noqa: E731
-        # On the instances, so that other engines are not affected.
+        # On the instances, so that nothing outside this engine is touched.
         runner.__dict__["_forward"] = runner.graphs.__dict__["replay"] = stub
         for owner, method, phase in ((engine.scheduler, "schedule", "schedule"), (runner.buffers, "fill", "fill"),
                                      (runner.buffers, "upload", "upload"), (runner, "launch", "launch"),
                                      (engine, "_collect", "collect")):
-            owner.__dict__[method] = _timed(getattr(owner, method), self.seconds, phase)
+            owner.__dict__[method] = timed(getattr(owner, method), self.seconds, phase)
 
     def step(self) -> tuple[float, dict[str, float]]:
         """Seconds of one step, and of its phases."""

@@ -124,12 +124,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _session(args: argparse.Namespace, command: str) -> Any:
     """The session for the workload. Raises ValueError for arguments of another workload, which would be ignored."""
     kernels = args.workload == "attention"
-    for names, mine in ((("heads", "save"), kernels), (("vs", "engine", "plots", "quantize"), not kernels)):
-        given = [f"--{name}" for name in names if getattr(args, name) and not mine]
-        if given:
-            raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
-    if not kernels and (args.page_size != 16 or args.layout != "NHD"):
-        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
+    given = [f"--{name}" for name in (("vs", "engine", "plots", "quantize") if kernels else ("heads", "save"))
+             if getattr(args, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
     if kernels and args.systems != ["quire"]:
         raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
     if kernels:
@@ -138,6 +136,8 @@ def _session(args: argparse.Namespace, command: str) -> Any:
         return AttentionSession(args, command)
     from quire.graph_runner.bench.session import Session
 
+    if args.page_size != 16 or args.layout != "NHD":
+        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
     if args.context is not None and len(args.context) > 1:
         raise ValueError(f"the workload {args.workload} takes one --context, got {args.context}")
     return Session(args, command)

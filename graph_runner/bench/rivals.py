@@ -80,23 +80,24 @@ class HfContinuousBatching(System):
         if models.spec.device.type != "cuda":
             pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
             self.options.update(num_blocks=pages, max_batch_tokens=1024)
-        self._managers: dict[float, Any] = {}
+        self._manager: Any = None
+        self._temperature: float | None = None
 
-    def _manager(self, temperature: float) -> Any:
-        if temperature not in self._managers:
-            from transformers import GenerationConfig
-            from transformers.generation import ContinuousBatchingConfig
+    def _start(self, temperature: float) -> None:
+        from transformers import GenerationConfig
+        from transformers.generation import ContinuousBatchingConfig
 
-            self._stop()  # each manager takes most of the memory
-            config = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=16, **_sampling(temperature))
-            manager = self.model.init_continuous_batching(
-                generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**self.options))
-            manager.start()
-            self._managers[temperature] = manager
-        return self._managers[temperature]
+        self._stop()  # each manager takes most of the memory
+        config = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=16, **_sampling(temperature))
+        self._manager = self.model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**self.options))
+        self._manager.start()
+        self._temperature = temperature
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
-        manager = self._manager(temperature)
+        if temperature != self._temperature:
+            self._start(temperature)
+        manager = self._manager
         for prompt, n in zip(prompts, new_tokens, strict=True):
             manager.add_request(list(prompt), max_new_tokens=n, eos_token_id=-1)
         count = done = 0
@@ -113,11 +114,11 @@ class HfContinuousBatching(System):
         return count
 
     def _stop(self) -> None:
-        for manager in self._managers.values():
-            manager.stop(block=True, timeout=30)
-            if hasattr(manager, "destroy"):
-                manager.destroy()
-        self._managers.clear()
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=30)
+            if hasattr(self._manager, "destroy"):
+                self._manager.destroy()
+        self._manager = self._temperature = None
 
     def close(self) -> None:
         before = self.attention
@@ -145,17 +146,13 @@ class Vllm(System):
         self.options = {"max_model_len": limits.max_model_len, "model_impl": self.model_impl}
         source: dict[str, Any] = {"model": models.spec.name}
         if not models.spec.is_path:
-            self._write_config(models)
+            config = config_of(models.spec)
+            config.architectures, config.dtype = [type(models.skeleton).__name__], models.spec.dtype
+            config.save_pretrained(self._folder.name)
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
         self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=str(models.spec.dtype).removeprefix("torch."),
                             **self.options)
-
-    def _write_config(self, models: Models) -> None:
-        config = config_of(models.spec)
-        config.architectures = [type(models.skeleton).__name__]
-        config.dtype = models.spec.dtype
-        config.save_pretrained(self._folder.name)
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
         from vllm import SamplingParams

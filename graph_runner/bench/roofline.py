@@ -36,12 +36,16 @@ def weight_bytes(model: torch.nn.Module, batch: int) -> float:
     projection. Of E experts, k per token, the expected share that some token is routed to counts: 1 - (1 - k/E)^batch, with
     tokens spread evenly.
     """
-    get, output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
-    embedding = getattr(get() if get else None, "weight", None)
-    tied = embedding is not None and embedding is getattr(output() if output else None, "weight", None)
-    share = _expert_share(_text_config(model), batch)
+    owner: Any = model
+    embedding = owner.get_input_embeddings().weight
+    tied = embedding is getattr(owner.get_output_embeddings(), "weight", None)
+    share = _expert_share(_config(model), batch)
     return sum(num_bytes(parameter) * (share if ".experts." in name else 1.0)
                for name, parameter in model.named_parameters() if tied or parameter is not embedding)
+
+
+def _config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
 
 
 def _expert_share(config: Any, batch: int) -> float:
@@ -58,7 +62,7 @@ def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | N
     compressed rank and the rotary part, whatever the system caches. A quantized ``dtype`` adds a float32 scale per key and
     per value vector.
     """
-    config = _text_config(model)
+    config = _config(model)
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     dtype = dtype or next(model.parameters()).dtype
@@ -75,12 +79,6 @@ def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | N
 def step_bytes(model: torch.nn.Module, batch: int, context: int, kv_dtype: torch.dtype | None = None) -> float:
     """Bytes of one decode step of ``batch`` sequences of ``context`` tokens: weight_bytes + kv_bytes."""
     return weight_bytes(model, batch) + kv_bytes(model, [context] * batch, kv_dtype)
-
-
-def _text_config(model: torch.nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    get = getattr(config, "get_text_config", None)
-    return get(decoder=True) if get is not None else config
 
 
 __all__ = ["copy_bandwidth", "kv_bytes", "step_bytes", "weight_bytes"]

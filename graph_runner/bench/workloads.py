@@ -112,10 +112,6 @@ def _step_seconds(system: System, sizes: Sizes, lengths: list[int], prompts: Pro
     return found
 
 
-def mixed_limits(sizes: Sizes) -> Limits:
-    return Limits(min(256, sizes.requests), 2 * sizes.lengths[1] + 1)
-
-
 def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
     """One row."""
     rng = random.Random(0)
@@ -132,10 +128,6 @@ def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> 
     tokens = sum(n for _, n in lengths)
     yield {"batch": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds,
            "output_tokens": tokens, "prompt_tokens": sum(p for p, _ in lengths)}
-
-
-def prefill_limits(sizes: Sizes) -> Limits:
-    return Limits(max(n for n, _ in sizes.prefills), max(length for _, length in sizes.prefills) + SHORT + 1)
 
 
 def prefill(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
@@ -158,8 +150,8 @@ class Workload:
 
 WORKLOADS: dict[str, Workload] = {
     "decode": Workload(decode_limits, decode, lambda s: len(s.batches)),
-    "mixed256": Workload(mixed_limits, mixed256, lambda s: 1),
-    "prefill": Workload(prefill_limits, prefill, lambda s: len(s.prefills)),
+    "mixed256": Workload(lambda s: Limits(s.requests, 2 * s.lengths[1] + 1), mixed256, lambda s: 1),
+    "prefill": Workload(lambda s: Limits(s.prefills[0][0], s.prefills[0][1] + SHORT + 1), prefill, lambda s: len(s.prefills)),
 }
 
 
