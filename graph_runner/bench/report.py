@@ -86,23 +86,33 @@ def write(path: Path, env: dict[str, Any], rows: Sequence[Row]) -> None:
     part.replace(path)
 
 
-def _number(value: Any, digits: int = 2) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
+def _identity(row: Row) -> dict[str, str]:
+    """What the row measured, by column of the table."""
+    kv_cache = row.get("kv_cache_dtype")
+    cells = {"workload": " ".join(filter(None, (row["workload"], row.get("variant")))), "model": row["model"],
+             "system": row["system"], "attention": row.get("attention"), "weights": row.get("quantization"),
+             "cache": None if kv_cache in (None, row.get("dtype")) else f"{kv_cache} KV",
+             **{name: row.get(name) for name in ("batch", "context", "max_model_len")}}
+    return {name: "" if value is None else str(value) for name, value in cells.items()}
 
 
-def _kv_cache(row: Row) -> str:
-    """The dtype of the KV cache, where it differs from the model's."""
-    dtype = row.get("kv_cache_dtype")
-    return "" if dtype in (None, row.get("dtype")) else f"{dtype} KV"
+def _numbers(row: Row) -> dict[str, str]:
+    """What came out, by column of the table."""
+    share = row["share_of_floor"]
+    parts = {**(row["phases_ms"] or {}), **(row.get("parts_s") or {})}
+    us = row.get("us")  # of one call of an attention op
+    numbers = [("us", us, 1), ("ms/step", None if us else row["ms_per_step"], 3),
+               *((name, parts.get(name), 3) for name in (*PHASES, *parts)),
+               ("tokens/s", row["tokens_per_s"], 0), ("seconds", row["seconds"], 3), ("TB/s", row["tb_per_s"], 3),
+               ("TFLOP/s", row.get("tflop_per_s"), 1), ("roofline ms", row["floor_ms"], 3),
+               ("of roofline", share and f"{share:.0%}", 0), ("GiB", row["peak_memory_gib"], 1)]
+    return {name: "" if value is None else value if isinstance(value, str) else f"{value:,.{digits}f}"
+            for name, value, digits in numbers}
 
 
 def describe(row: Row) -> str:
-    """What the row measured."""
-    size = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "max_model_len") if row.get(key) is not None)
-    attention = ", ".join(filter(None, (row.get("attention"), _kv_cache(row))))
-    attention = f" ({attention})" if attention else ""
-    words = (row["workload"], row.get("variant"), row["model"], row.get("quantization"), f"{row['system']}{attention}", size)
-    return " ".join(word for word in words if word)
+    """What the row measured, in one line."""
+    return " ".join(f"{name} {cell}" if cell.isdigit() else cell for name, cell in _identity(row).items() if cell)
 
 
 def first_line(text: str) -> str:
@@ -113,23 +123,10 @@ def first_line(text: str) -> str:
 
 
 def result_line(row: Row) -> str:
-    """The numbers of a row."""
-    if row.get("error"):
+    """The numbers of a row in one line, or why it was not measured."""
+    if row["error"]:
         return f"not measured: {first_line(row['error'])}"
-    if row.get("us"):
-        return f"{row['us']:.1f} us, {row['tb_per_s']:.3f} TB/s, {row['tflop_per_s']:.1f} TFLOP/s, timed by {row['how']}"
-    parts = []
-    if row["ms_per_step"] is not None:
-        parts.append(f"{row['ms_per_step']:.3f} ms per step")
-    if row["share_of_floor"] is not None:
-        parts.append(f"{row['share_of_floor']:.0%} of the roofline ({row['floor_ms']:.3f} ms)")
-    if row["seconds"] is not None:
-        parts.append(f"{row['seconds']:.3f} s")
-    for name, value in (row.get("phases_ms") or row.get("parts_s") or {}).items():
-        parts.append(f"{name} {value:.3f}")
-    if row["tokens_per_s"] is not None:
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
-    return ", ".join(parts)
+    return ", ".join(f"{name} {cell}" for name, cell in _numbers(row).items() if cell)
 
 
 def rich_table(title: str, rows: Sequence[dict[str, str]]) -> Any:
@@ -148,22 +145,10 @@ def rich_table(title: str, rows: Sequence[dict[str, str]]) -> Any:
 
 def table(rows: Sequence[Row], title: str) -> Any:
     """The rows of a run as a table."""
-    return rich_table(title, [_cells(row) for row in rows])
-
-
-def _cells(row: Row) -> dict[str, str]:
-    share = row["share_of_floor"]
-    return {
-        "workload": " ".join(filter(None, (row["workload"], row["variant"]))), "system": row["system"],
-        "attention": row["attention"] or "", "weights": row["quantization"] or "", "cache": _kv_cache(row),
-        "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
-        "max_model_len": str(row["max_model_len"] or ""),
-        "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),
-        **{name: _number((row["phases_ms"] or {}).get(name), 3) for name in PHASES},
-        "tokens/s": _number(row["tokens_per_s"], 0), "seconds": _number(row["seconds"], 3),
-        "TB/s": _number(row["tb_per_s"]), "roofline ms": _number(row["floor_ms"], 3),
-        "of roofline": "" if share is None else f"{share:.0%}", "GiB": _number(row["peak_memory_gib"], 1),
-    }
+    failed = {"ms/step": "[yellow]not measured[/yellow]"}
+    cells: list[dict[str, str]] = [{**_identity(row), **_numbers(row), **(failed if row["error"] else {})} for row in rows]
+    names = dict.fromkeys(name for row in cells for name in row if name != "model")
+    return rich_table(title, [{name: row.get(name, "") for name in names} for row in cells])
 
 
 __all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "first_line", "result_line", "rich_table",
