@@ -1,13 +1,13 @@
 # `make` alone lists the targets.
 
 PYTHON ?= python3
-# The interpreter of test-gpu: whichever one has a CUDA build of torch.
+# Interpreter of test-gpu: one with a CUDA build of torch.
 PY ?= python3
-# GPU tests at a time (test-gpu); empty: one after the other, without pytest-xdist.
+# Parallel GPU tests (test-gpu, needs pytest-xdist); empty: one at a time.
 JOBS ?=
-# More arguments for installing torch, e.g. the index of the wheels for another CUDA version or for CPU only.
+# Extra arguments for installing torch, e.g. the index of wheels for another CUDA version or for CPU only.
 TORCH_ARGS ?=
-# More arguments for pytest (test, test-slow, test-gpu) and for `quire` (demo, bench).
+# Extra arguments for pytest (test, test-slow, test-gpu) and for `quire` (demo, bench).
 ARGS ?=
 
 BIN := .venv/bin
@@ -19,28 +19,30 @@ STAMP := .venv/.stamp
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
-setup: $(STAMP)  ## create .venv and install quire into it, with the pinned tools for tests
+setup: $(STAMP)  ## create .venv and install quire into it, editable, with pinned versions
 
-# torch goes first, on its own: a torch that is installed satisfies quire's dependency, whichever build it is.
+# torch is installed first, on its own: any build that is present satisfies quire's dependency.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH_ARGS) torch -c constraints.txt
 	$(BIN)/python -m pip install -e '.[test,dev]' -c constraints.txt
-	mkdir -p .venv/src/quire  # the package as it is installed, for mypy: see [tool.mypy]
+	mkdir -p .venv/src/quire  # the package layout as installed, for mypy: see [tool.mypy]
 	ln -sfn $(addprefix $(CURDIR)/,$(wildcard quire/*) attn_ops passes graph_runner) .venv/src/quire/
 	@touch $@
 
-demo: setup  ## generate text with the model that ships with quire; no download, no GPU
+demo: setup  ## generate text with the shipped model; no download, no GPU
 	$(BIN)/quire generate --demo $(ARGS)
 
-test: lint type  ## lint, type check and run the tests that need no GPU, but not the slow ones
+test: lint type  ## lint, type check, and run the tests that need no GPU and are not slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(ARGS)
 
-test-slow: setup  ## run the slow ones: more models, compilers and dtypes of what the others test
+test-slow: setup  ## run the slow tests: more models, compilers and dtypes, installs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and slow" -n 2 --dist worksteal $(ARGS)
 
-# Most GPU tests wait for compilers and for the CPU: JOBS=8 runs as many at once (needs pytest-xdist).
-test-gpu:  ## run the GPU tests with the python3 in use (or PY=...) and its own torch; no .venv; JOBS=8 at a time
+# No .venv and no package index: quire is installed into the environment of PY, whose packages the tests use. Most GPU tests wait
+# for compilers and the CPU, so JOBS=8 is faster.
+test-gpu:  ## run the GPU tests with python3 (or PY=...) and its torch; JOBS=8 at a time
+	$(PY) -m pip install -q --no-index --no-deps --no-build-isolation -e .
 	$(PY) -m pytest -m "gpu and not alone" $(if $(JOBS),-n $(JOBS) --dist worksteal) $(ARGS) tests; \
 	many=$$?; $(PY) -m pytest -m "gpu and alone" $(ARGS) tests; alone=$$?; \
 	[ $$many = 5 ] || [ $$many = 0 ] && { [ $$alone = 5 ] || [ $$alone = 0 ]; } && [ $$many$$alone != 55 ]  # 5: no test chosen
@@ -51,9 +53,9 @@ lint: setup  ## ruff
 type: setup  ## mypy
 	$(BIN)/mypy
 
-bench: setup  ## run the benchmark of `quire bench`; pass options in ARGS
+bench: setup  ## run `quire bench` with the options in ARGS
 	$(BIN)/quire bench $(ARGS)
 
-clean:  ## remove build outputs and caches, and keep .venv
+clean:  ## remove build outputs and caches, except .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
-"""Make attn_ops/tuning/attention.json, the times that ship with quire, from results of ``quire bench attention``.
+"""Write attn_ops/tuning/attention.json, the times that ship with quire, from results of ``quire bench attention``.
 
     python benchmarks/attention_choices.py benchmarks/results/h200_attention.json
 
-Every file given is read; what they hold replaces what was there. Only plain causal attention has a place there so far.
+The content of the given files replaces the old content. Only plain causal attention is supported so far.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.tuning.attention import STORE, Measurement, ShapeClass, save
 
-#: How a package is called in an environment's versions, where that is not its name.
+#: Names of packages in an environment's versions, where they differ.
 CALLED = {"flashinfer-python": "flashinfer"}
 
 
 def measurements(path: Path) -> list[Measurement]:
-    """One for each backend in a results file. Raises ValueError for sites that need more than plain attention."""
+    """One per backend in a results file. Raises ValueError for sites that need more than plain attention."""
     content = json.loads(path.read_text())
     environment, rows = content["environment"], content["rows"]
     found = []

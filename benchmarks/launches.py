@@ -193,7 +193,8 @@ def launches(program: str) -> list[str]:
 
 
 def main() -> None:
-    from quire.graph_runner.bench.shapes import SHAPES, ModelSpec, skeleton
+    from quire.graph_runner.bench.models import ModelSpec, skeleton
+    from quire.graph_runner.bench.shapes import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=[*SHAPES, "tiny"])

@@ -1,25 +1,27 @@
 #!/usr/bin/env bash
-# The measurements behind benchmarks/results, on one GPU: each part writes JSON and a log under $OUT (default: results).
+# Measurements behind benchmarks/results, on one GPU. Each part writes JSON and a log to $OUT (default: results). quire is installed
+# first into the environment of $PY (default: python3), editable and without a package index.
 #
 #   benchmarks/measure.sh decode mixed prefill start        # parts, in the order given
 #   MODEL=tiny OUT=/tmp/out PY=.venv/bin/python benchmarks/measure.sh start     # a dry run
 #
-# decode    ms a step at B = 1, 8, 32, 128, context 1024: triton, then flashinfer
-# pdl       the same for triton with programmatic dependent launch
+# decode    ms per step at B = 1, 8, 32, 128, context 1024: triton, then flashinfer; triton: triton only
+# pdl       the same for triton with programmatic dependent launch; nofuse: without the rope fusion
 # mixed     256 requests of mixed lengths; prefill: 128 x 960 and 1 x 960 tokens
 # start     cold and warm
-# attention the attention kernels alone, and attention="auto"'s table
-# kv        decode with int8 and fp8 KV caches; weights: with torchao's int8, fp8 and int4 weights
-# linears   launch parameters for quantised weights, int8 and fp8
+# attention the attention kernels alone, and the times for attention="auto"
+# kv        decode with int8 and fp8 KV caches; weights: decode with torchao's int8, fp8 and int4 weights
+# linears   launch parameters for int8 and fp8 weights
 # grid      triton's decode kernel over groups of heads and head dims, with and without tensor cores
 # sweep     launch parameters of triton's decode kernel; kvsweep: for int8 and fp8 caches
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
-# tests     the GPU tests (or those in $TESTS), JOBS (8) at a time, then those that need the GPU to themselves
+# tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
 mkdir -p "$OUT"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
+"$PY" -m pip install -q --no-index --no-deps --no-build-isolation -e . || exit
 
 bench() {  # name, arguments of quire bench
     local name=$1; shift
@@ -56,8 +58,8 @@ for part in "$@"; do
                    done ;;
         tests)
             read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py}"
-            # Many processes share the CPU: each compiles in one thread. A line for each test, in case time runs out.
-            alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0)  # for the tests, not for later parts
+            # Many processes share the CPU, so each compiles in one thread. -vv: a line per test, in case time runs out.
+            alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0)  # not for later parts
             for alone in "not alone" alone; do
                 many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
                 timeout "$LIMIT" env "${alike[@]}" "$PY" -m pytest -vv --show-capture=no -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" \

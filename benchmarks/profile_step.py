@@ -1,12 +1,11 @@
-"""Where the GPU's time of an engine's step goes, kernel by kernel, from torch.profiler.
+"""GPU time of an engine step, kernel by kernel, from torch.profiler.
 
     python benchmarks/profile_step.py --model llama-8b --batch 1,8,32,128 --json profile.json
     python benchmarks/profile_step.py --model llama-8b --batch "" --prefill 8192,960
 
-Decode: steps of ``batch`` sequences of about ``context`` tokens, from CUDA graphs as users get them. Wall time comes from steps
-without the profiler (which slows the host down), kernel times from as many steps with it. ``idle`` is the wall time in which no
-kernel of the profiled steps ran: gaps between kernels, and what the host takes. Prefill: one step of so many tokens, in prompts
-of 960 (or one shorter prompt).
+Decode: steps of ``batch`` sequences of about ``context`` tokens, replayed from CUDA graphs. Wall time comes from steps without
+the profiler, which slows the host down; kernel times from as many steps with it. ``idle``: wall time minus kernel time.
+Prefill: one step of ``tokens`` tokens, in prompts of 960 (the last one shorter).
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
+from quire.graph_runner.bench.models import ModelSpec, build
 from quire.graph_runner.bench.report import environment
 from quire.graph_runner.bench.roofline import copy_bandwidth
-from quire.graph_runner.bench.shapes import ModelSpec, build
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 
-#: (pattern of a kernel's name, what it is), the first that fits.
+#: (pattern of a kernel's name, kind); the first match counts.
 KINDS = (
     ("^(vector|tile)_kernel", "matrix product with norm, SwiGLU or residual"),
     ("BatchDecode|BatchPrefill|flashinfer", "attention (FlashInfer)"), ("decode_kernel|reduce_kernel", "attention, decode"),
@@ -46,7 +43,7 @@ def kind(name: str) -> str:
 
 
 def profiled(run: Callable[[], None], steps: int) -> dict[str, tuple[float, float]]:
-    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) a step."""
+    """Kernels of ``run``, which makes ``steps`` steps: name -> (calls, microseconds) per step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -59,13 +56,13 @@ def profiled(run: Callable[[], None], steps: int) -> dict[str, tuple[float, floa
 
 
 def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """A result: the kernels by kind and one by one; printed as well."""
+    """A result, also printed: the kernels by kind, and the longest one by one."""
     kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for name, (calls, us) in kernels.items():
         kinds[kind(name)][0] += calls
         kinds[kind(name)][1] += us
     busy = sum(us for _, us in kernels.values())
-    print(f"{workload} batch {batch}, {tokens} tokens a step: {wall:.0f} us, kernels {busy:.0f} us, "
+    print(f"{workload} batch {batch}, {tokens} tokens per step: {wall:.0f} us, kernels {busy:.0f} us, "
           f"{sum(c for c, _ in kernels.values()):.0f} launches, idle {wall - busy:.0f} us")
     for what, (calls, us) in sorted(kinds.items(), key=lambda item: -item[1][1]):
         print(f"  {us:9.1f} us {calls:7.1f} x  {what}")
@@ -82,7 +79,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", default="1,8,32,128")
-    parser.add_argument("--prefill", default="", help="tokens of a prefill step, with commas between")
+    parser.add_argument("--prefill", default="", help="tokens of a prefill step, comma-separated")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--attention", default="auto")
@@ -102,18 +99,10 @@ def main() -> None:
             for _ in range(count):
                 engine.step()
 
-        def clear() -> None:
-            for request_id in list(engine._requests):
-                engine.abort(request_id)
-            while engine.has_unfinished:
-                engine.step()
-            torch.cuda.synchronize()
-
         for batch in batches:
             params = SamplingParams(max_tokens=250, temperature=0, ignore_eos=True, detokenize=False)
-            for _ in range(batch):
-                engine.add_request(prompt(args.context - 2 * args.steps), params)
-            while any(r.num_computed < len(r.prompt_token_ids) for r in engine._requests.values()):
+            ids = [engine.add_request(prompt(args.context - 2 * args.steps), params)[0] for _ in range(batch)]
+            while engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running):
                 engine.step()
             steps(8)
             torch.cuda.synchronize()
@@ -122,7 +111,11 @@ def main() -> None:
             torch.cuda.synchronize()
             wall = (time.perf_counter() - began) / args.steps * 1e6
             rows.append(row("decode", batch, batch, wall, profiled(lambda: steps(args.steps), args.steps)))
-            clear()
+            for request_id in ids:
+                engine.abort(request_id)
+            while engine.has_unfinished:
+                engine.step()
+            torch.cuda.synchronize()
         for tokens in prefills:
             lengths = [960] * (tokens // 960) + ([tokens % 960] if tokens % 960 else [])
 

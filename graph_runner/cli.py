@@ -264,7 +264,8 @@ def _explain_config(args: argparse.Namespace) -> Any:
 
     from quire.attn_ops.backend import UnsupportedAttention
     from quire.attn_ops.selection import select_backend
-    from quire.graph_runner.bench.shapes import SHAPES, ModelSpec, config_of
+    from quire.graph_runner.bench.models import ModelSpec, config_of
+    from quire.graph_runner.bench.shapes import SHAPES
     from quire.passes.capture.paged_model import find_sites
     from quire.passes.explain import Explanation, check_page_size
 

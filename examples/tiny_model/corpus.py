@@ -1,13 +1,12 @@
 """Make the training text of the tiny example model.
 
-All text comes out of the templates in this file, so nobody else holds rights in it, and the same seed always gives
-the same corpus. A template is plain English with two kinds of holes: ``{slot}``, filled from the facts of the
-document (so that a character keeps its name and pronoun to the end), and ``[a|b|c]``, a choice, which ``{=slot}``
-behind it stores for the rest of the document.
+All text comes from the templates in this file, so nobody else holds rights in it; the same seed gives the same corpus. A
+template is plain English with ``{slot}``, filled from the facts of the document (so a character keeps its name and pronoun),
+and ``[a|b|c]``, a choice, which a following ``{=slot}`` stores for the rest of the document.
 
-Choices are deliberately *not* uniform: equally likely alternatives would leave a trained model with near-ties, where
-a greedy continuation flips on the last bit of a sum. Here one alternative is the favourite, and which one it is
-depends on the subject of the document, so that different prompts still lead to different text.
+Choices are not uniform: equally likely alternatives would leave the model with near-ties, where a greedy continuation flips on
+the last bit of a sum. One alternative is the favorite, and which one depends on the subject of the document, so that different
+prompts lead to different text.
 """
 
 from __future__ import annotations
@@ -170,14 +169,14 @@ def an(noun: str) -> str:
 
 
 class Teller:
-    """Fills the templates of one document, with a taste of its own that depends on the subject `key`."""
+    """Fills the templates of one document, with favorites that depend on the subject `key`."""
 
     def __init__(self, rng: random.Random, key: str = "") -> None:
         self.rng, self.voice = rng, zlib.crc32(key.encode()) % 5
         self.slots: dict[str, str] = {}
 
     def pick(self, options: Sequence[str], decay: float = 0.5) -> str:
-        """Choose with geometric weights; the voice decides which option is the favourite (see the module text)."""
+        """Choose with geometric weights; the voice decides which option is the favorite (see the module text)."""
         first = zlib.crc32(f"{self.voice}{'|'.join(options)}".encode()) % len(options)
         return self.rng.choices(options, [decay ** ((i - first) % len(options)) for i in range(len(options))])[0]
 

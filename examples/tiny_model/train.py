@@ -1,8 +1,7 @@
 """Train the tiny Llama model that ships with the package, on text made by `corpus.py`.
 
-The model exists so that the examples, the tests and a first try of the package need no download: a real checkpoint
-in the Hugging Face format, with grouped-query attention and a tokenizer, that writes readable English. One CPU core
-makes it in about a quarter of an hour.
+Examples, tests and a first try of the package need no download: this is a real checkpoint in the Hugging Face format, with
+grouped-query attention and a tokenizer, that writes readable English. Training takes about 15 minutes on one CPU core.
 
     python examples/tiny_model/train.py --minutes 11
 """
@@ -82,7 +81,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 class Windows:
-    """Draws training batches out of the tokenized corpus."""
+    """Draws training batches from the tokenized corpus."""
 
     def __init__(self, texts: list[str], tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         ids: list[int] = []
@@ -94,12 +93,12 @@ class Windows:
         self.rng = random.Random(seed)
 
     def batch(self, rows: int, length: int) -> torch.Tensor:
-        """Return `rows` windows of `length` tokens, each from the start of a document on."""
+        """Return `rows` windows of `length` tokens, each starting with a document."""
         starts = [s for s in self.rng.choices(self.starts, k=2 * rows) if s + length <= len(self.ids)][:rows]
         return torch.stack([self.ids[s : s + length] for s in starts])
 
     def stream(self, tokens: int) -> Iterator[torch.Tensor]:
-        """Yield batches of `tokens` tokens for ever; every fourth has long rows, to train the high positions too."""
+        """Yield batches of `tokens` tokens forever; every fourth has long rows, to train high positions."""
         while True:
             for length in (256, 256, 256, 1024):
                 yield self.batch(max(1, tokens // length), length)
@@ -108,8 +107,7 @@ class Windows:
 def train(model: LlamaForCausalLM, windows: Windows, minutes: float, peak_rate: float, bf16: bool) -> tuple[float, int]:
     """Train for `minutes`; return the mean loss of the last batches and the number of steps.
 
-    The learning rate follows the clock and not a step count, so that the cosine ends where the time does, however
-    fast the machine is.
+    The learning rate follows the clock, not a step count, so that the cosine ends with the time on any machine.
     """
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]
@@ -153,11 +151,11 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     tokenizer.save_pretrained(folder)
     weights = {name: value.to(torch.bfloat16) for name, value in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner can read
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files readable by their owner only
 
 
 def write_readme(folder: Path, parameters: int, vocab: int, loss: float, steps: int, options: str) -> None:
-    """Say next to the weights what they are and where they come from."""
+    """Write the model card."""
     (folder / "README.md").write_text(f"""# tiny-llama
 
 A very small Llama model that writes simple English: little stories, facts about animals, recipes, letters and
@@ -204,7 +202,7 @@ def check(folder: Path, new_tokens: int = 220) -> None:
 
 
 def main() -> None:
-    """Run the whole thing, or with --check-only look at what is there."""
+    """Train and save, or check the saved model with --check-only."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=11.0, help="training time")
     parser.add_argument("--documents", type=int, default=60_000, help="size of the corpus")

@@ -1,1 +1,1 @@
-"""``quire bench``: the speed of decoding, mixed traffic, prefill and start-up, beside rivals and the floor."""
+"""``quire bench``: decoding, mixed traffic, prefill and start-up, beside rivals and the roofline."""

@@ -1,10 +1,9 @@
 """Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_kernels.py``.
 
-On a GPU a number is the median over replays of a CUDA graph that holds CALLS calls, divided by CALLS, where the backend allows
-such a batch in a graph; else of CALLS calls between two events, launches included where the GPU waits for them. (Of calls that
-take longer than SLOW fewer are made.) On a CPU it is the median over single calls. The calls go through several caches in turn,
-on a GPU together at least 8 times its L2 cache, so that keys come from memory, as they do in a model. Host work before a step
-(``plan``, ``prepare``) is not in it.
+On a GPU the result is the median over replays of a CUDA graph of CALLS calls, divided by CALLS, where the backend allows such a
+batch in a graph; else of CALLS calls between two events, launch overhead included. Calls slower than SLOW are repeated less. On
+a CPU it is the median of single calls. Calls rotate through several caches, on a GPU together at least 8 times its L2 cache, so
+that keys come from memory as in a model. Host work before a step (``plan``, ``prepare``) is not timed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CPU_CALLS = 7
 
 @dataclass(frozen=True)
 class Point:
-    """One batch to measure: the tokens scheduled of each sequence, and the tokens that each has after the step."""
+    """One batch to measure: scheduled tokens and total tokens after the step, per sequence."""
 
     kind: str  # "decode" or "extend"
     name: str
@@ -42,12 +41,12 @@ def decode_point(batch: int, context: int) -> Point:
     return Point("decode", f"{batch}x{context}", [1] * batch, [context] * batch)
 
 
-#: Sequences, tokens of each that are scheduled, and tokens of each that were computed before.
+#: (sequences, scheduled tokens per sequence, tokens computed before).
 EXTENDS = ((1, 4096, 0), (8, 1024, 4096), (1, 960, 0), (1, 64, 8128))
 
 
 def extend_points(divisor: int = 1) -> list[Point]:
-    """Prefills of prompts and of chunks, and a mixed batch: 63 decodes and a chunk of 448. ``divisor``: of the lengths."""
+    """Prefills of prompts and of chunks, and a mixed batch: 63 decodes and a chunk of 448. ``divisor`` shortens them."""
     points = []
     for batch, new, before in EXTENDS:
         new, before = max(2, new // divisor), before // divisor
@@ -95,7 +94,7 @@ class Timing:
 
 
 def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
-    """Time the backend on the batch. Whatever its op raises comes out."""
+    """Time the backend on the batch. Errors of its op propagate."""
     m, device = batch.metadata, batch.q.device
     decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
     least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
@@ -110,7 +109,7 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
 
         call(0)
         if device.type != "cuda":
-            return _on_the_host(call)
+            return on_the_host(call)
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         call(0)
@@ -136,7 +135,8 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
         return Timing(median_us(graph.replay, count, replays), host_us, "graph")
 
 
-def _on_the_host(call: Callable[[int], None]) -> Timing:
+def on_the_host(call: Callable[[int], None]) -> Timing:
+    """Host time of one call: the median."""
     seconds = []
     for i in range(CPU_CALLS):
         began = time.perf_counter()
@@ -147,7 +147,7 @@ def _on_the_host(call: Callable[[int], None]) -> Timing:
 
 
 def median_us(run: Callable[[], Any], calls: int, replays: int) -> float:
-    """Device time of one call, where ``run`` makes ``calls`` of them on the current stream."""
+    """Median device time in microseconds of one call; ``run`` makes ``calls`` of them on the current stream."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for _ in range(min(3, replays - 1)):
         run()
@@ -160,11 +160,8 @@ def median_us(run: Callable[[], Any], calls: int, replays: int) -> float:
 
 
 def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """(bytes of keys, values, queries and outputs, floating-point operations) that the call cannot do without. ``kv_dtype``: of
-    the cache, None: the site's.
-
-    Operations are those of the two matrix products over visible keys.
-    """
+    """Minimum (bytes, floating-point operations) of the call: keys, values, queries and outputs; the two matrix products over
+    visible keys. ``kv_dtype``: of the cache; None: the site's."""
     keys = pairs = 0
     for query, seq in zip(point.query_lens, point.seq_lens, strict=True):
         visible = [min(p + 1, site.window or p + 1, p % site.chunk + 1 if site.chunk else p + 1)
@@ -178,4 +175,4 @@ def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None)
 
 
 __all__ = ["CALLS", "EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "median_us",
-           "op_batch", "work"]
+           "on_the_host", "op_batch", "work"]

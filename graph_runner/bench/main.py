@@ -1,4 +1,4 @@
-"""``quire bench``: its arguments, and the run over workloads, systems and attention backends."""
+"""``quire bench``: its arguments, and one run. Imports nothing heavy: ``--help`` must be fast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import shlex
 import sys
 from pathlib import Path
 from typing import Any
+
+from quire.graph_runner.bench.shapes import NAMES, QUANTIZATIONS
 
 EPILOG = """\
 examples:
@@ -44,7 +46,7 @@ def percent(text: str) -> float:
     except ValueError:
         value = -1.0
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; write 5% or 0.05")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance such as 5% or 0.05")
     return value
 
 
@@ -72,68 +74,60 @@ def check_engine_options(options: dict[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``quire bench``; nothing heavy is imported for ``--help``."""
+    """Add the arguments of ``quire bench``."""
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
-    parser.add_argument("workload", nargs="?", default="decode",
-                        choices=("decode", "mixed256", "prefill", "start", "host", "all", "attention"),
-                        help=("what to measure (default: decode); host: the host's part of a step, without the model; "
-                              "attention: each backend's kernels alone, not part of all"))
-    parser.add_argument("--model", metavar="NAME|PATH", help=(
-        "a public model's shape, with random weights: llama-8b, llama-1b, llama2-7b, phi-3-mini, qwen2-7b, qwen3-0.6b, "
-        "qwen3-8b, gemma2-9b, gpt-oss-20b, qwen3-30b-a3b, mistral-7b, deepseek-v2-lite, tiny; or the path of a saved model "
-        "(default: llama-8b, on a CPU tiny)"))
-    parser.add_argument("--layers", type=int, metavar="N",
-                        help="only N layers, for a dry run (default: $LAYERS, else all)")
-    parser.add_argument("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")
-    parser.add_argument("--quantize", metavar="NAME", help=(
-        "quantise the weights with torchao first: int8wo, fp8wo, int4wo (weights only), int8dq, fp8dq (activations too); "
+    add = parser.add_argument
+    add("workload", nargs="?", default="decode",
+        choices=("decode", "mixed256", "prefill", "start", "host", "all", "attention"),
+        help=("what to measure (default: decode); host: the host's part of a step, without the model; attention: each "
+              "backend's kernels alone, not part of all"))
+    add("--model", metavar="NAME|PATH", help=(
+        f"a public model's shape, with random weights: {', '.join(NAMES)}; or the path of a saved model (default: llama-8b, on "
+        "a CPU tiny)"))
+    add("--layers", type=int, metavar="N", help="only the first N layers, for a dry run (default: $LAYERS, else all)")
+    add("--dtype", help="of weights and KV cache (default: bfloat16, on a CPU float32)")
+    add("--quantize", metavar="NAME", help=(
+        f"quantize the weights with torchao first: {', '.join(QUANTIZATIONS)} (wo: weights only, dq: activations too); "
         "--dtype is then that of the rest"))
-    parser.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE",
-                        help="of quire's KV cache: auto (that of --dtype), int8, fp8, fp8_e5m2 (default: auto)")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
-    parser.add_argument("--attention", type=_list, default=["auto"], metavar="LIST", help=(
-        "attention backends of quire to measure, with commas between (default: auto; for the workload attention: all "
-        "that are usable)"))
-    parser.add_argument("--batch", type=_ints, metavar="LIST",
-                        help="batch sizes of decode, host and attention (default: 1,8,32,128, and 256 for host)")
-    parser.add_argument("--context", type=_ints, metavar="N", help=(
-        "tokens a sequence in decode (default: 1024, or what the model has positions for); the workload attention takes "
-        "a list (default: 1024,8192, on a CPU 128,1024)"))
+    add("--kv-cache-dtype", default="auto", metavar="DTYPE",
+        help="of quire's KV cache: auto (that of --dtype), int8, fp8, fp8_e5m2 (default: auto)")
+    add("--device", help="cuda or cpu (default: cuda if there is a GPU)")
+    add("--attention", type=_list, default=["auto"], metavar="LIST", help=(
+        "quire's attention backends to measure, comma-separated (default: auto; for the workload attention: all usable ones)"))
+    add("--batch", type=_ints, metavar="LIST",
+        help="batch sizes of decode, host and attention (default: 1,8,32,128, and 256 for host)")
+    add("--context", type=_ints, metavar="N", help=(
+        "tokens per sequence in decode (default: 1024, or the model's limit); the workload attention takes a list (default: "
+        "1024,8192, on a CPU 128,1024)"))
+    add("--systems", type=_list, default=["quire"], metavar="LIST", help=(
+        "quire, hf-eager, hf-static, hf-cb (transformers' generate and continuous batching), vllm, vllm-transformers; "
+        "comma-separated (default: quire)"))
+    add("--vs", type=_list, default=[], metavar="LIST", help="more systems: --vs vllm")
+    add("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
+        help="an option of quire.Engine, e.g. page_size=32; may be repeated")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of which the median counts (default: 3)")
+    add("--scale", type=int, default=1, metavar="N",
+        help="divide request counts and lengths of mixed256 and prefill, for a dry run (default: 1)")
+    add("--out", type=Path, metavar="FILE.json", help="write rows and environment there, after every row")
+    add("--plots", type=Path, metavar="DIR", help="draw the decode rows there, as PNG and SVG")
+    add("--against", type=Path, metavar="FILE.json", help="compare with an earlier result; exit code 1 if a row got slower")
+    add("--tolerance", type=percent, default=0.05, metavar="P", help="how much slower is allowed (default: 5%%)")
     only = parser.add_argument_group("for the workload attention only")
     only.add_argument("--heads", type=_list, metavar="LIST",
-                      help="query heads/key heads x head dim, such as 32/8x128 (default: the attention sites of --model)")
-    only.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (default: 16)")
+                      help="query heads/KV heads x head dim, such as 32/8x128 (default: the attention sites of --model)")
+    only.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per page (default: 16)")
     only.add_argument("--layout", default="NHD", choices=("NHD", "HND"), help="of the KV cache (default: NHD)")
     only.add_argument("--save", action="store_true",
                       help="keep the times in the user's cache, where attention=\"auto\" finds them")
-    parser.add_argument("--systems", type=_list, default=["quire"], metavar="LIST", help=(
-        "quire, hf-eager, hf-static, hf-cb (transformers' generate and continuous batching), vllm, vllm-transformers; "
-        "with commas between (default: quire)"))
-    parser.add_argument("--vs", type=_list, default=[], metavar="LIST", help="shorthand for more systems: --vs vllm")
-    parser.add_argument("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
-                        help="an option of quire.Engine, e.g. page_size=32; may be repeated")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N",
-                        help="runs of which the median counts (default: 3)")
-    parser.add_argument("--scale", type=int, default=1, metavar="N",
-                        help="divide request counts and lengths of mixed256 and prefill, for a dry run (default: 1)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json",
-                        help="write rows and environment there, after every row")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the decode rows there, as PNG and SVG")
-    parser.add_argument("--against", type=Path, metavar="FILE.json",
-                        help="compare with an earlier result; exit code 1 if a row got slower")
-    parser.add_argument("--tolerance", type=percent, default=0.05, metavar="P",
-                        help="how much slower is allowed (default: 5%%)")
 
 
 def _session(args: argparse.Namespace, command: str) -> Any:
-    """The run that the arguments ask for. Raises ValueError for arguments of another workload, which would go unheeded."""
+    """The session for the workload. Raises ValueError for arguments of another workload, which would be ignored."""
     kernels = args.workload == "attention"
-    for names, mine in ((("heads", "save"), kernels), (("vs", "engine", "plots", "quantize"), not kernels)):
-        given = [f"--{name}" for name in names if getattr(args, name) and not mine]
-        if given:
-            raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
-    if not kernels and (args.page_size != 16 or args.layout != "NHD"):
-        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
+    given = [f"--{name}" for name in (("vs", "engine", "plots", "quantize") if kernels else ("heads", "save"))
+             if getattr(args, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
     if kernels and args.systems != ["quire"]:
         raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
     if kernels:
@@ -142,13 +136,15 @@ def _session(args: argparse.Namespace, command: str) -> Any:
         return AttentionSession(args, command)
     from quire.graph_runner.bench.session import Session
 
+    if args.page_size != 16 or args.layout != "NHD":
+        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
     if args.context is not None and len(args.context) > 1:
         raise ValueError(f"the workload {args.workload} takes one --context, got {args.context}")
     return Session(args, command)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Measure, print and write. The exit code: 1 if ``--against`` found a row slower, else 0."""
+    """Measure, print and write. Returns the exit code: 1 if ``--against`` found a slower row, else 0."""
     if args.against is not None and not args.against.is_file():
         raise FileNotFoundError(f"no result to compare with at {args.against}")
     before = json.loads(args.against.read_text()) if args.against is not None else None

@@ -1,12 +1,10 @@
-"""The result of a benchmark: rows with the environment they were measured in, as JSON and as a table.
+"""Results: rows with the environment they were measured in, as JSON and as a table.
 
-A row has ``workload``, ``variant`` (cold or warm start; decode or extend), ``system``, ``attention``, ``model``, ``dtype``,
-``quantization`` (of the weights, None: none), ``kv_cache_dtype``, ``batch``, ``context``, ``max_model_len`` (of the host
-workload); the measured ``ms_per_step``, ``tokens_per_s`` and ``seconds`` (None where the workload has none);
-``bytes_per_step`` (``graph_runner/bench/roofline.py`` has the formula), ``tb_per_s`` (bytes over the measured time), ``floor_ms``
-(bytes over the bandwidth of a copy) and ``share_of_floor`` (floor over measured; 1 is perfect); ``phases_ms`` (the parts of a
-host step) and ``slowest_ms`` (of its steps); ``peak_memory_gib``, ``capture_s``, ``engine_options``, ``command``; and ``error``
-instead of numbers where it failed.
+A row has the columns of COLUMNS, None where the workload has none; ``error`` instead of numbers where it failed:
+``variant`` (cold or warm start; decode or extend), ``quantization`` (of the weights), ``max_model_len`` (host workload),
+``bytes_per_step`` (formula: ``graph_runner/bench/roofline.py``), ``tb_per_s`` (bytes over measured time), ``floor_ms`` (the
+roofline: bytes over copy bandwidth), ``share_of_floor`` (roofline over measured time; 1 is perfect), ``phases_ms`` (parts of a
+host step) and ``slowest_ms`` (the slowest of its steps).
 """
 
 from __future__ import annotations
@@ -30,12 +28,13 @@ COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quan
            "max_model_len", "ms_per_step", "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms",
            "share_of_floor", "peak_memory_gib", "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
 PHASES = ("schedule", "fill", "upload", "launch", "collect")  # of a host step
+LEFT = ("workload", "system", "attention", "cache", "row", "verdict")  # left-aligned columns
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def complete(row: Row, bandwidth: float | None) -> Row:
-    """``row`` with every column, the derived ones computed from bytes, time and the copy's ``bandwidth`` in bytes/s."""
-    row = {**{name: None for name in COLUMNS}, **row}
+    """``row`` with every column; derived ones are computed from bytes, time and the copy ``bandwidth`` in bytes/s."""
+    row = {**dict.fromkeys(COLUMNS), **row}
     size, step = row["bytes_per_step"], row["ms_per_step"]
     if size and step:
         row["tb_per_s"] = size / step / 1e9
@@ -54,8 +53,7 @@ def _run(*command: str, cwd: Path | None = None) -> str | None:
 
 
 def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]:
-    """Where and with what the numbers were measured. The commit comes from git, or from the environment variable
-    QUIRE_COMMIT, for a copy of the sources without their history."""
+    """Where and with what the numbers were measured. The commit comes from QUIRE_COMMIT, else from git."""
     versions: dict[str, str | None] = {}
     for name, dist in (("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"),
                        ("flashinfer", "flashinfer-python"), ("vllm", "vllm"), ("torchao", "torchao")):
@@ -81,87 +79,77 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
 
 
 def write(path: Path, env: dict[str, Any], rows: Sequence[Row]) -> None:
-    """The whole result so far; in one move, so that an interrupted run leaves a file that can be read."""
+    """Write the whole result so far, atomically: an interrupted run leaves a readable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"environment": env, "rows": list(rows)}, indent=1) + "\n")
+    part.write_text(json.dumps({"environment": env, "rows": list(rows)}, indent=1, default=str) + "\n")
     part.replace(path)
 
 
-def _number(value: Any, digits: int = 2) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
+def _identity(row: Row) -> dict[str, str]:
+    """What the row measured, by column of the table."""
+    kv_cache = row.get("kv_cache_dtype")
+    cells = {"workload": " ".join(filter(None, (row["workload"], row.get("variant")))), "model": row["model"],
+             "system": row["system"], "attention": row.get("attention"), "weights": row.get("quantization"),
+             "cache": None if kv_cache in (None, row.get("dtype")) else f"{kv_cache} KV",
+             **{name: row.get(name) for name in ("batch", "context", "max_model_len")}}
+    return {name: "" if value is None else str(value) for name, value in cells.items()}
 
 
-def _kv_cache(row: Row) -> str:
-    """The dtype of the KV cache where it is not the model's."""
-    dtype = row.get("kv_cache_dtype")
-    return "" if dtype in (None, row.get("dtype")) else f"{dtype} KV"
+def _numbers(row: Row) -> dict[str, str]:
+    """What came out, by column of the table."""
+    share = row["share_of_floor"]
+    parts = {**(row["phases_ms"] or {}), **(row.get("parts_s") or {})}
+    us = row.get("us")  # of one call of an attention op
+    numbers = [("us", us, 1), ("ms/step", None if us else row["ms_per_step"], 3),
+               *((name, parts.get(name), 3) for name in (*PHASES, *parts)),
+               ("tokens/s", row["tokens_per_s"], 0), ("seconds", row["seconds"], 3), ("TB/s", row["tb_per_s"], 3),
+               ("TFLOP/s", row.get("tflop_per_s"), 1), ("roofline ms", row["floor_ms"], 3),
+               ("of roofline", share and f"{share:.0%}", 0), ("GiB", row["peak_memory_gib"], 1)]
+    return {name: "" if value is None else value if isinstance(value, str) else f"{value:,.{digits}f}"
+            for name, value, digits in numbers}
 
 
 def describe(row: Row) -> str:
-    """What a row is of, in words."""
-    size = " ".join(f"{key} {row[key]}" for key in ("batch", "context", "max_model_len") if row.get(key) is not None)
-    attention = ", ".join(filter(None, (row.get("attention"), _kv_cache(row))))
-    attention = f" ({attention})" if attention else ""
-    words = (row["workload"], row.get("variant"), row["model"], row.get("quantization"), f"{row['system']}{attention}", size)
-    return " ".join(word for word in words if word)
+    """What the row measured, in one line."""
+    return " ".join(f"{name} {cell}" if cell.isdigit() else cell for name, cell in _identity(row).items() if cell)
 
 
 def first_line(text: str) -> str:
-    """The first line that says something."""
+    """The first non-empty line, and the next one after a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     head = lines[0] if lines else ""
     return f"{head} {lines[1]}" if head.endswith(":") and len(lines) > 1 else head
 
 
 def result_line(row: Row) -> str:
-    """The numbers of a row in one line."""
-    if row.get("error"):
+    """The numbers of a row in one line, or why it was not measured."""
+    if row["error"]:
         return f"not measured: {first_line(row['error'])}"
-    parts = []
-    if row["ms_per_step"] is not None:
-        parts.append(f"{row['ms_per_step']:.3f} ms a step")
-    if row.get("phases_ms"):
-        parts.append("of it " + ", ".join(f"{name} {ms:.3f}" for name, ms in row["phases_ms"].items()))
-    if row["share_of_floor"] is not None:
-        parts.append(f"{row['share_of_floor']:.0%} of the floor ({row['floor_ms']:.3f} ms)")
-    if row["seconds"] is not None:
-        parts.append(f"{row['seconds']:.3f} s")
-    if row.get("parts_s"):
-        parts.append("of it " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["parts_s"].items()))
-    if row["tokens_per_s"] is not None:
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
-    return ", ".join(parts)
+    return ", ".join(f"{name} {cell}" for name, cell in _numbers(row).items() if cell)
 
 
-def table(rows: Sequence[Row], title: str) -> Any:
-    """A rich table of the rows; columns that no row fills are left out."""
+def rich_table(title: str, rows: Sequence[dict[str, str]]) -> Any:
+    """A table with the keys of ``rows`` as columns, without those that are empty in every row."""
     from rich import box
     from rich.table import Table
 
-    cells = [_cells(row) for row in rows]
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
-    names = [name for name in cells[0] if any(row[name] for row in cells)] if cells else []
+    names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     for name in names:
-        made.add_column(name, justify="left" if name in ("workload", "system", "attention", "cache") else "right", no_wrap=True)
-    for row in cells:
+        made.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "row")
+    for row in rows:
         made.add_row(*(row[name] for name in names))
     return made
 
 
-def _cells(row: Row) -> dict[str, str]:
-    share = row["share_of_floor"]
-    return {
-        "workload": " ".join(filter(None, (row["workload"], row["variant"]))), "system": row["system"],
-        "attention": row["attention"] or "", "weights": row["quantization"] or "", "cache": _kv_cache(row),
-        "batch": str(row["batch"] or ""), "context": str(row["context"] or ""),
-        "max_model_len": str(row["max_model_len"] or ""),
-        "ms/step": "[yellow]not measured[/yellow]" if row["error"] else _number(row["ms_per_step"], 3),
-        **{name: _number((row["phases_ms"] or {}).get(name), 3) for name in PHASES},
-        "tokens/s": _number(row["tokens_per_s"], 0), "seconds": _number(row["seconds"], 3),
-        "TB/s": _number(row["tb_per_s"]), "floor ms": _number(row["floor_ms"], 3),
-        "of floor": "" if share is None else f"{share:.0%}", "GiB": _number(row["peak_memory_gib"], 1),
-    }
+def table(rows: Sequence[Row], title: str) -> Any:
+    """The rows of a run as a table."""
+    failed = {"ms/step": "[yellow]not measured[/yellow]"}
+    cells: list[dict[str, str]] = [{**_identity(row), **_numbers(row), **(failed if row["error"] else {})} for row in rows]
+    names = dict.fromkeys(name for row in cells for name in row if name != "model")
+    return rich_table(title, [{name: row.get(name, "") for name in names} for row in cells])
 
 
-__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "result_line", "table", "write"]
+__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "first_line", "result_line", "rich_table",
+           "table", "write"]

@@ -1,29 +1,28 @@
-"""What quire is compared with: transformers' own generation, and vLLM, each with its defaults for speed.
+"""The systems that quire is compared with, each with its defaults for speed. Importing this file registers them.
 
     hf-eager           ``model.generate``, no compilation, dynamic cache
-    hf-static          ``model.generate`` with the static cache; its decode steps are compiled (on a GPU)
+    hf-static          ``model.generate`` with the static cache; decode steps are compiled on a GPU
     hf-cb              transformers' continuous batching, with CUDA graphs on a GPU
     vllm               vLLM with its own implementation of the model
-    vllm-transformers  vLLM running transformers' implementation (its Transformers backend)
+    vllm-transformers  vLLM with its Transformers backend
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from quire.graph_runner.bench.shapes import config_of
-from quire.graph_runner.bench.systems import Limits, Models, NotMeasured, System
+from quire.graph_runner.bench.models import Models, config_of
+from quire.graph_runner.bench.systems import Limits, NotMeasured, System
 
 
 class HfEager(System):
-    """transformers' ``generate``: one batch of prompts of one length, all with as many new tokens."""
+    """transformers' ``generate``: one batch, with one prompt length and one number of new tokens."""
 
     name = "hf-eager"
 
@@ -36,9 +35,9 @@ class HfEager(System):
         if len({len(p) for p in prompts}) > 1 or len(set(new_tokens)) > 1:
             raise NotMeasured("transformers' generate runs one batch of one length; see hf-cb for mixed lengths")
         ids = torch.tensor(prompts, device=self.model.device)
-        with torch.no_grad(), no_end_token(self.model):
+        with torch.no_grad():
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens[0],
-                                      pad_token_id=0, **_sampling(temperature), **self.options)
+                                      eos_token_id=None, pad_token_id=0, **_sampling(temperature), **self.options)
             tokens = out[:, ids.shape[1]:].cpu()
         return tokens.numel()
 
@@ -47,15 +46,14 @@ class HfEager(System):
 
 
 class HfStatic(HfEager):
-    name = "hf-static"
-    compiles_each_size = True
+    name, compiles_each_size = "hf-static", True
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
         super().__init__(models, attention, limits, options)
         self.options = {"cache_implementation": "static"}
 
     def close(self) -> None:
-        for name in ("_cache", "_compiled_call"):  # both are kept on the model
+        for name in ("_cache", "_compiled_call"):  # generate keeps both on the model
             if name in self.model.__dict__:
                 delattr(self.model, name)
         torch.compiler.reset()
@@ -68,19 +66,8 @@ def _sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
-@contextlib.contextmanager
-def no_end_token(model: Any) -> Iterator[None]:
-    """Without an end-of-sequence token in the model's generation config, so that ``generate`` runs to its length."""
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = None
-    try:
-        yield
-    finally:
-        model.generation_config.eos_token_id = before
-
-
 class HfContinuousBatching(System):
-    """``model.init_continuous_batching``. The manager lives as long as this: its start-up is not measured."""
+    """``model.init_continuous_batching``. The manager is kept between calls, so its start-up is not measured."""
 
     name = "hf-cb"
 
@@ -93,23 +80,24 @@ class HfContinuousBatching(System):
         if models.spec.device.type != "cuda":
             pages = limits.max_num_seqs * -(-limits.max_model_len // 256) + 8
             self.options.update(num_blocks=pages, max_batch_tokens=1024)
-        self._managers: dict[float, Any] = {}
+        self._manager: Any = None
+        self._temperature: float | None = None
 
-    def _manager(self, temperature: float) -> Any:
-        if temperature not in self._managers:
-            from transformers import GenerationConfig
-            from transformers.generation import ContinuousBatchingConfig
+    def _start(self, temperature: float) -> None:
+        from transformers import GenerationConfig
+        from transformers.generation import ContinuousBatchingConfig
 
-            self._stop()  # each takes most of the memory
-            config = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=16, **_sampling(temperature))
-            manager = self.model.init_continuous_batching(
-                generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**self.options))
-            manager.start()
-            self._managers[temperature] = manager
-        return self._managers[temperature]
+        self._stop()  # each manager takes most of the memory
+        config = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=16, **_sampling(temperature))
+        self._manager = self.model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**self.options))
+        self._manager.start()
+        self._temperature = temperature
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
-        manager = self._manager(temperature)
+        if temperature != self._temperature:
+            self._start(temperature)
+        manager = self._manager
         for prompt, n in zip(prompts, new_tokens, strict=True):
             manager.add_request(list(prompt), max_new_tokens=n, eos_token_id=-1)
         count = done = 0
@@ -126,25 +114,24 @@ class HfContinuousBatching(System):
         return count
 
     def _stop(self) -> None:
-        for manager in self._managers.values():
-            manager.stop(block=True, timeout=30)
-            if hasattr(manager, "destroy"):
-                manager.destroy()
-        self._managers.clear()
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=30)
+            if hasattr(self._manager, "destroy"):
+                self._manager.destroy()
+        self._manager = self._temperature = None
 
     def close(self) -> None:
         before = self.attention
         self._stop()
-        if getattr(self.model.config, "_attn_implementation", before) != before:  # it switches to a paged one
+        if getattr(self.model.config, "_attn_implementation", before) != before:  # the manager switches to a paged one
             self.model.set_attn_implementation(before)
         self.model = None
 
 
 class Vllm(System):
-    """vLLM's ``LLM``; for a shape with dummy weights of its own. The model under test is dropped from memory first."""
+    """vLLM's ``LLM``, with dummy weights for a shape. The model under test is dropped from memory first."""
 
-    name = "vllm"
-    in_process = False
+    name, in_process, quantizes, starts = "vllm", False, False, True
     model_impl = "auto"
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
@@ -159,17 +146,13 @@ class Vllm(System):
         self.options = {"max_model_len": limits.max_model_len, "model_impl": self.model_impl}
         source: dict[str, Any] = {"model": models.spec.name}
         if not models.spec.is_path:
-            self._write_config(models)
+            config = config_of(models.spec)
+            config.architectures, config.dtype = [type(models.skeleton).__name__], models.spec.dtype
+            config.save_pretrained(self._folder.name)
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
         self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=str(models.spec.dtype).removeprefix("torch."),
                             **self.options)
-
-    def _write_config(self, models: Models) -> None:
-        config = config_of(models.spec)
-        config.architectures = [type(models.skeleton).__name__]
-        config.dtype = models.spec.dtype
-        config.save_pretrained(self._folder.name)
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
         from vllm import SamplingParams
@@ -188,8 +171,7 @@ class Vllm(System):
 
 
 class VllmTransformers(Vllm):
-    name = "vllm-transformers"
-    model_impl = "transformers"
+    name, model_impl = "vllm-transformers", "transformers"
 
 
-__all__ = ["HfContinuousBatching", "HfEager", "HfStatic", "Vllm", "VllmTransformers", "no_end_token"]
+__all__ = ["HfContinuousBatching", "HfEager", "HfStatic", "Vllm", "VllmTransformers"]

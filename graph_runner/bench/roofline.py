@@ -1,14 +1,13 @@
-"""The physical floor of a decode step: the bytes it must read from memory, over the bandwidth of a copy on it."""
+"""The roofline of a decode step: the bytes it must read from memory, over the bandwidth of a copy."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
 import torch
 
 from quire.attn_ops.kv_cache import vector_bytes
+from quire.graph_runner.bench.attention_op import median_us, on_the_host
 from quire.passes.verify.quantized import num_bytes
 
 _COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
@@ -22,41 +21,31 @@ def copy_bandwidth(device: torch.device) -> float:
         size = min(size, int(torch.cuda.mem_get_info(device)[0] * 0.4) // 4096 * 4096)
     source = torch.empty(size // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
-    seconds = []
-    for _ in range(_COPIES + 2):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            target.copy_(source)
-            seconds.append(time.perf_counter() - began)
-    return 2 * source.numel() * 4 / statistics.median(seconds[2:])
+
+    def copy(i: int = 0) -> None:
+        target.copy_(source)
+
+    us = median_us(copy, 1, _COPIES) if device.type == "cuda" else on_the_host(copy).us
+    return 2 * source.numel() * 4 / us * 1e6
 
 
 def weight_bytes(model: torch.nn.Module, batch: int) -> float:
-    """Bytes of weights that one step of ``batch`` tokens reads, each once.
+    """Bytes of weights that a step of ``batch`` tokens reads, each once; a quantized weight counts as stored.
 
-    All parameters, with two exceptions. The input embedding is a look-up of ``batch`` rows and not counted, unless it
-    is tied to the output projection, which reads all of it. Of the experts of a mixture-of-experts layer only those
-    count that some token of the batch is routed to; with E experts, k of them a token and tokens spread evenly that is
-    expected to be the share 1 - (1 - k/E)^batch of them. A quantised weight counts with the bytes it is stored in.
+    Two exceptions. The input embedding is a look-up of ``batch`` rows and not counted, unless it is tied to the output
+    projection. Of E experts, k per token, the expected share that some token is routed to counts: 1 - (1 - k/E)^batch, with
+    tokens spread evenly.
     """
-    get, output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
-    embedding = getattr(get() if get else None, "weight", None)
-    tied = embedding is not None and embedding is getattr(output() if output else None, "weight", None)
-    share = _expert_share(_text_config(model), batch)
-    total = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter is embedding and not tied:
-            continue
-        size = num_bytes(parameter)
-        total += size * (share if ".experts." in name else 1.0)
-    return total
+    owner: Any = model
+    embedding = owner.get_input_embeddings().weight
+    tied = embedding is getattr(owner.get_output_embeddings(), "weight", None)
+    share = _expert_share(_config(model), batch)
+    return sum(num_bytes(parameter) * (share if ".experts." in name else 1.0)
+               for name, parameter in model.named_parameters() if tied or parameter is not embedding)
+
+
+def _config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
 
 
 def _expert_share(config: Any, batch: int) -> float:
@@ -69,11 +58,11 @@ def _expert_share(config: Any, batch: int) -> float:
 def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | None = None) -> float:
     """Bytes of keys and values that a decode step of sequences of these lengths reads.
 
-    For each sequence and layer: min(length, window) tokens of Hkv * (D + Dv) elements; with multi-head latent attention
-    the compressed rank and the rotary part, which is all that such a layer has to keep (whatever the system keeps).
-    In a quantised ``dtype`` each of a token's key and value vectors has a float32 scale besides.
+    Per sequence and layer: min(length, window) tokens of Hkv * (D + Dv) elements; with multi-head latent attention, the
+    compressed rank and the rotary part, whatever the system caches. A quantized ``dtype`` adds a float32 scale per key and
+    per value vector.
     """
-    config = _text_config(model)
+    config = _config(model)
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     dtype = dtype or next(model.parameters()).dtype
@@ -90,12 +79,6 @@ def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | N
 def step_bytes(model: torch.nn.Module, batch: int, context: int, kv_dtype: torch.dtype | None = None) -> float:
     """Bytes of one decode step of ``batch`` sequences of ``context`` tokens: weight_bytes + kv_bytes."""
     return weight_bytes(model, batch) + kv_bytes(model, [context] * batch, kv_dtype)
-
-
-def _text_config(model: torch.nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    get = getattr(config, "get_text_config", None)
-    return get(decoder=True) if get is not None else config
 
 
 __all__ = ["copy_bandwidth", "kv_bytes", "step_bytes", "weight_bytes"]

@@ -1,16 +1,16 @@
 """The start workload: from the start of a process until the system is ready to take requests.
 
-The process is a fresh Python that builds the model, makes the system and then generates one token (no part of the time,
-but on record as ``first_token_s``: a system that puts work off shows it there). ``cold``: with empty caches of
-Inductor, Triton, quire and vLLM; ``warm``: with what the cold start left. Kernels that FlashInfer compiled are kept in both.
+A fresh Python process builds the model and makes the system; the row's seconds end there. It then generates one token, on
+record as ``first_token_s``, which shows work that a system puts off. ``cold``: with empty caches of Inductor, Triton, quire and
+vLLM; ``warm``: with what the cold start left. Kernels that FlashInfer compiled are kept in both.
 
-quire's time is split into ``import`` (Python, torch, transformers), ``load`` (the model), ``trace``, ``compile``,
-``autotune`` (matrix shapes that nobody measured), ``capture`` (CUDA graphs, and compiling the kernels that they run first),
-``set-up`` (sizing the KV cache, the trial batch) and ``other``.
+quire's time is split into ``import`` (Python, torch, transformers), ``load`` (the model), the stages that
+``passes/start_times.py`` records, and ``other``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -18,41 +18,73 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from quire.graph_runner.bench.shapes import ModelSpec
-from quire.graph_runner.bench.systems import NotMeasured
-from quire.graph_runner.bench.workloads import Row, Tick
+import torch
+
+from quire.graph_runner.bench import rivals as rivals  # registers them
+from quire.graph_runner.bench.models import Models, ModelSpec
+from quire.graph_runner.bench.report import Row
+from quire.graph_runner.bench.systems import SYSTEMS, Limits, NotMeasured, open_system
+from quire.passes.start_times import seconds
 
 MARK = "QUIRE_START "
-SYSTEMS = ("quire", "vllm", "vllm-transformers")
+PARTS = ("trace", "compile", "kernels", "autotune", "capture", "set-up")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm",
            "QUIRE_CACHE_DIR": "quire"}
 
 
-def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], tick: Tick) -> Iterator[Row]:
+def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any]) -> Iterator[Row]:
     """A row for the cold start and one for the warm one."""
-    if system not in SYSTEMS:
+    if not SYSTEMS[system].starts:
         raise NotMeasured(f"{system} has no start-up of its own: it compiles, if at all, at the first batch of a size")
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, sub) for name, sub in _CACHES.items()}
         for variant in ("cold", "warm"):
-            yield {"variant": variant, **_run(spec, system, attention, options, caches)}
-            tick()
+            yield {"variant": variant, "engine_options": options, **_run(spec, system, attention, options, caches)}
 
 
 def _run(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], caches: dict[str, str]) -> Row:
     job = {"name": spec.name, "dtype": str(spec.dtype).removeprefix("torch."), "device": str(spec.device),
            "layers": spec.layers, "quantization": spec.quantization, "system": system, "attention": attention,
            "options": options, "began": time.time()}
-    root = str(Path(__file__).resolve().parents[2])  # works from a source tree that is not installed, too
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "quire.graph_runner.bench.start_probe", json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **caches, "PYTHONPATH": path})
+    done = subprocess.run([sys.executable, "-m", "quire.graph_runner.bench.start", json.dumps(job)], capture_output=True,
+                          text=True, env={**os.environ, **caches})
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not lines:
         said = (done.stderr or done.stdout).strip().splitlines() or [""]
         raise RuntimeError(f"the process that starts {system} ended with exit code {done.returncode}: {said[-1]}\n"
                            + "\n".join(said[-40:]))
     return dict(json.loads(lines[-1].removeprefix(MARK)))
+
+
+def main() -> None:
+    """The measured process: makes the system, generates one token, prints a row."""
+    job = json.loads(sys.argv[1])
+    importlib.import_module("transformers")  # part of what a user waits for
+    spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"],
+                     job["quantization"])
+    if spec.device.type == "cuda":
+        torch.zeros(1, device=spec.device)  # makes the CUDA context
+    parts = {"import": time.time() - job["began"]}
+    models = Models(spec)
+    if job["system"] == "quire":
+        began = time.perf_counter()
+        models.get()
+        parts["load"] = time.perf_counter() - began
+    with open_system(job["system"], models, job["attention"], Limits(256, 1024), job["options"]) as system:
+        ready = time.time() - job["began"]
+        began = time.perf_counter()
+        system.generate([[1, 2, 3, 4]], [1], 0.0)
+        first = time.perf_counter() - began
+        parts |= {name: seconds.get(name, 0.0) for name in PARTS if job["system"] == "quire"}
+        parts["other"] = ready - sum(parts.values())
+        row = {"seconds": ready, "parts_s": parts, "first_token_s": first, "attention": system.attention,
+               "capture_s": system.capture_s, "peak_memory_gib": system.peak_memory_gib(spec.device)}
+        print(MARK + json.dumps(row), flush=True)
+
+
+__all__ = ["start"]
+
+if __name__ == "__main__":
+    main()

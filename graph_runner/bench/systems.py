@@ -1,97 +1,78 @@
-"""The systems that are measured, behind one interface: prompts in, tokens out, the wall clock around it.
+"""The systems under test behind one interface: prompts in, tokens out. The rivals are in ``graph_runner/bench/rivals.py``.
 
-quire and its rivals are called as their users call them; each runs its own scheduling, metadata and sampling in the
-measured time. All of them get random token ids, ignore the end-of-sequence token, and decode no text.
+Each system is called as its users call it and runs its own scheduling, metadata and sampling in the measured time. All get
+random token ids, ignore the end-of-sequence token and decode no text.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from quire.graph_runner.bench.shapes import ModelSpec, build, skeleton
+from quire.graph_runner.bench.models import Models, free_memory
+
+#: Every system by name, filled in as the classes are defined.
+SYSTEMS: dict[str, type[System]] = {}
 
 
 class NotMeasured(Exception):
-    """A system cannot run here, or not this workload; the message says why. Becomes a row of the result."""
+    """A system cannot run here, or cannot run this workload; the message says why. Becomes a row of the result."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Limits:
-    """What a workload asks of a system: most sequences at once, and most tokens of one."""
+    """What a workload needs of a system: the most sequences at once, and the most tokens per sequence."""
 
     max_num_seqs: int
     max_model_len: int
 
 
-@dataclass
-class Models:
-    """The model under test, built when first needed and shared by the systems of this process."""
-
-    spec: ModelSpec
-    _model: torch.nn.Module | None = field(default=None, repr=False)
-
-    def get(self) -> torch.nn.Module:
-        if self._model is None:
-            self._model = build(self.spec)
-        return self._model
-
-    @functools.cached_property
-    def skeleton(self) -> torch.nn.Module:
-        """The same model without storage."""
-        return skeleton(self.spec)
-
-    @property
-    def counted(self) -> torch.nn.Module:
-        """The model whose bytes are counted: without storage where that tells, else (quantised weights) the model itself."""
-        saved = getattr(self.skeleton.config, "quantization_config", None)
-        return self.get() if self.spec.quantization or saved else self.skeleton
-
-    def drop(self) -> None:
-        self._model = None
-        free_memory()
-
-
-def free_memory() -> None:
-    """Give memory that nothing refers to back to the GPU."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 class System(ABC):
-    """One system, ready to generate. Made by ``open_system``; ``close`` frees what it holds."""
+    """One system, ready to generate; see ``open_system``. A subclass with a ``name`` is registered in SYSTEMS.
 
-    name = ""
-    attention = ""
+    Raises:
+        NotMeasured: it cannot run here.
+    """
+
+    name: ClassVar[str] = ""
+    #: memory is allocated by this process
+    in_process: ClassVar[bool] = True
+    #: compiles for each batch size and length, so the warm-up must have the measured ones
+    compiles_each_size: ClassVar[bool] = False
+    #: can quantize the model under test
+    quantizes: ClassVar[bool] = True
+    #: the time to start it can be measured: it compiles when it is made, not at the first batch
+    starts: ClassVar[bool] = False
+    attention: str = ""
     #: of the KV cache; None: the model's
     kv_cache_dtype: torch.dtype | None = None
-    #: options it runs with that are not its defaults, for the record
-    options: dict[str, Any]
-    #: seconds of capturing CUDA graphs, if it says
+    #: seconds of CUDA-graph capture, where the system reports them
     capture_s: float | None = None
-    #: its GPU memory is this process's
-    in_process = True
-    #: compiles for every batch size and length, so that the warm-up must have the sizes that are measured
-    compiles_each_size = False
+    #: non-default options, for the record
+    options: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__:
+            SYSTEMS[cls.name] = cls
+
+    @abstractmethod
+    def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None: ...
 
     @abstractmethod
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
-        """Generate exactly ``new_tokens[i]`` tokens after ``prompts[i]``; the number of tokens that came."""
+        """Generate exactly ``new_tokens[i]`` tokens after ``prompts[i]``; returns the number of tokens that came."""
 
     @abstractmethod
     def close(self) -> None: ...
 
     def peak_memory_gib(self, device: torch.device) -> float | None:
-        """GPU memory in use at most since it was opened; what the allocator holds, KV cache included."""
+        """Peak GPU memory since the system was opened, as reserved by the allocator; of another process, what is in use."""
         if device.type != "cuda":
             return None
         if self.in_process:
@@ -103,7 +84,7 @@ class System(ABC):
 class Quire(System):
     """``quire.Engine``."""
 
-    name = "quire"
+    name, starts = "quire", True
 
     def __init__(self, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> None:
         from quire.graph_runner.engine import Engine
@@ -129,27 +110,13 @@ class Quire(System):
         self.engine.close()
 
 
-def _systems() -> dict[str, Callable[[Models, str, Limits, dict[str, Any]], System]]:
-    from quire.graph_runner.bench import rivals
-
-    return {"quire": Quire, "hf-eager": rivals.HfEager, "hf-static": rivals.HfStatic,
-            "hf-cb": rivals.HfContinuousBatching, "vllm": rivals.Vllm, "vllm-transformers": rivals.VllmTransformers}
-
-
-NAMES = ("quire", "hf-eager", "hf-static", "hf-cb", "vllm", "vllm-transformers")
-
-
 @contextlib.contextmanager
 def open_system(name: str, models: Models, attention: str, limits: Limits, options: dict[str, Any]) -> Iterator[System]:
-    """The system, closed and its memory freed at the end.
-
-    Raises:
-        NotMeasured: it cannot run here.
-    """
-    if models.spec.quantization and name.startswith("vllm"):
+    """The system; closed, and its memory freed, at the end. Raises NotMeasured if it cannot run here."""
+    if models.spec.quantization and not SYSTEMS[name].quantizes:
         raise NotMeasured(f"{name} makes its own weights; --quantize is for quire and transformers")
     free_memory()
-    system = _systems()[name](models, attention, limits, options)
+    system = SYSTEMS[name](models, attention, limits, options)
     try:
         yield system
     finally:
@@ -158,4 +125,4 @@ def open_system(name: str, models: Models, attention: str, limits: Limits, optio
         free_memory()
 
 
-__all__ = ["Limits", "Models", "NAMES", "NotMeasured", "System", "free_memory", "open_system"]
+__all__ = ["Limits", "NotMeasured", "SYSTEMS", "System", "open_system"]

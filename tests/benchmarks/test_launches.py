@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.launches import launches, programs
-from quire.graph_runner.bench.shapes import ModelSpec, skeleton
+from quire.graph_runner.bench.models import ModelSpec, skeleton
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.graph_runner.bench.shapes import ModelSpec, skeleton
+from quire.graph_runner.bench.models import ModelSpec, skeleton
 from quire.graph_runner.pytest_plugin import check_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,79 @@
+"""The Python of README.md runs as pasted, top to bottom in one namespace, and gives what transformers gives."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire.graph_runner.cli import main
+from tests.tiny import hf_greedy, load_model
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """The namespace after all blocks."""
+    found: dict[str, Any] = {"records": []}
+    logger, handler = logging.getLogger("quire"), logging.Handler()
+    handler.emit = found["records"].append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "quire:")  # a fallback to transformers' own generate
+        for block in BLOCKS:
+            exec(compile(block, "README.md", "exec"), found)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    return found
+
+
+def test_results(names: dict[str, Any]) -> None:
+    plain, tokenizer, ids = load_model(), names["tokenizer"], names["ids"]
+    prompts = [tokenizer(p).input_ids for p in names["prompts"]]
+    expected = [hf_greedy(plain, p, 32) for p in prompts]
+    assert [o.token_ids for o in names["outs"]] == expected
+    batch = tokenizer(names["prompts"], return_tensors="pt", padding=True)
+    assert torch.equal(names["out"], plain.generate(**batch, max_new_tokens=32))
+    with torch.no_grad():
+        alone = plain(ids).logits
+        following = plain(torch.cat([ids, alone[:, -1:].argmax(-1)], dim=1)).logits[:, -1:]
+    for name, logits in (("first", alone), ("logits", torch.cat([following, alone[:, :3]], dim=1))):
+        assert (names[name] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    assert "forward" not in vars(names["model"]) and "generate" not in vars(names["model"])
+
+
+def test_names_exist(names: dict[str, Any]) -> None:
+    used = set(re.findall(r"\bquire\.(\w+)[.(]", "\n".join(BLOCKS))) - {"graph_runner"}
+    assert used <= set(quire.__all__) and len(used) >= 8
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in re.findall(r"`quire (\w+)`", README):
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0 and capsys.readouterr().out
+
+
+def test_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+    (line,) = re.findall(r"^pip install .*$", README, re.MULTILINE)
+    for requirement in ("torch>=", "transformers>="):
+        (declared,) = [d for d in project["dependencies"] if d.startswith(requirement)]
+        assert f'"{declared}"' in line
+        assert declared.replace(">=", " ") + " or newer" in README
+    assert project["version"] == quire.__version__
+
+
+def test_logger(names: dict[str, Any]) -> None:
+    assert 'logging.getLogger("quire").setLevel(logging.INFO)' in README
+    assert any(record.name.startswith("quire.graph_runner.") for record in names["records"])
