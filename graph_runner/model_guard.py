@@ -3,7 +3,7 @@
 A traced graph has the model's modules, hooks and settings built in. Weights updated in place reach it; a hook added later, a
 layer exchanged or a setting changed would be ignored without a word. So the engine compares: all of the model when it
 gets work after it was idle, before anybody sees a result (``check_if_due``), and while it is busy a few modules each step, in
-turn (``glance``).
+turn (``check_some``).
 
 Settings are the plain values among a module's attributes, lists, dicts and sets of them, and functions, which must stay the
 same ones; the values of the configs that modules hold; and of what a hook reads beside its arguments, its closure, the globals
@@ -150,7 +150,7 @@ def _global_hooks() -> tuple[list[Any], ...]:
     return _hooks(global_hooks._global_forward_hooks), _hooks(global_hooks._global_forward_pre_hooks)
 
 
-class ModelWatch:
+class ModelGuard:
     """The facts of a model that a trace has built in.
 
     Args:
@@ -207,7 +207,7 @@ class ModelWatch:
             self.check(self.change())
             self.due = False
 
-    def glance(self, count: int = 4) -> str | None:
+    def check_some(self, count: int = 4) -> str | None:
         """What has changed in the next ``count`` modules, in words; None if nothing. After the last module comes what no one
         module has. A change anywhere is seen within as many calls as the model has modules, and one more, over ``count``."""
         for _ in range(min(count, len(self._modules) + 1)):
@@ -238,4 +238,4 @@ class ModelWatch:
         return "its modules changed"
 
 
-__all__ = ["ModelWatch"]
+__all__ = ["ModelGuard"]

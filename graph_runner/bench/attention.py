@@ -27,7 +27,7 @@ from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.bench.shapes import ModelSpec, config_of, layers_asked
 from quire.graph_runner.bench.systems import free_memory
 from quire.graph_runner.bench.workloads import Sizes
-from quire.graph_runner.loading import kv_dtype
+from quire.graph_runner.config import kv_dtype
 
 CONTEXTS = {"cuda": (1024, 8192), "cpu": (128, 1024)}
 CPU_DIVISOR = 32  # of the lengths of prefills, on a CPU

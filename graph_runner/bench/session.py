@@ -21,7 +21,7 @@ from quire.graph_runner.bench.shapes import ModelSpec, check_quantization, confi
 from quire.graph_runner.bench.start import start
 from quire.graph_runner.bench.systems import NAMES, Models, NotMeasured, free_memory, open_system
 from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Prompts, Sizes, Workload
-from quire.graph_runner.loading import kv_dtype
+from quire.graph_runner.config import kv_dtype
 
 logger = logging.getLogger(__name__)
 CONTEXT = 1024  # of decode, unless --context says otherwise

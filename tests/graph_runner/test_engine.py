@@ -351,11 +351,10 @@ def test_interrupted_while_results_are_taken_in(model, tokenizer, prompts, expec
 
     with Engine(model, Interrupted(tokenizer, set()), num_pages=120, max_num_seqs=8, async_stepping=True) as engine:
         ids = [engine.add_request(p, GREEDY)[0] for p in prompts]
-        outputs = {i: engine._requests[i].output for i in ids}
+        outputs = {i: engine.requests[i].output for i in ids}
         with pytest.raises(KeyboardInterrupt):
             while engine.has_unfinished:
                 engine.step()
-        assert engine._arrived
         while engine.has_unfinished:
             engine.step()
         assert [outputs[i].token_ids for i in ids] == expected
@@ -364,8 +363,8 @@ def test_interrupted_while_results_are_taken_in(model, tokenizer, prompts, expec
 
 def test_abort_from_outside_ends_a_stream(engine, prompts, expected) -> None:
     stream = engine.stream(prompts[:2], GREEDY)
-    first = next(stream)
-    engine.abort(first.output.index + engine._next_id - 2)  # the ids of the two requests are the last two
+    next(stream)
+    engine.abort(min(engine.requests))
     rest = list(stream)
     ends = {e.index: e.output.finish_reason for e in rest if e.finished}
     assert ends == {0: "abort", 1: "length"}
@@ -429,7 +428,7 @@ def test_abort(engine, prompts, expected) -> None:
 @pytest.mark.parametrize(("prompt", "message"), [
     ([], "the prompt is empty; give at least one token"),
     ("", "the prompt is empty"),
-    (list(range(3, 303)), "the prompt has 300 tokens, and with one more to generate a request may have 300 here"),
+    (list(range(3, 303)), "the prompt has 300 tokens; a request may have 300, prompt and continuation"),
     ([3, 1848], r"token ids \[1848\] are outside the vocabulary of 1848 tokens"),
     ([-1, 5], r"token ids \[-1\] are outside the vocabulary"),
     ([1.5, 2], "a prompt is text or a list of token ids, got '\\[1.5, 2\\]'"),

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from quire.graph_runner.model_guard import ModelWatch
+from quire.graph_runner.model_guard import ModelGuard
 
 
 def model() -> torch.nn.Module:
@@ -30,11 +30,11 @@ def replace_layer(m) -> None:
 ], ids=["hook", "pre_hook", "layer", "added", "setting", "dtype", "forward"])
 def test_change(change, what) -> None:
     m = model()
-    watch = ModelWatch(m, addresses=False)
-    assert watch.change() is None and watch.glance(2) is None  # of three modules, so the next glance begins at the last
+    watch = ModelGuard(m, addresses=False)
+    assert watch.change() is None and watch.check_some(2) is None  # of three modules, so the next check_some begins at the last
     change(m)
     assert watch.change() == what
-    assert what in (watch.glance(2), watch.glance(2))
+    assert what in (watch.check_some(2), watch.check_some(2))
     watch.check_if_due()  # it is not
     watch.due = True
     for _ in range(2):
@@ -108,12 +108,12 @@ def only(hooks):
 def test_change_beyond_plain_attributes(change, what, monkeypatch) -> None:
     monkeypatch.setitem(FACTORS, "now", 1.0)
     m = Holder()
-    watch = ModelWatch(m, addresses=False)
-    assert watch.change() is None and watch.glance(9) is None
+    watch = ModelGuard(m, addresses=False)
+    assert watch.change() is None and watch.check_some(9) is None
     handle = change(m)
     try:
         assert watch.change() == what
-        assert what in (watch.glance(2), watch.glance(2))
+        assert what in (watch.check_some(2), watch.check_some(2))
     finally:
         if hasattr(handle, "remove"):
             handle.remove()
@@ -122,7 +122,7 @@ def test_change_beyond_plain_attributes(change, what, monkeypatch) -> None:
 def test_what_a_hook_in_a_closure_reads() -> None:
     m, strength = model(), 1.0
     m[0].register_forward_hook(lambda module, args, out: out * strength)
-    watch = ModelWatch(m, addresses=False)
+    watch = ModelGuard(m, addresses=False)
     assert watch.change() is None
     strength = 2.0
     assert watch.change() == "0: its forward hooks changed"
@@ -131,7 +131,7 @@ def test_what_a_hook_in_a_closure_reads() -> None:
 def test_what_says_nothing_of_the_forward(monkeypatch) -> None:
     """What users, ``save_pretrained``, the trace of another engine and ``quire.paged`` set; and data."""
     m = Holder()
-    watch = ModelWatch(m, addresses=False)
+    watch = ModelGuard(m, addresses=False)
     m.config.use_cache, m.config.pad_token_id, m.config.dtype, m.config.architectures = False, 3, "float32", ["Holder"]
     m.config._attn_implementation_internal = "quire"
     m.generation_config.max_new_tokens = 9
@@ -139,12 +139,12 @@ def test_what_says_nothing_of_the_forward(monkeypatch) -> None:
     m.tensors.append(torch.ones(1))
     m.many[0] = 7
     monkeypatch.setitem(mul, "unread", 2.0)
-    assert watch.change() is None and watch.glance(9) is None
+    assert watch.change() is None and watch.check_some(9) is None
 
 
 def test_what_may_change() -> None:
     m = model()
-    watch, strict = ModelWatch(m, addresses=False), ModelWatch(m, addresses=True)
+    watch, strict = ModelGuard(m, addresses=False), ModelGuard(m, addresses=True)
     m.train()
     with torch.no_grad():
         m[0].weight.add_(1)
