@@ -95,7 +95,7 @@ def _stream_live(engine: Any, run: _Run, params: Any, console: Any, stream: bool
 
     with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
         drawn = 0.0
-        for event in engine.stream(run.prompts, params):
+        for event in engine.stream(run.prompts, params, raise_on_error=False):
             run.take(event)
             if stream and time.perf_counter() - drawn > REFRESH:
                 live.update(_panels(run, console.width), refresh=True)
@@ -108,7 +108,7 @@ def _stream_plain(engine: Any, run: _Run, params: Any, stream: bool) -> None:
     single, printed = len(run.prompts) == 1, 0
     if single:
         print(run.prompts[0], end="", flush=stream)
-    for event in engine.stream(run.prompts, params):
+    for event in engine.stream(run.prompts, params, raise_on_error=False):
         run.take(event)
         if single and stream:
             print(event.output.text[printed:], end="", flush=True)
@@ -325,7 +325,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _quieten() -> None:
     """transformers imports torchao where it is installed, which logs the extensions that it cannot load."""
-    for name in ("torchao", "torch.utils._pytree"):
+    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

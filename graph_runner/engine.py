@@ -18,22 +18,11 @@ import torch
 from quire.graph_runner import loading
 from quire.graph_runner.block_allocator import BlockAllocator
 from quire.graph_runner.config import EngineConfig, EngineOptions, documents_options
-from quire.graph_runner.detokenizer import Detokenizer
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.gc_freeze import ServingFreeze
-from quire.graph_runner.model_guard import ModelGuard
+from quire.graph_runner.live_model import LiveModel
 from quire.graph_runner.model_runner import Launched, ModelRunner
-from quire.graph_runner.paged_forward import own_forward
-from quire.graph_runner.request import (
-    FinishReason,
-    Prompt,
-    Request,
-    RequestOutput,
-    StreamEvent,
-    pairs_of,
-    params_of,
-    token_ids_of,
-)
+from quire.graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, make_requests, pairs_of
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
 
@@ -53,7 +42,8 @@ class Engine:
     Attributes:
         config: the options, as an EngineConfig.
         requests: the unfinished requests by id.
-        scheduler, runner: see their classes. Tests may wrap their public methods, those of ``runner.buffers``, and ``collect``.
+        scheduler, runner: see their classes; ``runner`` is replaced when the model changes. Tests may wrap their public
+            methods, those of ``runner.buffers``, and ``collect``.
 
     Raises:
         UnsupportedAttention: the model, or one of its attention sites, cannot be served; says which and why.
@@ -64,17 +54,13 @@ class Engine:
     def __init__(self, model: torch.nn.Module | str, tokenizer: Any = None, **options: Unpack[EngineOptions]) -> None:
         config = EngineConfig.of(options)
         self.model, self.tokenizer = loading.load(model, tokenizer)
-        self.config = config = loading.limited(config, self.model)
-        self._vocab_size, on_gpu = loading.vocab_size(self.model), next(self.model.parameters()).is_cuda
-        with own_forward(self.model):
-            self.runner = ModelRunner(self.model, config)
-        self.guard = ModelGuard(self.model, addresses=on_gpu)
-        self.max_model_len = min(self.runner.max_model_len, (self.runner.cache.num_pages - 1) * config.page_size)
-        self.scheduler = Scheduler(BlockAllocator(self.runner.cache.num_pages), page_size=config.page_size,
+        self._live = LiveModel(self.model, config)
+        self.config = config = self._live.config
+        self.max_model_len = min(self.runner.max_model_len, (self._live.num_pages - 1) * config.page_size)
+        self.scheduler = Scheduler(BlockAllocator(self._live.num_pages), page_size=config.page_size,
                                    max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                                    prefill_chunk_size=config.prefill_chunk_size)
-        self._eos = loading.eos_token_ids(self.model, self.tokenizer)
-        self._depth = int(on_gpu if config.async_stepping is None else config.async_stepping)
+        self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
         self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
         self._results: deque[tuple[Any, int]] = deque()  # (row, token) of a finished step, not handled yet
@@ -82,7 +68,11 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self._events: deque[StreamEvent] = deque()  # for ``step``; each stream has its own
         self._next_id = 0
-        self._closed = self._launch_failed = False
+        self._closed = self._launch_failed = self._check_due = False  # due: to compare the whole model with its trace
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._live.runner
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -102,25 +92,14 @@ class Engine:
         """Queue a prompt and append its request ids to ``request_ids``. ``index``: of the first output; None: the ids."""
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-        self.guard.due |= not self.requests
-        params, ids = params_of(params), token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
-        limit = self.max_model_len if params.max_tokens is None else min(self.max_model_len, len(ids) + params.max_tokens)
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
-        for k in range(params.n):
-            base = params.seed if params.seed is not None else self._random.getrandbits(62)
-            request_id = self._next_id
-            self._next_id += 1
-            output = RequestOutput(request_id if index is None else index + k, prompt if isinstance(prompt, str) else None, ids)
-            request = Request(request_id, ids, params, output, seed=(base + k * 0x9E3779B9) % 2**63, stop_token_ids=stops,
-                              max_total_tokens=limit, inbox=inbox)
-            if self.tokenizer is not None and params.detokenize:
-                request.detokenizer = Detokenizer(self.tokenizer, ids, params.skip_special_tokens, params.stop or (),
-                                                  params.include_stop_str_in_output)
-            self.requests[request_id] = request
+        self._check_due |= not self.requests
+        made = make_requests(prompt, params, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
+                             vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len, random=self._random)
+        self._next_id += len(made)
+        for request in made:
+            self.requests[request.request_id] = request
             self.scheduler.add(request)
-            request_ids.append(request_id)
+            request_ids.append(request.request_id)
 
     def abort(self, request_id: int) -> None:
         """End a request, after the step in progress if there is one; its output so far stays, with finish_reason "abort".
@@ -133,6 +112,10 @@ class Engine:
                 self._finish(request, FinishReason.ABORT)
         if not self.requests:
             self._gc.release()
+
+    @property
+    def _eos(self) -> frozenset[int]:
+        return loading.eos_token_ids(self.model, self.tokenizer)  # users may set them while the engine is open
 
     @property
     def has_unfinished(self) -> bool:
@@ -152,7 +135,8 @@ class Engine:
 
     @locked
     def _step(self) -> None:
-        self.guard.check(self.guard.check_some())
+        if (change := self._live.change(everything=False)) is not None:
+            self._trace_again(change)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
             self.collect()
             self._launch_failed = False
@@ -170,15 +154,31 @@ class Engine:
                 self._launch_failed = True
                 self.scheduler.take_back(batch)
                 if not isinstance(error, torch.OutOfMemoryError):
+                    if isinstance(error, Exception) and (change := self._live.change()) is not None:
+                        return self._trace_again(change)  # the error of a trace that no longer fits its model
                     raise
                 for row in batch.rows:
                     self._finish(row.request, FinishReason.ERROR, error=(
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
                         "gpu_memory_utilization."))
-        self.guard.check_if_due()  # after the launch, while a GPU is busy, and before anyone sees a result
+        if self._check_due:  # after the launch, while a GPU is busy, and before anyone sees a result
+            if (change := self._live.change()) is not None:
+                return self._trace_again(change)
+            self._check_due = False
         self.collect(self._depth if batch is not None else 0)
         if not self.requests:
             self._gc.release()
+
+    def _trace_again(self, change: str) -> None:
+        """Drop the launched steps and trace the changed model; running requests are recomputed from the host's tokens. Raises
+        RuntimeError if the model cannot be served any more; the next step tries again."""
+        for launched in self._in_flight:
+            launched.tokens()  # wait: its pages go to others
+        self._in_flight.clear()
+        self._results.clear()
+        self.scheduler.preempt_all()
+        self._launch_failed = False
+        self._live.trace_again(change)
 
     def collect(self, leave: int = 0) -> None:
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""
@@ -230,11 +230,20 @@ class Engine:
 
     # -- whole runs -------------------------------------------------------------------------------------------------
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-               ) -> Iterator[StreamEvent]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+               raise_on_error: bool | None = None) -> Iterator[StreamEvent]:
         """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's position (with n > 1 the n
-        results of a prompt are consecutive). A prompt that cannot be served yields one event whose output has ``error``."""
+        results of a prompt are consecutive).
+
+        Args:
+            raise_on_error: raise if a request fails, and abort the others. False: log a warning; the output of the failed
+                request has ``error``, and the others run on. None: raise for a single prompt only.
+
+        Raises:
+            ValueError, TypeError: a prompt that cannot be served. RuntimeError: a request that failed on its way.
+        """
         pairs = pairs_of(prompts, params)
+        strict = len(pairs) == 1 if raise_on_error is None else raise_on_error
         inbox: deque[StreamEvent] = deque()
         ids: list[int] = []
         count = 0  # of outputs
@@ -242,8 +251,11 @@ class Engine:
             for prompt, p in pairs:
                 try:
                     self._add(prompt, p, inbox, ids, count)
-                    count += params_of(p).n
+                    count += p.n
                 except (ValueError, TypeError) as error:
+                    if strict:
+                        raise
+                    logger.warning("request %d failed: %s", count, error)
                     yield StreamEvent(count, [], "", True, RequestOutput.refused(count, prompt, error))
                     count += 1
             left = len(ids)
@@ -252,14 +264,20 @@ class Engine:
                     self._step()
                 event = inbox.popleft()
                 left -= event.finished
+                if event.output.error is not None:
+                    message = f"request {event.index} failed: {event.output.error}"
+                    if strict:
+                        raise RuntimeError(message)
+                    logger.warning(message)
                 yield event
         finally:  # the caller may have stopped reading
             self.lock.when_free(lambda: self._abort(ids))
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-                 ) -> list[RequestOutput]:
-        """Run the prompts together; the results in their order. A prompt that fails has ``error`` set, the others run on."""
-        return sorted((e.output for e in self.stream(prompts, params) if e.finished), key=lambda output: output.index)
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 raise_on_error: bool | None = None) -> list[RequestOutput]:
+        """Run the prompts together; the results in their order. ``raise_on_error``: see ``stream``."""
+        events = self.stream(prompts, params, raise_on_error=raise_on_error)
+        return sorted((e.output for e in events if e.finished), key=lambda output: output.index)
 
     @locked
     def close(self) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.config import EngineConfig
+from quire.passes.verify.sites import check_config
 
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
 DEFAULT_LENGTH = 2048  # for a model whose config has no maximum
@@ -47,6 +49,22 @@ def _text_config(model: torch.nn.Module) -> Any:
     config = getattr(model, "config", None)
     get = getattr(config, "get_text_config", None)
     return get(decoder=True) if get is not None else config
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse a model that is no causal LM before anything else is read from it.
+
+    Raises:
+        UnsupportedAttention: says why.
+    """
+    config = getattr(model, "config", None)
+    if config is not None:
+        check_config(config)
+    can_generate = getattr(model, "can_generate", None)
+    head = getattr(model, "get_output_embeddings", None)
+    if callable(can_generate) and callable(head) and not can_generate() and head() is None:
+        raise UnsupportedAttention(f"{type(model).__name__} has no language-model head; quire serves causal LMs, such as a "
+                                   "...ForCausalLM class of transformers")
 
 
 def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:

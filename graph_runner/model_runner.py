@@ -98,7 +98,7 @@ class ModelRunner:
     @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
-        self.config, self.device = config, next(model.parameters()).device
+        self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(stages.seconds)
@@ -111,7 +111,7 @@ class ModelRunner:
                 with stages.stage("set-up"):
                     if ahead is not None:
                         ahead.wait()
-                    self._set_up(vocab_size(model))
+                    self._set_up()
         except BaseException:
             if ahead is not None:
                 ahead.close()
@@ -119,7 +119,7 @@ class ModelRunner:
             raise
         logger.info("ready: %s", stages.described(stages.since(before)))
 
-    def _set_up(self, vocab_size: int) -> None:
+    def _set_up(self) -> None:
         config = self.config
         self.sites: list[AttentionSite] = self.paged.sites
         self.selection = self.paged.selection
@@ -145,7 +145,8 @@ class ModelRunner:
         self._replaying: Step | None = None
         self.cache = self._new_cache(self._pages_that_fit(largest) if config.num_pages is None else config.num_pages)
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
-                      layout=config.kv_layout, device=self.device, vocab_size=vocab_size, max_model_len=self.max_model_len)
+                      layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
+                      max_model_len=self.max_model_len)
         self._new_states(self.cache)
         buckets = self._buckets(self.backend.capabilities.cudagraph_support)
         self.graphs = CudaGraphRunner(self._run_captured, buckets, self.device, before_capture=self._before_capture,

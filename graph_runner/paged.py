@@ -101,16 +101,8 @@ class PagedGenerate(OnInstance):
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer) or the trace
-        is gone."""
+        """The engine behind it, made at the first call; it follows changes of the model by itself."""
         with self._making:
-            change = None if self._engine is None else self._engine.guard.change()
-            if self._engine is not None and change is None and not self._engine.runner.paged.traced:
-                change = "torch._dynamo.reset() dropped its trace"
-            if self._engine is not None and change is not None:
-                logger.info("a new engine for %s: %s", type(self.model).__name__, change)
-                self._engine.close()
-                self._engine = None
             if self._engine is None:
                 self._engine = Engine(self.model, **self._options)
             return self._engine

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from random import Random
 from typing import Any, NamedTuple
 
 from quire.graph_runner.detokenizer import Detokenizer
@@ -214,5 +215,41 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
     return ids
 
 
+def _detokenizer_of(params: SamplingParams, tokenizer: Any, prompt_token_ids: list[int]) -> Detokenizer | None:
+    """The detokenizer of a new request, or None where no text is wanted. Raises ValueError for stop strings without text."""
+    if tokenizer is None and params.stop:
+        raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
+    if tokenizer is None or not params.detokenize:
+        return None
+    return Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens, params.stop or (),
+                       params.include_stop_str_in_output)
+
+
+def make_requests(prompt: Prompt, params: SamplingParams | None, first_id: int, index: int | None, inbox: deque[StreamEvent], *,
+                  tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int, max_model_len: int,
+                  random: Random) -> list[Request]:
+    """The ``params.n`` requests of a prompt.
+
+    Args:
+        first_id: id of the first; the others follow.
+        index: of the first output; None: the request's id.
+        random: draws the seeds of requests that have none.
+
+    Raises:
+        ValueError, TypeError: the prompt cannot be served; says why.
+    """
+    params, ids = params_of(params), token_ids_of(prompt, tokenizer, vocab_size, max_model_len)
+    limit = max_model_len if params.max_tokens is None else min(max_model_len, len(ids) + params.max_tokens)
+    stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+    made = []
+    for k in range(params.n):
+        seed = params.seed if params.seed is not None else random.getrandbits(62)
+        output = RequestOutput((first_id if index is None else index) + k, prompt if isinstance(prompt, str) else None, ids)
+        made.append(Request(
+            first_id + k, ids, params, output, seed=(seed + k * 0x9E3779B9) % 2**63, stop_token_ids=stops,
+            max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids)))
+    return made
+
+
 __all__ = ["FinishReason", "Prompt", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent",
-           "as_prompts", "pairs_of", "params_of", "token_ids_of"]
+           "as_prompts", "make_requests", "pairs_of", "params_of", "token_ids_of"]
