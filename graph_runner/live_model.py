@@ -26,8 +26,8 @@ class LiveModel:
     """
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
-        loading.check_model(model)
         self.model, self.config = model, loading.limited(config, model)
+        loading.check_model(model, self.config.max_model_len)
         self._stale: str | None = None  # a change after which the model could not be traced
         self._trace()
         self.num_pages = self.runner.cache.num_pages

@@ -23,6 +23,7 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
     Raises:
         FileNotFoundError: no folder at that path (quire loads from disk; it does not download).
         ValueError: ``tokenizer`` has no ``decode``, or ``model`` no parameters.
+        UnsupportedAttention: the checkpoint is not one of a causal LM.
     """
     if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
         raise ValueError(
@@ -35,8 +36,9 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
     path = Path(model)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"no model at {path}: expected a folder with config.json, as save_pretrained writes it")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    _check_checkpoint(path, AutoConfig.from_pretrained(str(path)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), **kwargs)
     loaded = loaded.to(device).eval()
@@ -51,15 +53,32 @@ def _text_config(model: torch.nn.Module) -> Any:
     return get(decoder=True) if get is not None else config
 
 
-def check_model(model: torch.nn.Module) -> None:
-    """Refuse a model that is no causal LM before anything else is read from it.
+def _check_checkpoint(path: Path, config: Any) -> None:
+    """Refuse a checkpoint that AutoModelForCausalLM cannot load, or only with a random language-model head."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "auto_map", None):  # its own code says what it is
+        return
+    check_config(config, 1)  # the engine checks it again with its maximum length
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedAttention(f"the model at {path} is a {config.model_type}, which transformers' AutoModelForCausalLM "
+                                   "does not know; load the model yourself and pass it instead of the path")
+    saved = config.architectures or []
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if saved and not any(name == known.__name__ or name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved):
+        raise UnsupportedAttention(f"the model at {path} was saved as {', '.join(saved)}, without a language-model head; quire "
+                                   "serves causal LMs")
+
+
+def check_model(model: torch.nn.Module, max_model_len: int | None) -> None:
+    """Refuse a model that is not a causal LM, before anything else is read from it.
 
     Raises:
         UnsupportedAttention: says why.
     """
     config = getattr(model, "config", None)
     if config is not None:
-        check_config(config)
+        check_config(config, max_model_len)
     can_generate = getattr(model, "can_generate", None)
     head = getattr(model, "get_output_embeddings", None)
     if callable(can_generate) and callable(head) and not can_generate() and head() is None:

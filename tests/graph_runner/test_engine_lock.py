@@ -132,6 +132,46 @@ def test_threads_share_an_engine(engine: Engine, prompts: list[list[int]], expec
     assert_idle(engine)
 
 
+def test_a_stream_registers_before_other_threads_step(engine: Engine, prompts: list[list[int]],
+                                                      expected: list[list[int]]) -> None:
+    """A thread that steps as fast as it can finishes requests of one token at once: their streams get all events."""
+    done = threading.Event()
+
+    def steps() -> None:
+        while not done.is_set():
+            assert not engine.step()  # no event of a stream ends up here
+
+    with ThreadPoolExecutor(1) as pool:
+        stepping = pool.submit(steps)
+        try:
+            for _ in range(40):
+                assert tokens(engine.generate(prompts, replace(SHORT, max_tokens=1))) == [e[:1] for e in expected]
+        finally:
+            done.set()
+        stepping.result()
+    assert_idle(engine)
+
+
+def test_an_idle_engine_drops_an_abandoned_stream_at_once(engine: Engine, prompts: list[list[int]]) -> None:
+    stream = engine.stream(prompts, SHORT)
+    next(stream)
+    del stream
+    assert_idle(engine)
+    with ThreadPoolExecutor(1) as pool:
+        stream = engine.stream(prompts, SHORT)
+        pool.submit(next, stream).result()  # begun in another thread
+    stream.close()
+    assert_idle(engine)
+
+
+def test_an_interrupted_stream_leaves_nothing(engine: Engine, prompts: list[list[int]], interruptible: None) -> None:
+    """Ctrl-C while its requests are added comes after one of them was: it is aborted too."""
+    interrupt = at_call(engine.scheduler, "add", 2, True, lambda: signal.raise_signal(signal.SIGINT))
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        next(engine.stream(prompts, SHORT))
+    assert_idle(engine)
+
+
 def test_a_stream_in_one_thread_and_an_abort_in_another(engine: Engine, prompts: list[list[int]],
                                                         expected: list[list[int]]) -> None:
     (long,) = engine.add_request(prompts[1], replace(SHORT, max_tokens=60))

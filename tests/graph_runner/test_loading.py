@@ -8,9 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+    T5Config,
+)
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import (
     DEFAULT_LENGTH,
     TINY_MODEL,
@@ -61,6 +73,51 @@ def test_load_errors(tmp_path) -> None:
         load(tmp_path, None)
     with pytest.raises(ValueError, match="Identity has no parameters"):
         load(nn.Identity(), None)
+
+
+TINY = dict(vocab_size=64, d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=2, encoder_layers=1, decoder_layers=1,
+            encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+
+
+@pytest.mark.parametrize(("kind", "architecture", "message"), [
+    ("t5", "T5ForConditionalGeneration", "t5 is an encoder-decoder model; quire serves decoder-only"),
+    ("whisper", "WhisperForConditionalGeneration", "whisper is an encoder-decoder model"),
+    ("llava", "LlavaForConditionalGeneration", "is a llava, which transformers' AutoModelForCausalLM does not know; load the"),
+    ("llama", "LlamaForSequenceClassification", "was saved as LlamaForSequenceClassification, without a language-model head"),
+    ("llama", "LlamaForTokenClassification", "was saved as LlamaForTokenClassification, without"),
+    ("llama", "LlamaModel", "was saved as LlamaModel, without a language-model head; quire serves causal LMs"),
+])
+def test_checkpoints_of_other_models(kind, architecture, message, tmp_path) -> None:
+    """Refused in one line, before any weights are read."""
+    config = AutoConfig.for_model(kind, **(TINY if kind in ("t5", "whisper") else {}))
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedAttention, match=message) as caught:
+        load(tmp_path, None)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_checkpoints_of_causal_lms(tmp_path) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    for names in (None, ["MyOwnForCausalLM"], ["LlamaForCausalLM"]):
+        config = AutoConfig.from_pretrained(tmp_path)
+        config.architectures = names
+        config.save_pretrained(tmp_path)
+        assert load(tmp_path, None)[0].num_parameters() > 0
+
+
+@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel])
+def test_models_without_a_language_model_head(kind) -> None:
+    with pytest.raises(UnsupportedAttention, match=f"{kind.__name__} has no language-model head; quire serves causal LMs"):
+        Engine(kind(LlamaConfig(**SIZES)), num_pages=8)
+
+
+def test_the_config_is_checked_before_the_vocabulary() -> None:
+    """Of an encoder-decoder model, some of which have no input embeddings to ask for."""
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(**{k: v for k, v in TINY.items() if k in T5Config().to_dict()}))
+    model.get_input_embeddings = None
+    with pytest.raises(UnsupportedAttention, match="t5 is an encoder-decoder model"):
+        Engine(model, num_pages=8)
 
 
 def test_shipped_files_need_no_network_and_no_code() -> None:
