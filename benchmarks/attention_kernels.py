@@ -31,7 +31,7 @@ from quire.attn_ops.registry import get_backend
 from quire.graph_runner.bench.attention import heads_of
 from quire.graph_runner.bench.attention_op import CALLS, decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
-from quire.graph_runner.loading import kv_dtype
+from quire.graph_runner.config import kv_dtype
 
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 DECODE_CONTEXTS = (1024, 2048, 8192)

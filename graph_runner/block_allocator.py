@@ -1,4 +1,4 @@
-"""Which pages of the KV cache are in use, and by how many owners."""
+"""Reference counts of the KV cache's pages."""
 
 from __future__ import annotations
 
@@ -9,42 +9,38 @@ from quire.attn_ops.metadata import NULL_PAGE
 
 
 class BlockAllocator:
-    """Hands out page numbers 1 to ``num_pages - 1`` and counts the owners of each. It never touches the cache itself.
+    """Allocates page numbers 1 to ``num_pages - 1`` and counts the owners of each. It does not touch the cache.
 
-    Page 0 is the null page that padding points to (`quire.attn_ops.metadata`, NOTE [Padding]); it is never handed out.
+    Page 0 is the null page that padding points to (`quire.attn_ops.metadata`, NOTE [Padding]); it is never allocated.
 
-    Order: pages freed last are handed out first (LIFO), and a fresh allocator hands out 1, 2, 3, ... So the same calls
-    give the same pages, a run touches no more distinct pages than its peak needs (what was never used never becomes
-    resident on a CPU), and the pages of a finished sequence come back in its order, which keeps neighbours together. A
-    first-in-first-out order would keep freed contents alive the longest, which only matters to a prefix cache without
-    references of its own; one that holds a reference to every page it remembers (`share`) evicts in its own order.
+    Order: pages freed last are allocated first (LIFO), and a fresh allocator starts with 1, 2, 3, ... So the same calls give
+    the same pages, a run touches no more distinct pages than its peak needs (unused ones never become resident on a CPU), and
+    the pages of a finished sequence are reused in its order. A prefix cache holds references (`share`) and so evicts in its
+    own order.
 
-    All operations cost O(1) a page. Not thread-safe.
+    All operations cost O(1) per page. Not thread-safe.
+
+    Args:
+        num_pages: pages of the cache, the null page included.
+
+    Raises:
+        ValueError: fewer than two pages.
     """
 
     def __init__(self, num_pages: int) -> None:
-        """An allocator with all pages free.
-
-        Args:
-            num_pages: pages of the cache, the null page included.
-
-        Raises:
-            ValueError: no page is left beside the null page.
-        """
         if num_pages < 2:
-            raise ValueError(f"num_pages must be at least 2, got {num_pages}: page {NULL_PAGE} is the null page and is "
-                             "never handed out")
+            raise ValueError(f"num_pages must be at least 2, got {num_pages}: page {NULL_PAGE} is the null page")
         self._ref_counts = [0] * num_pages
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: the next page to hand out is the last
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: the next page is the last
 
     @property
     def num_total(self) -> int:
-        """Pages that can be handed out, in use or not: one fewer than the cache has."""
+        """Pages that can be allocated, in use or not: one fewer than the cache has."""
         return len(self._ref_counts) - 1
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     def ref_count(self, page: int) -> int:
@@ -57,7 +53,7 @@ class BlockAllocator:
         return self._ref_counts[page]
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take `n` free pages, each with one owner from now on; None, and nothing taken, when fewer are free.
+        """Take `n` free pages, each with one owner; None when fewer are free.
 
         Raises:
             ValueError: `n` is negative.
@@ -75,32 +71,30 @@ class BlockAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add one owner to each page. A page may occur more than once and gets as many owners.
+        """Add one owner to each page, once per occurrence.
 
         Raises:
-            ValueError: the null page, a page that the cache does not have, or a free page (its contents may be another
-                sequence's tomorrow). No count has changed then.
+            ValueError: the null page, an unknown page, or a free page. No count has changed then.
         """
         for page in pages:
             self._check(page)
             if not self._ref_counts[page]:
-                raise ValueError(f"cannot share page {page}: it is free, so its contents are nobody's; allocate it")
+                raise ValueError(f"cannot share page {page}: it is free; allocate it")
         for page in pages:
             self._ref_counts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take one owner off each page; a page without owners is free. A page may occur as often as it has owners.
+        """Remove one owner from each page, once per occurrence; a page without owners is free.
 
         Raises:
-            ValueError: the null page, a page that the cache does not have, or one with fewer owners than it is freed
-                times ("double free"). No count has changed then.
+            ValueError: the null page, an unknown page, or one freed more often than it has owners ("double free"). No count
+                has changed then.
         """
         for page, times in Counter(pages).items():
             self._check(page)
             if times > self._ref_counts[page]:
-                raise ValueError(f"double free of page {page}: freed {times} times by this call, and it has "
-                                 f"{self._ref_counts[page]} owners")
-        # Backwards, so that `allocate` hands the pages out again in the order of `pages`.
+                raise ValueError(f"double free of page {page}: freed {times} times, and it has {self._ref_counts[page]} owners")
+        # Backwards, so that `allocate` returns the pages in the order of `pages`.
         for page in reversed(pages):
             self._ref_counts[page] -= 1
             if not self._ref_counts[page]:
@@ -108,7 +102,7 @@ class BlockAllocator:
 
     def _check(self, page: int) -> None:
         if page == NULL_PAGE:
-            raise ValueError(f"page {NULL_PAGE} is the null page: nobody owns it, so it is neither shared nor freed")
+            raise ValueError(f"page {NULL_PAGE} is the null page, which can be neither shared nor freed")
         if not NULL_PAGE < page < len(self._ref_counts):
             raise ValueError(f"page {page} is unknown: this allocator has the pages 1 to {self.num_total}")
 

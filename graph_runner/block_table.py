@@ -1,14 +1,13 @@
-"""The block table of all slots, kept on the device: a step sends only the pages that are new.
+"""The block table of all slots, kept on the device: a step sends only new pages.
 
-A table row is as wide as the longest sequence allowed, 8192 pages at 131072 tokens, and hardly changes from step to step. So
-the device keeps a row for each slot. A step brings changes (place in the table, page number) and the slot of each of its
-rows, and the device writes the changes and gathers the rows (``update``), inside the CUDA graph: nothing there depends on
-the host.
+A row is as wide as the longest sequence, 8192 pages at 131072 tokens, and changes little from step to step. So the device
+keeps one row per slot. A step brings changes (position in the table, page number) and the slot of each of its rows; the device
+writes the changes and gathers the rows (``update``), inside the CUDA graph.
 
-NOTE [Table in step]: what the device has of a slot is known as a number of pages, ``_sent``. It moves on when a step was
-launched (``commit``), not when its changes were packed: a step that failed on the way leaves it behind, and the pages are
-sent again, which does no harm. A slot's row is not cleared for its next request: entries behind a sequence's own pages may
-be any page, see NOTE [Padding].
+NOTE [Table in step]: ``_sent`` counts the pages of each slot that the device has. It advances when a step is launched
+(``commit``), not when its changes are packed: after a step that failed in between, the pages are sent again, which is
+harmless. A slot's row is not cleared for its next request: entries after a sequence's own pages may be any page, see NOTE
+[Padding].
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def change_capacity(num_tokens: int, num_reqs: int, page_size: int) -> int:
-    """Most new pages of a step of that shape: a row of n tokens needs at most ceil(n / page_size), and the rows' n add up
-    to ``num_tokens``."""
+    """Upper bound of a step's new pages: a row of n tokens needs at most ceil(n / page_size); the n sum to ``num_tokens``."""
     return min(num_tokens, (num_tokens + num_reqs * (page_size - 1)) // page_size)
 
 
@@ -33,9 +31,9 @@ class BlockTable:
     """Host and device side of the table.
 
     Args:
-        max_num_seqs: slots. The device has one row more, all null page, which padding rows read and padding changes write.
-        max_num_reqs: most rows of a batch, padding included.
-        width: pages of a row.
+        max_num_seqs: slots. The device has one more row of null pages, which padding rows read and padding changes write.
+        max_num_reqs: maximum number of rows of a batch, padding included.
+        width: pages per row.
 
     Attributes:
         host: (max_num_seqs, width) int32 array.
@@ -53,23 +51,23 @@ class BlockTable:
         self._packed = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def new_holder(self, slot: int) -> None:
-        """The slot belongs to another request now: none of its pages are known."""
+        """Assign the slot to another request, none of whose pages are known."""
         self._sent[slot] = self._known[slot] = 0
 
     def note(self, slot: int, pages: list[int]) -> None:
-        """Take in what ``pages`` has more than it had."""
+        """Copy the new entries of ``pages`` into the host table."""
         known = self._known[slot]
         if known != len(pages):
             self.host[slot, known : len(pages)] = pages[known:]
             self._known[slot] = len(pages)
 
     def pack(self, slots: np.ndarray, num_pages: np.ndarray, at: np.ndarray, page: np.ndarray) -> None:
-        """Write the changes of a step into ``at`` (capacity,) int64, flat places in the table, and ``page`` (capacity,)
+        """Write the changes of a step into ``at`` (capacity,) int64, flat positions in the table, and ``page`` (capacity,)
         int32. Padding writes the null page into the dummy row.
 
         Args:
             slots: (B,) of the step's rows, all different.
-            num_pages: (B,) pages that each has by now, all noted.
+            num_pages: (B,) pages of each row, all passed to ``note``.
         """
         new = num_pages - self._sent[slots]
         count = int(new.sum())
@@ -78,8 +76,8 @@ class BlockTable:
             column = np.arange(count) - np.repeat(np.cumsum(new) - num_pages, new)
             places, pages = slots[row] * self.width + column, self.host[slots[row], column]
             fits = at.shape[0]
-            if count > fits:  # pages that steps before did not get sent, because they failed
-                logger.debug("%d new pages in a step with room for %d: the others are sent by themselves", count, fits)
+            if count > fits:  # pages of earlier steps that failed
+                logger.debug("%d new pages in a step with room for %d: the others are sent separately", count, fits)
                 self._write(*(self._sent_now(x[fits:]) for x in (places, pages)))
                 places, pages, count = places[:fits], pages[:fits], fits
             at[:count], page[:count] = places, pages
@@ -87,12 +85,12 @@ class BlockTable:
         self._packed = slots, num_pages
 
     def commit(self) -> None:
-        """The step packed last was launched: the device has its pages, or will before anything that comes after."""
+        """The step packed last was launched: the device has its pages, or will before any later work."""
         slots, num_pages = self._packed
         self._sent[slots] = num_pages
 
     def update(self, at: torch.Tensor, page: torch.Tensor, row_slot: torch.Tensor) -> None:
-        """Device work of a step: write its changes, then gather its rows (B,) int64. Fixed addresses, nothing to wait for."""
+        """Device work of a step: write its changes, then gather its rows (B,) int64. Fixed addresses, no synchronization."""
         self._write(at, page)
         torch.index_select(self.device, 0, row_slot, out=self.rows[: row_slot.shape[0]])
 

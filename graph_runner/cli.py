@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Nothing heavy is imported up here: `quire --help` must come at once.
+# Nothing heavy is imported at the top: `quire --help` must be quick.
 DEMO = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.',
         "The moon is up,")
-REFRESH = 1 / 12  # seconds between two pictures of the growing texts
+REFRESH = 1 / 12  # seconds between two redraws
 
 
 @dataclass
@@ -30,9 +30,9 @@ class _Run:
     prompts: list[str]
     texts: list[str] = field(init=False)
     outputs: list[Any] = field(init=False)
-    first_tokens: dict[int, float] = field(default_factory=dict)
-    late_tokens: int = 0
-    began: float = 0.0
+    first_tokens: dict[int, float] = field(default_factory=dict)  # time by prompt
+    decoded: int = 0  # tokens after every prompt had its first
+    began: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class _Run:
         now = time.perf_counter()
         if event.token_ids:
             if event.index in self.first_tokens and len(self.first_tokens) == len(self.prompts):
-                self.late_tokens += len(event.token_ids)
+                self.decoded += len(event.token_ids)
             self.first_tokens.setdefault(event.index, now)
         self.texts[event.index] = event.output.text
         if event.finished:
@@ -50,15 +50,15 @@ class _Run:
             self.ended = now
 
     def summary(self, engine: Any) -> str:
-        """Tokens per second. Prefill: all prompts until each had its first token; decode: what came after that."""
+        """Tokens per second. Prefill: all prompts until each has its first token; decode: after that."""
         done = [o for o in self.outputs if o is not None]
         given, made = sum(len(o.prompt_token_ids) for o in done), sum(len(o.token_ids) for o in done)
         speeds = []
         if self.first_tokens:
             prefilled = max(self.first_tokens.values())
             speeds.append(f"prefill {given / max(prefilled - self.began, 1e-9):,.0f} tokens/s")
-            if self.late_tokens:
-                speeds.append(f"decode {self.late_tokens / max(self.ended - prefilled, 1e-9):,.0f} tokens/s")
+            if self.decoded:
+                speeds.append(f"decode {self.decoded / max(self.ended - prefilled, 1e-9):,.0f} tokens/s")
         runner = engine.runner
         graphs = f"CUDA graphs: {runner.graphs.stats}" if runner.device.type == "cuda" else "CUDA graphs: none on a CPU"
         requests = f"{len(done)} request{'s' * (len(done) != 1)}, {given} prompt and {made} new tokens"
@@ -67,7 +67,7 @@ class _Run:
 
 
 def _panels(run: _Run, width: int) -> Any:
-    """The prompts with their continuations so far, in two columns where there is room for them."""
+    """The prompts with their continuations so far, in two columns on a wide terminal."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -90,39 +90,33 @@ def _panels(run: _Run, width: int) -> Any:
 
 
 def _stream_live(engine: Any, run: _Run, params: Any, console: Any, stream: bool) -> None:
-    """On a terminal: a panel for each prompt, growing; at the end all of them in full."""
+    """On a terminal: one growing panel per prompt; at the end all of them in full."""
     from rich.live import Live
 
-    if stream:
-        with Live(_panels(run, console.width), console=console, transient=True, auto_refresh=False,
-                  vertical_overflow="crop") as live:
-            shown = 0.0
-            for event in engine.stream(run.prompts, params):
-                run.take(event)
-                if time.perf_counter() - shown > REFRESH:
-                    live.update(_panels(run, console.width), refresh=True)
-                    shown = time.perf_counter()
-    else:
-        for event in engine.stream(run.prompts, params):
+    with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
+        drawn = 0.0
+        for event in engine.stream(run.prompts, params, raise_on_error=False):
             run.take(event)
+            if stream and time.perf_counter() - drawn > REFRESH:
+                live.update(_panels(run, console.width), refresh=True)
+                drawn = time.perf_counter()
     console.print(_panels(run, console.width))
 
 
 def _stream_plain(engine: Any, run: _Run, params: Any, stream: bool) -> None:
-    """In a log or a pipe: one prompt as it comes; several one after the other, when all are there."""
-    one = len(run.prompts) == 1
-    if one:
+    """In a log or a pipe: a single prompt as its tokens come; several one after the other, at the end."""
+    single, printed = len(run.prompts) == 1, 0
+    if single:
         print(run.prompts[0], end="", flush=stream)
-    shown = 0
-    for event in engine.stream(run.prompts, params):
+    for event in engine.stream(run.prompts, params, raise_on_error=False):
         run.take(event)
-        if one and stream:
-            print(event.output.text[shown:], end="", flush=True)
-            shown = len(event.output.text)
-    if one:
-        print(run.texts[0][shown:], flush=True)
-    for i, (prompt, text) in enumerate(zip(run.prompts, run.texts, strict=True)):
-        if not one:
+        if single and stream:
+            print(event.output.text[printed:], end="", flush=True)
+            printed = len(event.output.text)
+    if single:
+        print(run.texts[0][printed:], flush=True)
+    else:
+        for i, (prompt, text) in enumerate(zip(run.prompts, run.texts, strict=True)):
             print(f"[{i + 1}] {prompt}{text}\n")
 
 
@@ -150,16 +144,15 @@ def generate(args: argparse.Namespace) -> int:
     if next(model.parameters()).is_cuda:
         print("setting up: trace, compile, capture CUDA graphs ...", file=sys.stderr)
     elif args.model is None:
-        torch.set_num_threads(1)  # the model is so small that more would only wait for each other, on a busy machine for long
+        torch.set_num_threads(1)  # the model is so small that more threads only wait for each other
     console = Console()
-    run = _Run(prompts or [DEMO[0]])
     with Engine(model, tokenizer, **options) as engine:
         if args.demo:
             from quire.passes.explain import Explanation
 
             runner = engine.runner
             print(f"{Explanation(type(model).__name__, runner.sites, runner.selection, None)}\n", flush=True)
-        run.began = time.perf_counter()
+        run = _Run(prompts or [DEMO[0]])
         if console.is_terminal:
             _stream_live(engine, run, params, console, args.stream)
         else:
@@ -172,54 +165,26 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of quire.Engine that ``quire generate`` was given, by --engine and by options of their own.
+    """The engine options of ``quire generate``: those of --engine, --attention and --page-size.
 
     Raises:
-        ValueError: an option that there is not, a value of the wrong type, or one option given twice, differently.
+        ValueError: an unknown option, a bad value, or two different values of one option.
     """
-    import typing
-
-    from quire.graph_runner.bench.main import check_engine_options
-    from quire.graph_runner.engine import Engine
+    from quire.graph_runner.config import check_options
 
     options = dict(args.engine)
-    check_engine_options(options)
-    kinds = typing.get_type_hints(Engine.__init__)
-    for name, value in options.items():
-        if not _fits(value, kinds[name]):
-            choices = typing.get_args(kinds[name]) if typing.get_origin(kinds[name]) is typing.Literal else ()
-            takes = " or ".join(map(repr, choices)) or Engine.__init__.__annotations__[name]
-            raise ValueError(f"--engine {name}={value}: {name} takes {takes}, and this is {type(value).__name__} {value!r}; "
-                             "help(quire.Engine) says what its options mean")
     for name in ("attention", "page_size"):
         value = getattr(args, name)
         if value is not None and options.setdefault(name, value) != value:
-            raise ValueError(f"--{name.replace('_', '-')} {value} and --engine {name}={options[name]} ask for two different "
-                             "things; give one of them")
-    return options
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Is the value, as --engine reads it, of this annotated type?"""
-    import typing
-
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return value in inner
-    if origin is Sequence:
-        return isinstance(value, (list, tuple)) and all(_fits(item, inner[0]) for item in value)
-    if inner:  # a union
-        return any(_fits(value, one) for one in inner)
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if kind is float else kind)
+            raise ValueError(f"--{name.replace('_', '-')} {value} and --engine {name}={options[name]} differ; give one of them")
+    return check_options(options)
 
 
 def _loaded(path: Any, load: Callable[[], Any]) -> Any:
-    """What ``load`` makes of the files at ``path``.
+    """The result of ``load``, which reads the files at ``path``.
 
     Raises:
-        ValueError: what is wrong with them: no weights or torn ones, no JSON, a setting of the wrong type.
+        ValueError: missing or corrupt weights, invalid JSON, a setting of the wrong type.
     """
     from huggingface_hub import errors
     from safetensors import SafetensorError
@@ -245,8 +210,8 @@ def explain(args: argparse.Namespace) -> int:
     from quire.passes.explain import explain as explain_model
 
     if args.config is None and args.device is not None:
-        raise ValueError("--device goes with --config: without it the model is loaded, and explained for the device it is "
-                         "loaded to (a GPU if there is one). Give the model's config.json as --config, or leave --device out")
+        raise ValueError("--device needs --config: a loaded model is explained for the device that it is loaded to (a GPU if "
+                         "there is one). Give the model's config.json as --config, or omit --device")
     if args.config is not None:
         explanation = _explain_config(args)
     else:
@@ -258,7 +223,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _explain_config(args: argparse.Namespace) -> Any:
-    """Explain a model that is only a config: traced on the meta device, where tensors have shapes and no storage."""
+    """Explain a model from its config alone: it is traced on the meta device."""
     import torch
     import transformers
 
@@ -275,7 +240,7 @@ def _explain_config(args: argparse.Namespace) -> Any:
         dtype = torch.bfloat16
     else:
         if not Path(args.config).is_file():
-            raise FileNotFoundError(f"no config file at {args.config}, and it is no shape ({', '.join(SHAPES)})")
+            raise FileNotFoundError(f"no config file at {args.config}, and no shape of that name ({', '.join(SHAPES)})")
         config = _loaded(args.config, lambda: transformers.AutoConfig.from_pretrained(args.config))
         dtype = getattr(config, "dtype", None) or torch.get_default_dtype()
     where = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -308,11 +273,12 @@ def bench(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from quire.graph_runner.bench.main import add_arguments, engine_option
+    from quire.graph_runner.config import option_help
 
     parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--traceback", action="store_true", help="show where an error came from")
+    common.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=[common])
@@ -322,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     attention: dict[str, Any] = {"default": "auto", "metavar": "NAME",
                                  "help": "attention backend (default: auto; see quire backends)"}
     model: dict[str, Any] = {"metavar": "PATH", "help": "folder of a saved model (default: the one in quire)"}
-    page_size: dict[str, Any] = {"type": int, "default": 16, "metavar": "N", "help": "tokens a page (default: 16)"}
+    page_size: dict[str, Any] = {"type": int, "default": 16, "metavar": "N", "help": "tokens per page (default: 16)"}
 
     sub = command("generate", generate, "continue prompts, all of them at once")
     sub.add_argument("prompt", nargs="*", metavar="PROMPT", help="text to continue; - reads one from standard input")
@@ -330,16 +296,17 @@ def _parser() -> argparse.ArgumentParser:
                      help="show the attention sites, and continue a few built-in prompts for the shipped model")
     sub.add_argument("--model", **model)
     sub.add_argument("--attention", **{**attention, "default": None})  # None: not given, so that --engine counts
-    sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt (default: 128)")
+    sub.add_argument("--max-tokens", type=int, default=128, metavar="N", help="maximum new tokens per prompt (default: 128)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (default: all)")
+    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (default: all)")
     sub.add_argument("--top-p", type=float, default=1.0, metavar="P",
-                     help="draw from the likeliest tokens that make up this probability (default: all)")
+                     help="sample from the likeliest tokens whose probabilities sum to P (default: all)")
     sub.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     sub.add_argument("--page-size", **{**page_size, "default": None})
     sub.add_argument("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
-                     help="any other option of quire.Engine, e.g. num_pages=512; may be repeated")
+                     help="an option of quire.Engine (see below), e.g. num_pages=512; may be repeated")
     sub.add_argument("--no-stream", dest="stream", action="store_false", help="print the texts when they are done")
+    sub.formatter_class, sub.epilog = argparse.RawDescriptionHelpFormatter, "engine options:\n" + option_help(indent=2)
 
     sub = command("explain", explain, "say how each attention site of a model would run, or why it is refused")
     source = sub.add_mutually_exclusive_group()
@@ -358,42 +325,40 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quieten() -> None:
-    """transformers imports torchao where it is installed, which then tells what of it does not load: no news to our users."""
-    for name in ("torchao", "torch.utils._pytree"):
+    """transformers imports torchao where it is installed, which logs the extensions that it cannot load."""
+    for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _reader_gone() -> bool:
-    """Does nobody read our output any more (``quire generate ... | head``)? Then the rest of it goes nowhere, in silence.
-
-    False: the pipe that broke is another one, which is an error like any other.
-    """
+    """Whether the reader of our output is gone (``quire generate ... | head``); further output is then discarded. False: the
+    broken pipe is another one."""
     out = sys.stdout.fileno()
     if hasattr(select, "poll"):  # not on Windows
-        asked = select.poll()
-        asked.register(out, 0)
-        if not asked.poll(0):
+        poll = select.poll()
+        poll.register(out, 0)
+        if not poll.poll(0):
             return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, out)
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, out)
+    os.close(devnull)
     return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. 2: it cannot be carried out as given, with one message on stderr."""
+    """Run the command line and return the exit code. 2: an error, with one message on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
     args.argv = argv
     _quieten()
     try:
         code = int(args.run(args))
-        sys.stdout.flush()  # here, where a reader that has gone is noticed, and not while Python ends
+        sys.stdout.flush()  # to notice here that the reader is gone, not at exit
         return code
     except BrokenPipeError:
         if not _reader_gone():
             raise
-        return 141  # as a shell shows a program that SIGPIPE ended
+        return 141  # as of a program ended by SIGPIPE
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # UnsupportedAttention is a ValueError
         if args.traceback:
             raise

@@ -1,16 +1,16 @@
-"""Captured steps: one CUDA graph for each bucket of batch shapes, replayed instead of launching kernels one by one.
+"""Captured steps: one CUDA graph per bucket of batch shapes, replayed instead of launching kernels one by one.
 
-A decode step of a large model is thousands of kernel launches of a few microseconds each; the host cannot keep up. A CUDA
-graph records them once and replays them with a single call. A graph replays *addresses*: whatever a step changes must be
+A decode step of a large model is thousands of kernel launches of a few microseconds each, too many for the host. A CUDA graph
+records them once and replays them with a single call. A graph replays *addresses*: whatever changes between steps must be
 written into the buffers it was captured on (``graph_runner/step_buffers.py``), and a batch is padded to the shape of the next
 larger bucket. See NOTE [Padding].
 
-NOTE [Largest first, one pool]: graphs are captured from the largest bucket down into one memory pool, so that the small ones
-reuse the memory of the large. That is sound because only one graph runs at a time and its outputs are read before the next
-one: an output is valid until the next replay of *any* bucket.
+NOTE [Largest first, one pool]: graphs are captured from the largest bucket down into one memory pool, so that small ones reuse
+the memory of large ones. That is sound because only one graph runs at a time and its outputs are read before the next one
+runs: an output is valid until the next replay of *any* bucket.
 
-On a CPU there is nothing to capture; the same runner keeps one callable for each bucket, so that buckets, padding and
-fallback run (and are tested) alike.
+On a CPU there is nothing to capture; the same runner keeps one callable per bucket, so that buckets, padding and fallback are
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.step_buffers import BatchShape
 
 logger = logging.getLogger(__name__)
-#: Eager runs before the first capture, and before each other: handles and kernels made lazily must exist by then. Handles are
-#: there after the first, and kernels of a bucket's own after one run.
+#: Eager runs before the first capture, which create library handles, and before each other one, which load its own kernels.
 FIRST_WARMUPS, WARMUPS = 2, 1
 
 
 @dataclass
 class GraphStats:
-    """What happened so far. ``fell_back``: steps that ran without a graph, by reason."""
+    """Counts so far. ``fell_back``: steps that ran without a graph, by reason."""
 
     captured: int = 0
     replayed: int = 0
@@ -56,11 +55,10 @@ class CudaGraphRunner:
     """Captures ``run`` for each bucket and replays it.
 
     Args:
-        run: shape -> output tensors. Runs a step of that shape on static buffers, with nothing but device work, and the same
-            kernels every time.
-        before_capture: shape -> None. Host work that ``run`` relies on; called outside the capture.
+        run: shape -> output tensors. Runs a step of that shape on static buffers: device work only, the same kernels each time.
+        before_capture: shape -> None. Host work that ``run`` needs; called outside the capture.
         buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens.
-        device: CUDA devices capture, others keep a callable.
+        device: only CUDA devices capture.
         progress: wraps the sequence of buckets while capturing, for a progress bar.
     """
 
@@ -79,7 +77,7 @@ class CudaGraphRunner:
         self._warned: set[str] = set()
 
     def can_run(self, shape: BatchShape, decode: bool) -> BatchShape | None:
-        """The captured bucket that ``shape`` is padded to, or None; a None is counted and logged once per reason.
+        """The captured bucket that ``shape`` is padded to, or None, which is counted and logged once per reason.
 
         Args:
             shape: of the live batch.
@@ -113,7 +111,7 @@ class CudaGraphRunner:
         """Capture every bucket. See NOTE [Largest first, one pool].
 
         Raises:
-            RuntimeError: out of memory, with what to change. What was captured before is dropped.
+            RuntimeError: out of memory; says what to change. Earlier captures are dropped.
         """
         began, before = time.perf_counter(), self._free_bytes()
         with freeze_gc():

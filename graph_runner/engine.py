@@ -1,233 +1,206 @@
 """The engine: requests in, tokens out, with continuous batching over one traced model and one paged KV cache.
 
-A turn of the engine (``step``) asks the scheduler for a batch, launches it, and takes in the results of the launch before.
-So on a GPU the host prepares step n + 1 while the device runs step n: sampled tokens stay on the device, where the next
-step reads them, and the host sees them a step late. A request that ends by a stop token has then run a step too many, whose
-result is dropped.
+An engine step asks the scheduler for a batch, launches it, and collects the results of the step before. So on a GPU the host
+prepares step n + 1 while the device runs step n: sampled tokens stay on the device, where the next step reads them, and reach
+the host one step late. A request that ends by a stop token has then run one step too many, whose result is dropped.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from quire.attn_ops.kv_cache import Layout
 from quire.graph_runner import loading
 from quire.graph_runner.block_allocator import BlockAllocator
-from quire.graph_runner.detokenizer import Detokenizer
-from quire.graph_runner.engine_lock import Turns, alone
+from quire.graph_runner.config import EngineConfig, EngineOptions, documents_options
+from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.gc_freeze import ServingFreeze
-from quire.graph_runner.model_guard import ModelWatch
-from quire.graph_runner.model_runner import Launched, ModelRunner, RunnerConfig
-from quire.graph_runner.paged_forward import own_forward
-from quire.graph_runner.request import (
-    FinishReason,
-    Prompt,
-    Request,
-    RequestOutput,
-    StreamEvent,
-    pairs_of,
-    params_of,
-    token_ids_of,
-)
+from quire.graph_runner.live_model import LiveModel
+from quire.graph_runner.model_runner import Launched, ModelRunner
+from quire.graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, make_requests, pairs_of
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
 
+logger = logging.getLogger(__name__)
 
+
+@documents_options
 class Engine:
     """Serves one causal LM in this process. Use as a context manager, or call ``close``: the model is then as it was.
-    Threads may share an engine: their requests run together, in the model's dtypes (``torch.autocast`` does not count).
+    Threads may share an engine: their requests run together, in the model's dtypes (``torch.autocast`` does not apply).
 
     Args:
         model: a transformers causal LM, a module with such a forward, or a path to a saved model.
         tokenizer: for prompts and results as text; loaded from the path if ``model`` is one. Token ids need none.
-        attention: backend name, or "auto" (``quire.backends()`` lists them).
-        page_size: tokens a page of the KV cache.
-        num_pages: pages of the KV cache, the null page included. None: what fits in GPU memory, 256 MiB's worth on a CPU.
-        max_num_seqs: most requests running at once.
-        max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.
-        kv_cache_dtype: "auto" (the model's), or quantised: "int8", "fp8" (e4m3), "fp8_e5m2"; also a torch dtype or its name.
-        max_model_len: most tokens of a request, prompt and continuation. None: what the model and the cache allow.
-        gpu_memory_utilization: share of the GPU's memory that may be in use, for sizing the KV cache.
-        kv_layout: "NHD" or "HND".
-        prefill_chunk_size: most prompt tokens of one request in a step. None: max_num_batched_tokens.
-        cudagraph_capture_sizes: decode batch sizes to capture; None: the default buckets, []: none.
-        cudagraph_token_sizes: token counts of mixed batches to capture, for backends that allow it; None: default buckets up
-            to 1024 on a GPU, none on a CPU. []: none.
-        compiler: "inductor", "eager", or "auto": inductor on a GPU, eager on a CPU (where compiling costs more than it saves).
-        fusions: fusion passes: "all", "none", "auto" (all on a GPU), or names (a sequence, or with commas between).
-        async_stepping: take results in one step late (see above). None: on a GPU.
-        seed: of the requests that bring none.
+        {options}
+
+    Attributes:
+        config: the options, as an EngineConfig.
+        requests: the unfinished requests by id.
+        scheduler, runner: see their classes; ``runner`` is replaced when the model changes. Tests may wrap their public
+            methods, those of ``runner.buffers``, and ``collect``.
 
     Raises:
         UnsupportedAttention: the model, or one of its attention sites, cannot be served; says which and why.
-        ValueError: an argument out of range, or an unknown backend.
+        ValueError: an option out of range, or an unknown backend.
+        TypeError: an unknown option.
     """
 
-    def __init__(
-        self, model: torch.nn.Module | str, tokenizer: Any = None, *, attention: str = "auto", page_size: int = 16,
-        num_pages: int | None = None, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192,
-        kv_cache_dtype: str | torch.dtype = "auto", max_model_len: int | None = None, gpu_memory_utilization: float = 0.9,
-        kv_layout: Layout = "NHD", prefill_chunk_size: int | None = None,
-        cudagraph_capture_sizes: Sequence[int] | None = None, cudagraph_token_sizes: Sequence[int] | None = None,
-        compiler: str = "auto", fusions: str | Sequence[str] = "auto", async_stepping: bool | None = None, seed: int = 0,
-    ) -> None:
-        loading.check_arguments(gpu_memory_utilization, tokenizer, async_stepping, seed=seed, num_pages=num_pages,
-                                page_size=page_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-                                max_num_batched_tokens=max_num_batched_tokens, prefill_chunk_size=prefill_chunk_size)
+    def __init__(self, model: torch.nn.Module | str, tokenizer: Any = None, **options: Unpack[EngineOptions]) -> None:
+        config = EngineConfig.of(options)
         self.model, self.tokenizer = loading.load(model, tokenizer)
-        device, self._vocab_size = next(self.model.parameters()).device, loading.vocab_size(self.model)
-        on_gpu = device.type == "cuda"
-        length = loading.model_length(self.model, max_model_len)
-        if num_pages is not None:
-            length = min(length, (num_pages - 1) * page_size)
-        max_num_batched_tokens = min(max_num_batched_tokens, max(length * max_num_seqs, 1))
-        config = RunnerConfig(
-            attention=attention, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, max_model_len=length, vocab_size=self._vocab_size, layout=kv_layout,
-            kv_cache_dtype=loading.kv_dtype(kv_cache_dtype), gpu_memory_utilization=gpu_memory_utilization,
-            cudagraph_capture_sizes=cudagraph_capture_sizes, cudagraph_token_sizes=cudagraph_token_sizes,
-            compiler=loading.default_compiler(compiler, device),
-            fusions=("all" if on_gpu else "none") if fusions == "auto" else fusions,
-            progress=loading.progress_bar if on_gpu else None)
-        with own_forward(self.model):
-            self.runner = ModelRunner(self.model, config)
-        self.watch = ModelWatch(self.model, addresses=on_gpu)
-        self.max_model_len = min(length, (self.runner.cache.num_pages - 1) * page_size)
-        self.scheduler = Scheduler(BlockAllocator(self.runner.cache.num_pages), page_size=page_size,
-                                   max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                                   prefill_chunk_size=prefill_chunk_size)
-        self._eos = loading.eos_token_ids(self.model, self.tokenizer)
-        self._depth = int(on_gpu if async_stepping is None else async_stepping)
-        self._random = random.Random(seed if seed is None else int(seed))
+        self._live = LiveModel(self.model, config)
+        self.config = config = self._live.config
+        self.max_model_len = min(self.runner.max_model_len, (self._live.num_pages - 1) * config.page_size)
+        self.scheduler = Scheduler(BlockAllocator(self._live.num_pages), page_size=config.page_size,
+                                   max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+                                   prefill_chunk_size=config.prefill_chunk_size)
+        self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
+        self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
-        self._arrived: deque[tuple[Any, int]] = deque()  # their results, as yet to be looked at
-        self._gc, self.turns = ServingFreeze(), Turns()
-        self._requests: dict[int, Request] = {}
-        self._texts: dict[int, Detokenizer] = {}
-        self._inboxes: dict[int, deque[StreamEvent]] = {}  # events of requests that a stream waits for
-        self._unclaimed: list[StreamEvent] = []  # events of the others, for the next ``step``
+        self._results: deque[tuple[Any, int]] = deque()  # (row, token) of a finished step, not handled yet
+        self._gc, self.lock = ServingFreeze(), EngineLock()
+        self.requests: dict[int, Request] = {}
+        self._events: deque[StreamEvent] = deque()  # for ``step``; each stream has its own
         self._next_id = 0
-        self._closed = self._failed = False
+        self._closed = self._launch_failed = self._check_due = False  # due: to compare the whole model with its trace
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._live.runner
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    @alone
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
-        """Queue a prompt; the ids of its requests (``params.n`` of them).
+        """Queue a prompt; returns the ids of its requests (``params.n`` of them), whose events ``step`` returns.
 
         Raises:
             ValueError, TypeError: the prompt cannot be served; says why. Nothing else is affected.
         """
+        ids: list[int] = []
+        self._add(prompt, params, self._events, ids)
+        return ids
+
+    @locked
+    def _add(self, prompt: Prompt, params: SamplingParams | None, inbox: deque[StreamEvent], request_ids: list[int],
+             index: int | None = None) -> None:
+        """Queue a prompt and append its request ids to ``request_ids``. ``index``: of the first output; None: the ids."""
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-        self.watch.due |= not self._requests
-        params, ids = params_of(params), token_ids_of(prompt, self.tokenizer, self._vocab_size, self.max_model_len)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
-        limit = self.max_model_len if params.max_tokens is None else min(self.max_model_len, len(ids) + params.max_tokens)
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
-        made = []
-        for k in range(params.n):
-            base = params.seed if params.seed is not None else self._random.getrandbits(62)
-            request = Request(
-                self._next_id, ids, params, RequestOutput(self._next_id, prompt if isinstance(prompt, str) else None, ids),
-                seed=(base + k * 0x9E3779B9) % 2**63, stop_token_ids=stops, max_total_tokens=limit)
-            self._next_id += 1
-            self._requests[request.request_id] = request
-            if self.tokenizer is not None and params.detokenize:
-                self._texts[request.request_id] = Detokenizer(
-                    self.tokenizer, ids, params.skip_special_tokens, params.stop or (), params.include_stop_str_in_output)
+        self._check_due |= not self.requests
+        made = make_requests(prompt, params, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
+                             vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len, random=self._random)
+        self._next_id += len(made)
+        for request in made:
+            self.requests[request.request_id] = request
             self.scheduler.add(request)
-            made.append(request.request_id)
-        return made
+            request_ids.append(request.request_id)
 
     def abort(self, request_id: int) -> None:
-        """End a request now (in a turn: after it); its output so far stays, with finish_reason "abort". Others are ignored."""
-        self.turns.soon(lambda: self._abort([request_id]))
+        """End a request, after the step in progress if there is one; its output so far stays, with finish_reason "abort".
+        Unknown and finished ids are ignored."""
+        self.lock.when_free(lambda: self._abort([request_id]))
 
-    def _abort(self, request_ids: list[int], unheard: bool = False) -> None:
+    def _abort(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
-            if (request := self._requests.get(request_id)) is not None:
-                self._deliver(self._finish(request, FinishReason.ABORT))
-            if unheard:
-                self._inboxes.pop(request_id, None)
-        if not self._requests:
+            if (request := self.requests.get(request_id)) is not None:
+                self._finish(request, FinishReason.ABORT)
+        if not self.requests:
             self._gc.release()
 
     @property
+    def _eos(self) -> frozenset[int]:
+        return loading.eos_token_ids(self.model, self.tokenizer)  # users may set them while the engine is open
+
+    @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests or self._unclaimed)
+        """Whether requests run, or events wait for ``step``."""
+        return bool(self.requests or self._events)
 
-    # -- a turn -----------------------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------------------------
 
-    @alone
+    @locked
     def step(self) -> list[StreamEvent]:
-        """One turn: launch the next batch, take in results. The events are of requests that got tokens or ended since the
-        last ``step``, those that ``stream`` and ``generate`` wait for excepted."""
-        self._turn()
-        events, self._unclaimed = self._unclaimed, []
+        """Launch the next batch and collect results. Returns the events since the last ``step`` of requests from
+        ``add_request``; an event's ``index`` is the request's id."""
+        self._step()
+        events = list(self._events)
+        self._events.clear()
         return events
 
-    def _deliver(self, event: StreamEvent) -> None:
-        self._inboxes.get(event.index, self._unclaimed).append(event)
-
-    @alone
-    def _turn(self) -> None:
-        self.watch.check(self.watch.glance())
-        if self._failed:  # that step may have replaced newest tokens on the device; from here the host has them all
-            self._collect(0)
-            self._failed = False
-        if self._requests:
+    @locked
+    def _step(self) -> None:
+        if (change := self._live.change(everything=False)) is not None:
+            self._trace_again(change)
+        if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
+            self.collect()
+            self._launch_failed = False
+        if self.requests:
             self._gc.turn()
         try:
             batch = self.scheduler.schedule()
         except NeedsDrain:
-            self._collect(0)
+            self.collect()
             batch = self.scheduler.schedule()
         if batch is not None:
             try:
                 self._in_flight.append(self.runner.launch(batch))
             except BaseException as error:
-                self._failed = True
+                self._launch_failed = True
                 self.scheduler.take_back(batch)
                 if not isinstance(error, torch.OutOfMemoryError):
+                    if isinstance(error, Exception) and (change := self._live.change()) is not None:
+                        return self._trace_again(change)  # the error of a trace that no longer fits its model
                     raise
                 for row in batch.rows:
-                    self._deliver(self._finish(row.request, FinishReason.ERROR, error=(
+                    self._finish(row.request, FinishReason.ERROR, error=(
                         f"out of GPU memory in a step of {batch.num_tokens} tokens: {error}. Lower max_num_batched_tokens or "
-                        "gpu_memory_utilization.")))
-        self.watch.check_if_due()  # after the launch: a GPU is busy meanwhile, and nobody has seen a result yet
-        self._collect(self._depth if batch is not None else 0)
-        if not self._requests:
+                        "gpu_memory_utilization."))
+        if self._check_due:  # after the launch, while a GPU is busy, and before anyone sees a result
+            if (change := self._live.change()) is not None:
+                return self._trace_again(change)
+            self._check_due = False
+        self.collect(self._depth if batch is not None else 0)
+        if not self.requests:
             self._gc.release()
 
-    def _collect(self, leave: int) -> None:
-        """Take in the results of all launched steps but the last ``leave``."""
-        while self._arrived or len(self._in_flight) > leave:
-            if not self._arrived:
+    def _trace_again(self, change: str) -> None:
+        """Drop the launched steps and trace the changed model; running requests are recomputed from the host's tokens. Raises
+        RuntimeError if the model cannot be served any more; the next step tries again."""
+        for launched in self._in_flight:
+            launched.tokens()  # wait: its pages go to others
+        self._in_flight.clear()
+        self._results.clear()
+        self.scheduler.preempt_all()
+        self._launch_failed = False
+        self._live.trace_again(change)
+
+    def collect(self, leave: int = 0) -> None:
+        """Wait for the launched steps but the last ``leave``, and take in their tokens."""
+        while self._results or len(self._in_flight) > leave:
+            if not self._results:
                 tokens = self._in_flight[0].tokens()
-                self._arrived.extend(zip(self._in_flight.popleft().batch.rows, tokens, strict=True))
-            while self._arrived:  # interrupted in between, it goes on here
-                row, token = self._arrived.popleft()
+                self._results.extend(zip(self._in_flight.popleft().batch.rows, tokens, strict=True))
+            while self._results:  # if interrupted, the next call continues here
+                row, token = self._results.popleft()
                 if row.samples:
                     row.request.num_pending -= 1
                     if not row.request.finished:
-                        self._deliver(self._take(row.request, token))
+                        self._take(row.request, token)
 
-    def _take(self, request: Request, token: int) -> StreamEvent:
-        """A new token of a request: append it, decode it, see whether it ends the request."""
+    def _take(self, request: Request, token: int) -> None:
+        """Append a new token to a request, decode it, and end the request if it is the last."""
         if token < 0:
             return self._finish(request, FinishReason.ERROR, error=(
                 f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"))
-        output, params = request.output, request.params
+        output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)
         piece = ""
-        text = self._texts.get(request.request_id)
         if text is not None and not (ends and params.skip_special_tokens):
             piece = text.add([token], may_stop=len(output.token_ids) >= params.min_tokens)
             if text.error is not None:
@@ -240,62 +213,79 @@ class Engine:
             return self._finish(request, FinishReason.STOP, [token], piece)
         if full:
             return self._finish(request, FinishReason.LENGTH, [token], piece)
-        return StreamEvent(request.request_id, [token], piece, False, output)
+        request.inbox.append(StreamEvent(output.index, [token], piece, False, output))
 
     def _finish(self, request: Request, reason: FinishReason, tokens: list[int] | None = None, text: str = "", *,
-                error: str | None = None) -> StreamEvent:
+                error: str | None = None) -> None:
         self.scheduler.finish(request)
-        self._requests.pop(request.request_id, None)
-        if (waiting := self._texts.pop(request.request_id, None)) is not None:
-            text += waiting.flush()
-            request.output.text = waiting.text
-            if waiting.error is not None:
-                reason, error = FinishReason.ERROR, waiting.error
-        request.output.finish_reason, request.output.error = reason.value, error
-        return StreamEvent(request.request_id, tokens or [], text, True, request.output)
+        self.requests.pop(request.request_id, None)
+        output, detokenizer = request.output, request.detokenizer
+        if detokenizer is not None:
+            text += detokenizer.flush()
+            output.text = detokenizer.text
+            if detokenizer.error is not None:
+                reason, error = FinishReason.ERROR, detokenizer.error
+        output.finish_reason, output.error = reason.value, error
+        request.inbox.append(StreamEvent(output.index, tokens or [], text, True, output))
 
     # -- whole runs -------------------------------------------------------------------------------------------------
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-               ) -> Iterator[StreamEvent]:
-        """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's place (with n > 1 the n
-        results of a prompt follow each other). A prompt that cannot be served yields one event whose output has ``error``."""
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+               raise_on_error: bool | None = None) -> Iterator[StreamEvent]:
+        """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's position (with n > 1 the n
+        results of a prompt are consecutive).
+
+        Args:
+            raise_on_error: raise if a request fails, and abort the others. False: log a warning; the output of the failed
+                request has ``error``, and the others run on. None: raise for a single prompt only.
+
+        Raises:
+            ValueError, TypeError: a prompt that cannot be served. RuntimeError: a request that failed on its way.
+        """
         pairs = pairs_of(prompts, params)
-        place: dict[int, int] = {}
+        strict = len(pairs) == 1 if raise_on_error is None else raise_on_error
         inbox: deque[StreamEvent] = deque()
-        at = 0
+        ids: list[int] = []
+        count = 0  # of outputs
         try:
             for prompt, p in pairs:
                 try:
-                    for request_id in self.add_request(prompt, p):
-                        self._requests[request_id].output.index = place[request_id] = at
-                        self._inboxes[request_id] = inbox
-                        at += 1
+                    self._add(prompt, p, inbox, ids, count)
+                    count += p.n
                 except (ValueError, TypeError) as error:
-                    yield StreamEvent(at, [], "", True, RequestOutput.refused(at, prompt, error))
-                    at += 1
-            left = len(place)
+                    if strict:
+                        raise
+                    logger.warning("request %d failed: %s", count, error)
+                    yield StreamEvent(count, [], "", True, RequestOutput.refused(count, prompt, error))
+                    count += 1
+            left = len(ids)
             while left:
                 while not inbox:
-                    self._turn()
+                    self._step()
                 event = inbox.popleft()
                 left -= event.finished
-                yield StreamEvent(place[event.index], event.token_ids, event.text, event.finished, event.output)
-        finally:
-            self.turns.soon(lambda: self._abort(list(place), unheard=True))  # those unfinished: the caller stopped listening
+                if event.output.error is not None:
+                    message = f"request {event.index} failed: {event.output.error}"
+                    if strict:
+                        raise RuntimeError(message)
+                    logger.warning(message)
+                yield event
+        finally:  # the caller may have stopped reading
+            self.lock.when_free(lambda: self._abort(ids))
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-                 ) -> list[RequestOutput]:
-        """Run the prompts together; the results in their order. A prompt that fails has ``error`` set, the others run on."""
-        return sorted((e.output for e in self.stream(prompts, params) if e.finished), key=lambda output: output.index)
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 raise_on_error: bool | None = None) -> list[RequestOutput]:
+        """Run the prompts together; the results in their order. ``raise_on_error``: see ``stream``."""
+        events = self.stream(prompts, params, raise_on_error=raise_on_error)
+        return sorted((e.output for e in events if e.finished), key=lambda output: output.index)
 
-    @alone
+    @locked
     def close(self) -> None:
-        """Abort what runs, free cache and graphs, and give the model back as it was. Safe to call twice."""
+        """Abort all requests, free cache and graphs, and restore the model. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._abort(list(self._requests))
-            self._collect(0)
+            self._abort(list(self.requests))
+            self.collect()
             self.runner.close()
 
     def __enter__(self) -> Engine:

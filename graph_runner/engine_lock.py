@@ -1,11 +1,10 @@
-"""Whose turn it is: an engine's requests are touched by one thread at a time, and by one turn from its beginning to its end.
+"""The engine's lock: one thread at a time, and each engine step runs from beginning to end.
 
-Three things would otherwise come in the middle of a turn, when rows are planned and not yet launched:
+Three things would otherwise interrupt a step between scheduling and launching its batch:
 
-- another thread: it waits, or, if it streams, helps, as a turn delivers the tokens of all;
-- a Ctrl-C: it takes effect when the turn is over (a step at most), so that no request is left half computed;
-- a stream that nobody listens to any more, which the garbage collector ends wherever it happens to run: its requests are
-  taken out when the turn is over, by whoever has it.
+- another thread: it waits, and if it streams, runs the next step itself, since a step delivers the tokens of all requests;
+- Ctrl-C: handled after the step, so that no request is left half computed;
+- a dropped stream, which the garbage collector may finalize anywhere: its requests are aborted after the step.
 """
 
 from __future__ import annotations
@@ -19,78 +18,78 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class Turns:
-    """See the module's docstring."""
+class EngineLock:
+    """A re-entrant lock that defers interrupts, and runs actions as soon as nobody holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._busy = False
-        self._later: deque[Callable[[], None]] = deque()
+        self._held = False
+        self._deferred: deque[Callable[[], None]] = deque()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, no other thread is, and no interrupt comes. May be nested."""
+    def hold(self) -> Iterator[None]:
+        """Keep other threads out and defer Ctrl-C to the end. May be nested."""
         try:
             with self._lock:
-                if self._busy:
+                if self._held:
                     yield
                     return
                 with self._uninterrupted():
                     yield
         finally:
-            self._try()
+            self._run_deferred()
 
-    def soon(self, action: Callable[[], None]) -> None:
-        """Do it now, or if a turn is under way, in whatever thread, when that is over. Waits for nobody: finalisers may call
-        it, in a thread that holds any lock."""
-        self._later.append(action)
-        self._try()
+    def when_free(self, action: Callable[[], None]) -> None:
+        """Run ``action`` now, or where any thread holds the lock, when that thread releases it. Never blocks, so that
+        finalizers may call it in a thread that holds any lock."""
+        self._deferred.append(action)
+        self._run_deferred()
 
-    def _try(self) -> None:
-        while self._later and self._lock.acquire(blocking=False):  # who has the lock looks again after letting go of it
+    def _run_deferred(self) -> None:
+        while self._deferred and self._lock.acquire(blocking=False):  # a holder runs them after it has released the lock
             try:
-                if self._busy:
+                if self._held:
                     return
                 with self._uninterrupted():
-                    self._later.popleft()()
+                    self._deferred.popleft()()
             finally:
                 self._lock.release()
 
     @contextlib.contextmanager
     def _uninterrupted(self) -> Iterator[None]:
-        with _interrupts_at_the_end():
-            self._busy = True
+        with _deferred_interrupts():
+            self._held = True
             try:
                 yield
             finally:
-                self._busy = False
+                self._held = False
 
 
-def alone(method: Callable[..., Any]) -> Any:
-    """The method, of an object with ``turns``, runs alone."""
+def locked(method: Callable[..., Any]) -> Any:
+    """Method decorator: hold ``self.lock``, an EngineLock."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.turns.alone():
+        with self.lock.hold():
             return method(self, *args, **kwargs)
 
     return call
 
 
 @contextlib.contextmanager
-def _interrupts_at_the_end() -> Iterator[None]:
-    """A Ctrl-C that comes inside is handled at the end. Python handles signals in the main thread only."""
+def _deferred_interrupts() -> Iterator[None]:
+    """Handle a Ctrl-C at the end of the block. Python handles signals in the main thread only."""
     if threading.current_thread() is not threading.main_thread() or not callable(handler := signal.getsignal(signal.SIGINT)):
         yield
         return
-    came: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *signal_and_frame: came.append(signal_and_frame))
+    received: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: received.append(signal_and_frame))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[-1])
+        if received:
+            handler(*received[-1])
 
 
-__all__ = ["Turns", "alone"]
+__all__ = ["EngineLock", "locked"]

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# CPython 3.12 keeps its own immortal objects, some 375, among the frozen ones (3.11 and 3.13: none). Whoever calls
-# `gc.freeze` freezes every tracked object, and a bare interpreter has 5000. So between the two lies the answer to "has
-# the application frozen objects of its own?".
+# CPython 3.12 keeps some 375 immortal objects among the frozen ones (3.11 and 3.13: none), and `gc.freeze` freezes at least the
+# 5000 objects of a bare interpreter. More than this many frozen objects mean that the application froze its own.
 _INTERPRETERS_OWN = 1000
 
 
 @contextmanager
 def freeze_gc(collect: bool = True) -> Iterator[None]:
-    """Collect once, then keep the collector off until the block ends, also when it ends with an exception.
+    """Collect once, then keep the collector off until the block ends.
 
-    A collection during capture can free CUDA tensors, which a capturing stream does not allow, and with a model and a
-    tokenizer loaded it walks millions of objects, as often as `torch.cuda.graph` or anything else asks for one. So all
-    that is alive on entry is frozen (moved where no collection looks), and automatic collection is disabled.
+    A collection during capture may free CUDA tensors, which a capturing stream does not allow, and with a model loaded it walks
+    millions of objects. So all objects alive on entry are frozen (moved where no collection looks), and automatic collection
+    is disabled.
 
-    On exit the objects are unfrozen, and automatic collection is enabled if it was on entry. May be nested: an inner
-    block leaves both to the outer one.
+    On exit the objects are unfrozen, and automatic collection is enabled if it was on entry. May be nested: an inner block
+    leaves both to the outer one. Where the application has frozen objects of its own, the block only collects and disables:
+    `gc.unfreeze` would unfreeze theirs too.
 
-    `gc.unfreeze` knows no owner: it unfreezes everything. Where an application has frozen objects before the block,
-    they stay frozen after it; the block then only collects and disables, since freezing more could not be undone.
+    ``collect=False`` freezes garbage too: a collection walks all of torch and transformers.
 
-    With ``collect=False`` garbage is frozen too, and waits for the end: a collection walks all of torch and transformers.
-
-    The collector belongs to the process: the block holds for all of its threads, and blocks of several threads that
-    overlap are not supported.
+    The collector is per process: the block holds for all threads, and overlapping blocks of several threads are not supported.
     """
     was_enabled = gc.isenabled()
     freeze = gc.get_freeze_count() < _INTERPRETERS_OWN
@@ -49,21 +46,20 @@ def freeze_gc(collect: bool = True) -> Iterator[None]:
 
 
 class ServingFreeze:
-    """Freezes what is alive while an engine serves, so that a collection walks only what is new since.
+    """Freezes the objects that are alive while an engine serves, so that a collection walks only newer ones.
 
-    With a model and a tokenizer loaded a full collection walks millions of objects, and no step is launched meanwhile. The
-    collector stays on: what serving and the caller make meanwhile is collected as ever.
+    With a model loaded a full collection walks millions of objects, and no step is launched meanwhile. The collector stays on:
+    it collects what serving and the caller make.
 
-    The engine calls ``turn`` in every turn and ``release`` when it has no requests left. Only the TURNS-th turn freezes: runs
-    shorter than that are left alone, as each freeze also resets the collector's counters. Garbage among the frozen objects
-    waits for ``release``, which now and then (COLLECT_SECONDS) collects everything.
+    The engine calls ``turn`` in every step and ``release`` when it has no requests left. Only the TURNS-th turn freezes:
+    shorter runs are not worth it, as each freeze resets the collector's counters. Garbage among the frozen objects waits for
+    ``release``, which collects everything once in COLLECT_SECONDS.
 
-    An engine may stop turning with requests left: a stream that nobody reads on, an error, an engine that was dropped. The
-    stream may even be garbage itself, in a cycle that only the collector can find, and frozen. So every collection looks
-    (``_look``) whether the engine still turns, and unfreezes if it has not for STALE_SECONDS.
+    An engine may stop stepping with requests left: a stream that is no longer read, an error. A dropped stream may even be
+    garbage itself, frozen, in a cycle that only the collector finds. So a timer checks whether the engine still steps; if it
+    has not for STALE_SECONDS, everything is unfrozen and collected.
 
-    Does nothing where the collector is off, or where objects are frozen already, by the application or by another engine:
-    ``gc.unfreeze`` knows no owner.
+    Does nothing where the collector is off, or where the application or another engine has frozen objects.
     """
 
     TURNS = 16
@@ -73,39 +69,50 @@ class ServingFreeze:
     def __init__(self) -> None:
         self.frozen = False
         self._turns = 0
-        self._turned = self._collected = time.monotonic()
+        self._last_turn = self._collected = time.monotonic()
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
 
     def turn(self) -> None:
         """The engine is about to launch a step."""
-        self._turned = time.monotonic()
+        self._last_turn = time.monotonic()
         if not self.frozen:
             self._turns += 1
             if self._turns == self.TURNS and gc.isenabled() and gc.get_freeze_count() < _INTERPRETERS_OWN:
-                gc.collect(1)  # what is garbage already, and young
-                if self._look not in gc.callbacks:
-                    gc.callbacks.append(self._look)
+                gc.collect(1)  # young garbage
                 self.frozen = True
                 gc.freeze()
+                self._start_timer()
 
     def release(self) -> None:
         """The engine is idle."""
-        if self.frozen:
-            self._unfreeze()
-            if gc.isenabled() and time.monotonic() - self._collected > self.COLLECT_SECONDS:
-                gc.collect()
-                self._collected = time.monotonic()
+        if self._unfreeze() and gc.isenabled() and time.monotonic() - self._collected > self.COLLECT_SECONDS:
+            self._collect()
         self._turns = 0
-        if self._look in gc.callbacks:
-            gc.callbacks.remove(self._look)
 
-    def _look(self, phase: str, info: dict[str, int]) -> None:
-        # It stays among the callbacks here: the collector is going through that list.
-        if self.frozen and phase == "start" and time.monotonic() - self._turned > self.STALE_SECONDS:
-            self._unfreeze()
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(self.STALE_SECONDS, self._check)
+        self._timer.daemon = True
+        self._timer.start()
 
-    def _unfreeze(self) -> None:
-        self.frozen, self._turns = False, 0
-        gc.unfreeze()
+    def _check(self) -> None:
+        if self.frozen and time.monotonic() - self._last_turn < self.STALE_SECONDS:
+            self._start_timer()
+        elif self._unfreeze() and gc.isenabled():
+            self._collect()
+
+    def _unfreeze(self) -> bool:
+        with self._lock:  # the engine's thread and the timer's
+            was, self.frozen, self._turns = self.frozen, False, 0
+            if was:
+                gc.unfreeze()
+                if self._timer is not None:
+                    self._timer.cancel()
+            return was
+
+    def _collect(self) -> None:
+        gc.collect()
+        self._collected = time.monotonic()
 
 
 __all__ = ["ServingFreeze", "freeze_gc"]

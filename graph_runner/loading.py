@@ -1,18 +1,20 @@
-"""What the engine must know of a model and its tokenizer: loading, lengths, end tokens, defaults."""
+"""What the engine reads from a model and its tokenizer: files, lengths, vocabulary, end tokens, dtypes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from numbers import Integral, Real
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quire.attn_ops.kv_quant import ALIASES
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.graph_runner.config import EngineConfig
+from quire.passes.verify.sites import check_config
 
 TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
-DEFAULT_LENGTH = 2048  # for a model that does not say how long its sequences may be
+DEFAULT_LENGTH = 2048  # for a model whose config has no maximum
 
 
 def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> tuple[torch.nn.Module, Any]:
@@ -20,7 +22,13 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
 
     Raises:
         FileNotFoundError: no folder at that path (quire loads from disk; it does not download).
+        ValueError: ``tokenizer`` has no ``decode``, or ``model`` no parameters.
+        UnsupportedAttention: the checkpoint is not one of a causal LM.
     """
+    if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
+        raise ValueError(
+            f"tokenizer must be an object with a decode method, such as transformers' AutoTokenizer.from_pretrained(...) "
+            f"returns, got {str(tokenizer)[:60]!r}; omit it to use token ids only")
     if isinstance(model, torch.nn.Module):
         if next(model.parameters(), None) is None:
             raise ValueError(f"{type(model).__name__} has no parameters")
@@ -28,8 +36,9 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
     path = Path(model)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"no model at {path}: expected a folder with config.json, as save_pretrained writes it")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    _check_checkpoint(path, AutoConfig.from_pretrained(str(path)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), **kwargs)
     loaded = loaded.to(device).eval()
@@ -44,61 +53,76 @@ def _text_config(model: torch.nn.Module) -> Any:
     return get(decoder=True) if get is not None else config
 
 
-def check_arguments(gpu_memory_utilization: float, tokenizer: Any = None, async_stepping: bool | None = None, *,
-                    seed: int | None = None, num_pages: int | None = None, max_model_len: int | None = None,
-                    **at_least_one: int | None) -> None:
-    """Check arguments of the engine before anything is loaded; None is one that was not given. How long sequences may be is
-    for ``model_length`` to say.
+def _check_checkpoint(path: Path, config: Any) -> None:
+    """Refuse a checkpoint that AutoModelForCausalLM cannot load, or only with a random language-model head."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "auto_map", None):  # its own code says what it is
+        return
+    check_config(config, 1)  # the engine checks it again with its maximum length
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedAttention(f"the model at {path} is a {config.model_type}, which transformers' AutoModelForCausalLM "
+                                   "does not know; load the model yourself and pass it instead of the path")
+    saved = config.architectures or []
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if saved and not any(name == known.__name__ or name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved):
+        raise UnsupportedAttention(f"the model at {path} was saved as {', '.join(saved)}, without a language-model head; quire "
+                                   "serves causal LMs")
+
+
+def check_model(model: torch.nn.Module, max_model_len: int | None) -> None:
+    """Refuse a model that is not a causal LM, before anything else is read from it.
 
     Raises:
-        ValueError: one that is out of range, or of the wrong type.
+        UnsupportedAttention: says why.
     """
-    for name, value in (at_least_one | dict(num_pages=num_pages, max_model_len=max_model_len, seed=seed)).items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise ValueError(f"{name} must be an integer, got {value!r}")
-    for name, value in at_least_one.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if num_pages is not None and num_pages < 2:
-        raise ValueError(f"num_pages: a KV cache needs at least 2 pages (page 0 is the null page), got {num_pages}; None is "
-                         "for as many as fit")
-    share = gpu_memory_utilization
-    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
-        raise ValueError(f"gpu_memory_utilization is a share of the memory, in (0, 1]; got {share!r}")
-    if async_stepping is not None and not isinstance(async_stepping, bool):
-        raise ValueError(f"async_stepping must be True, False, or None for what suits the device; got {async_stepping!r}")
-    if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
-        raise ValueError(
-            f"tokenizer must be an object with a decode method, such as transformers' AutoTokenizer.from_pretrained(...) "
-            f"returns, got {str(tokenizer)[:60]!r}; for token ids alone leave it out")
+    config = getattr(model, "config", None)
+    if config is not None:
+        check_config(config, max_model_len)
+    can_generate = getattr(model, "can_generate", None)
+    head = getattr(model, "get_output_embeddings", None)
+    if callable(can_generate) and callable(head) and not can_generate() and head() is None:
+        raise UnsupportedAttention(f"{type(model).__name__} has no language-model head; quire serves causal LMs, such as a "
+                                   "...ForCausalLM class of transformers")
 
 
-def model_length(model: torch.nn.Module, asked: int | None) -> int:
-    """Most tokens of a sequence. Raises ValueError if more are asked for than the model has positions."""
+def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:
+    """``config`` with ``max_model_len`` set, and no larger steps than its requests can fill.
+
+    Raises:
+        ValueError: ``max_model_len`` is more than the model has positions.
+    """
+    length = model_length(model, config.max_model_len)
+    if config.num_pages is not None:
+        length = max(2, min(length, (config.num_pages - 1) * config.page_size))
+    return replace(config, max_model_len=length,
+                   max_num_batched_tokens=min(config.max_num_batched_tokens, length * config.max_num_seqs))
+
+
+def model_length(model: torch.nn.Module, requested: int | None) -> int:
+    """Maximum tokens of a sequence. Raises ValueError if more are requested than the model has positions."""
     config = _text_config(model)
     own = next((getattr(config, n) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
                 if isinstance(getattr(config, n, None), int)), None)
-    if asked is not None and asked < 2:
-        raise ValueError(f"max_model_len must be at least 2 (a prompt token and a generated one), got {asked}")
-    if asked is not None and own is not None and asked > own:
-        raise ValueError(f"max_model_len={asked}, but the model has {own} positions")
-    return asked or own or DEFAULT_LENGTH
+    if requested is not None and own is not None and requested > own:
+        raise ValueError(f"max_model_len={requested}, but the model has {own} positions")
+    return requested or own or DEFAULT_LENGTH
 
 
 def vocab_size(model: torch.nn.Module) -> int:
-    """Rows of the input embedding: ids from there on cannot be looked up."""
+    """Rows of the input embedding, the bound of token ids."""
     get = getattr(model, "get_input_embeddings", None)
     embedding = get() if get is not None else None
     if hasattr(embedding, "weight"):
         return int(embedding.weight.shape[0])  # type: ignore[union-attr]
     found = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no embedding; quire cannot tell its vocabulary")
+        raise ValueError(f"{type(model).__name__} has no embedding, so its vocabulary size is unknown")
     return max(found)
 
 
 def eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a sequence, from the generation config, else the config, else the tokenizer."""
+    """Tokens that end a sequence: from the generation config, else the config, else the tokenizer."""
     for owner in (getattr(model, "generation_config", None), _text_config(model), tokenizer):
         ids = getattr(owner, "eos_token_id", None)
         if ids is not None:
@@ -106,30 +130,8 @@ def eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
-def kv_dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """The dtype of the KV cache; None for "auto". "fp8" and "fp8_e4m3" are float8_e4m3fn, "fp8_e5m2" is float8_e5m2.
-
-    Raises:
-        ValueError: a name that is none.
-    """
-    if isinstance(name, torch.dtype):
-        return name
-    if name == "auto":
-        return None
-    dtype = ALIASES.get(name, getattr(torch, name, None)) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"kv_cache_dtype {name!r} is neither 'auto' nor a torch dtype such as 'bfloat16' or 'int8' nor one of "
-                         f"{', '.join(map(repr, ALIASES))}")
-    return dtype
-
-
-def default_compiler(name: str, device: torch.device) -> str:
-    """"auto" resolved. On a CPU the lowered graph runs op by op: no C++ compiler needed, and no minutes of compiling."""
-    return name if name != "auto" else "inductor" if device.type == "cuda" else "eager"
-
-
 def progress_bar(items: Sequence[Any], description: str) -> Iterator[Any]:
-    """Go through ``items`` with a bar that goes away in the end."""
+    """Iterate over ``items`` with a progress bar that disappears at the end."""
     from rich.progress import track
 
     yield from track(items, description=description, transient=True)

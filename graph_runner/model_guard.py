@@ -1,14 +1,14 @@
 """Notices that a model is no longer the one that was traced.
 
-A traced graph has the model's modules, hooks and settings built in. Weights updated in place reach it; a hook added later, a
-layer exchanged or a setting changed would be ignored without a word. So the engine compares: all of the model when it
-gets work after it was idle, before anybody sees a result (``check_if_due``), and while it is busy a few modules each step, in
-turn (``glance``).
+A traced graph has constants: the model's modules, hooks, settings and the code of its classes. Weights updated in place reach
+it; other changes do not. So the engine compares: the whole model when it gets work after it was idle (``change``), and while it
+is busy a few modules per step (``next_change``). After a change it traces the model again.
 
-Settings are the plain values among a module's attributes, lists, dicts and sets of them, and functions, which must stay the
-same ones; the values of the configs that modules hold; and of what a hook reads beside its arguments, its closure, the globals
-that it names and the object it is a method of. Not compared is what other objects have inside, nor tensors that are neither
-parameters nor buffers.
+Compared is what the trace read, by the names in Dynamo's guards: attributes that are plain values, functions, or lists, dicts
+and sets of these; fields of the configs that modules hold; attributes of the classes. In addition the hooks, with what they
+read beside their arguments (closures, globals, the object of a bound method), which modules there are, dtypes and devices,
+addresses where a CUDA graph has captured them, and the versions of buffers whose values were read. Not compared: the inside
+of other objects, and tensors that are neither parameters nor buffers.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ import dis
 import functools
 import types
 from collections import defaultdict
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as global_hooks
 
+from quire.graph_runner.paged_forward import PagedForward
+from quire.passes.capture.hf_interface import NAME
 from quire.passes.verify.quantized import addresses as addresses_of
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-_MOST_ENTRIES = 1000  # of a container, those inside it counted too; larger ones are data, and looking at them takes time
+_MAX_ENTRIES = 1000  # of a container and those inside it; larger ones are data, and slow to compare
 _OTHER = object()  # stands for what is not compared
-_OWN = frozenset(vars(torch.nn.Module()))  # what every module has: its hooks and children are compared by themselves
-# Methods that a model may be given in place of its class's: none is a part of its forward. ``forward`` is compared by itself.
+_OWN = frozenset(vars(torch.nn.Module()))  # attributes of every module; its hooks and children are compared separately
+# Methods that an instance may have in place of its class's, without effect on the forward. ``forward`` is compared separately.
 _METHODS = frozenset((*dir(torch.nn.Module), "generate", "save_pretrained"))
-# Fields of a config that say nothing of the forward: saving a model sets some of them, users others.
+# Fields of a config without effect on the forward, some of which saving a model sets.
 _UNREAD_FIELDS = frozenset(("architectures", "auto_map", "dtype", "name_or_path", "torch_dtype", "transformers_version",
                             "use_cache"))
+# Fields that choose an implementation; quire sets them to its own name while it traces.
+_IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
+# Hooks of transformers without effect on a forward of the engine: they record outputs when the caller asks for them
+# (output_hidden_states=True installs them for good), or mark tensors for autograd (enable_input_require_grads).
+_HARMLESS_HOOKS = frozenset(("output_capturing_hook", "make_inputs_require_grads"))
 
 
 class _Same:
-    """Equal to the same object only, which it keeps alive: an ``id`` could come again."""
+    """Equal to the same object only, which it keeps alive: an ``id`` could be reused."""
 
     __slots__ = ("it",)
 
@@ -48,9 +56,25 @@ class _Same:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        return getattr(self.it, "__qualname__", None) or f"a {type(self.it).__name__}"
 
-def _fact(value: Any, room: int = _MOST_ENTRIES) -> Any:
-    """What to compare of the value of an attribute, and never the value itself if it can change; or _OTHER."""
+
+class _Tensor(NamedTuple):
+    """Of a parameter or buffer: what the trace and captured graphs depend on."""
+
+    kind: type
+    dtype: torch.dtype
+    device: torch.device
+    addresses: Any
+    version: int
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__} ({self.dtype}, {self.device}, version {self.version})"
+
+
+def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
+    """A copy of what to compare of a value, or _OTHER."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -59,10 +83,10 @@ def _fact(value: Any, room: int = _MOST_ENTRIES) -> Any:
             return _OTHER
         room //= len(value) + 1
         if kind is dict:
-            return kind, [(k, f) for k, v in value.items() if type(k) in _PLAIN and (f := _fact(v, room)) is not _OTHER]
+            return {k: f for k, v in value.items() if type(k) in _PLAIN and (f := _fact(v, room)) is not _OTHER}
         if kind is list or kind is tuple:
-            return kind, [f for v in value if (f := _fact(v, room)) is not _OTHER]
-        return kind, {v for v in value if type(v) in _PLAIN}
+            return kind(f for v in value if (f := _fact(v, room)) is not _OTHER)
+        return {v for v in value if type(v) in _PLAIN}
     return _Same(value) if callable(value) else _OTHER
 
 
@@ -84,7 +108,7 @@ def _globals_read(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _reached(call: Any) -> list[Any]:
-    """What to compare of a hook, or of a forward in place of the class's: what it reads that nobody hands to it."""
+    """What to compare of a hook, or of a forward set on an instance: what it reads beside its arguments."""
     if isinstance(call, functools.partial):
         return [*_reached(call.func), _fact(call.args), _fact(call.keywords)]
     if isinstance(call, types.MethodType):
@@ -98,7 +122,7 @@ def _reached(call: Any) -> list[Any]:
 
 
 def _of_object(it: Any) -> list[Any]:
-    own = {} if isinstance(it, torch.nn.Module) else getattr(it, "__dict__", {})  # a module's are compared by themselves
+    own = {} if isinstance(it, torch.nn.Module) else getattr(it, "__dict__", {})  # modules are compared separately
     return [(k, f) for k, v in own.items() if (f := _fact(v)) is not _OTHER]
 
 
@@ -110,65 +134,70 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _hooks(hooks: dict[int, Any]) -> list[Any]:
-    return [(number, _reached(hook)) for number, hook in hooks.items()]
+    return [(number, _Same(hook), _reached(hook)) for number, hook in hooks.items() if not _harmless(hook)]
 
 
-def _facts(module: torch.nn.Module, addresses: bool) -> tuple[Any, ...]:
-    own = vars(module)
-    return (
-        type(module), id(module), _hooks(module._forward_hooks), _hooks(module._forward_pre_hooks),
-        (_Same(forward), _reached(forward)) if (forward := own.get("forward")) is not None else None,
-        [(k, f) for k, v in own.items() if k not in _OWN and (f := _setting(k, v)) is not _OTHER],
-        tuple((n, type(p), p.dtype, p.device, addresses_of(p) if addresses else 0)
-              for n, p in module._parameters.items() if p is not None),
-        tuple((n, b.dtype, b.device, addresses_of(b)) for n, b in module._buffers.items() if b is not None and addresses),
-    )
+def _harmless(hook: Any) -> bool:
+    return getattr(hook, "__name__", None) in _HARMLESS_HOOKS and hook.__module__.startswith("transformers.")
 
 
 def _children(module: torch.nn.Module) -> list[tuple[str, int]]:
     return [(name, id(child)) for name, child in module._modules.items()]
 
 
-_WHAT = ("its class", "the module itself", "its forward hooks", "its forward pre-hooks", "its forward", "its settings",
-         "its parameters", "its buffers")
+def _class_of(module: torch.nn.Module) -> type:
+    return type(module).__dict__.get("_plain_class", type(module))  # quire.paged puts a subclass in the place of the class
 
 
-def _config_facts(config: Any) -> dict[str, Any]:
-    return {k: f for k, v in vars(config).items()
-            if k[0] != "_" and k not in _UNREAD_FIELDS and not k.endswith("token_id") and (f := _setting(k, v)) is not _OTHER}
+def _global_hooks() -> dict[str, Any]:
+    return {"forward hooks of all modules": _hooks(global_hooks._global_forward_hooks),
+            "forward pre-hooks of all modules": _hooks(global_hooks._global_forward_pre_hooks)}
 
 
-def _find_configs(where: str, holder: Any, found: dict[int, tuple[str, Any]]) -> None:
-    """Put the configs among the attributes of ``holder``, and theirs, into ``found``, with their names."""
-    for name, value in vars(holder).items():
-        if _is_config(name, value) and id(value) not in found:
-            found[id(value)] = f"{where}.{name}", value
-            _find_configs(f"{where}.{name}", value, found)
+def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The first entry that differs, with its values, or None."""
+    for name in {**before, **after}:
+        a, b = before.get(name, _OTHER), after.get(name, _OTHER)
+        if a != b:
+            if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
+                return f"{where}.{name}: moved in memory"
+            return f"{where}.{name}: {_text(a)} -> {_text(b)}"
+    return None
 
 
-def _global_hooks() -> tuple[list[Any], ...]:
-    return _hooks(global_hooks._global_forward_hooks), _hooks(global_hooks._global_forward_pre_hooks)
+def _text(fact: Any) -> str:
+    if fact is _OTHER:
+        return "absent"
+    if isinstance(fact, list) and fact and isinstance(fact[0], tuple) and len(fact[0]) == 3:  # hooks
+        return repr([hook for _, hook, _ in fact])
+    text = repr(fact[0] if isinstance(fact, tuple) and fact and isinstance(fact[0], _Same) else fact)  # of a forward
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
-class ModelWatch:
+class ModelGuard:
     """The facts of a model that a trace has built in.
 
     Args:
         model: as it was traced.
-        addresses: parameters and buffers must stay where they are in memory (a captured CUDA graph reads addresses).
+        addresses: parameters and buffers must stay at their addresses (a captured CUDA graph reads them).
+        reads: names of the attributes that the trace read; None: all count.
+        buffer_values: the values of all buffers were read, not only those of integer and bool buffers.
     """
 
-    def __init__(self, model: torch.nn.Module, *, addresses: bool) -> None:
-        self._model, self._addresses = model, addresses
-        self._then = self._look()
+    def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Collection[str] | None = None,
+                 buffer_values: bool = False) -> None:
+        self._model, self._addresses, self._buffer_values = model, addresses, buffer_values
+        self._reads = None if reads is None else frozenset(reads)
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
+        self._then = {name: self._facts(module) for name, module, _ in self._modules}
         self._next = 0
-        self.due = False
-        self._global_hooks = _global_hooks()
-        configs: dict[int, tuple[str, Any]] = {}
+        self._classes = {cls for _, module, _ in self._modules for cls in _class_of(module).__mro__
+                         if cls not in torch.nn.Module.__mro__}
+        found: dict[int, tuple[str, Any]] = {}
         for name, module, _ in self._modules:
-            _find_configs(name or type(model).__name__, module, configs)
-        self._configs = [(where, config, _config_facts(config)) for where, config in configs.values()]
+            _find_configs(name or type(model).__name__, module, found)
+        self._configs = list(found.values())
+        self._elsewhere_then = self._elsewhere()
         uses: dict[int, list[tuple[str, torch.nn.Module, str]]] = defaultdict(list)
         for name, module, _ in self._modules:
             for own_name, p in module._parameters.items():
@@ -177,65 +206,99 @@ class ModelWatch:
         # A graph has one input for all the names of a parameter, and reads it by the first.
         self._tied = [group for group in uses.values() if len(group) > 1]
 
-    def _look(self) -> dict[str, tuple[Any, ...]]:
-        return {name: _facts(module, self._addresses) for name, module in self._model.named_modules()}
+    def _read(self, name: str) -> bool:
+        return self._reads is None or name in self._reads
 
-    def _elsewhere(self) -> str | None:
-        """What has changed that no one module has, in words; None if nothing."""
-        for where, config, then in self._configs:
-            now = _config_facts(config)
-            if now != then:
-                changed = [k for k in {**then, **now} if then.get(k, _OTHER) != now.get(k, _OTHER)]
-                return f"{where}: {', '.join(changed)} changed"
-        for group in self._tied:
-            first, *others = group
-            for name, module, own_name in others:
-                if module._parameters.get(own_name) is not first[1]._parameters.get(first[2]):
-                    return f"{first[0]} and {name} are no longer one parameter"
-        return None if _global_hooks() == self._global_hooks else "torch's hooks for all modules changed"
+    def _facts(self, module: torch.nn.Module) -> dict[str, Any]:
+        own = vars(module)
+        forward = own.get("forward")
+        if isinstance(forward, PagedForward):
+            forward = forward.original
+        return {
+            "class": _Same(_class_of(module)), "forward hooks": _hooks(module._forward_hooks),
+            "forward pre-hooks": _hooks(module._forward_pre_hooks),
+            "forward": None if forward is None else (_Same(forward), _reached(forward)),
+            **{k: f for k, v in own.items() if k not in _OWN and k != "forward" and self._read(k)
+               and not _is_class_default(module, k, v) and (f := _setting(k, v)) is not _OTHER},
+            **{n: _Tensor(type(p), p.dtype, p.device, addresses_of(p) if self._addresses else (), 0)
+               for n, p in module._parameters.items() if p is not None},
+            **{n: self._buffer(b) for n, b in module._buffers.items() if b is not None},
+        }
 
-    @staticmethod
-    def check(change: str | None) -> None:
-        """Raises RuntimeError if something has changed."""
-        if change is not None:
-            raise RuntimeError(f"the model was changed after the engine traced it ({change}), and the engine runs it as it "
-                               "was; undo the change, or close the engine and make a new one")
+    def _buffer(self, b: torch.Tensor) -> Any:
+        read = (self._buffer_values or not b.dtype.is_floating_point) and not b.is_inference()
+        return _Tensor(type(b), b.dtype, b.device, addresses_of(b) if self._addresses else (), b._version if read else 0)
 
-    def check_if_due(self) -> None:
-        """Look at the whole model if ``due``, and then it is not. Raises RuntimeError as ``check`` does, and stays due."""
-        if self.due:
-            self.check(self.change())
-            self.due = False
+    def _elsewhere(self) -> list[tuple[str, dict[str, Any]]]:
+        """Facts outside single modules, by owner: configs, classes, hooks of all modules."""
+        return [
+            *((where, {k: f for k, v in vars(config).items() if self._is_field(k, v) and (f := _setting(k, v)) is not _OTHER})
+              for where, config in self._configs),
+            *((cls.__name__, {k: f for k, v in vars(cls).items() if (k == "forward" or k[:2] != "__" and self._read(k))
+                              and (f := _fact(v)) is not _OTHER}) for cls in self._classes),
+            ("torch", _global_hooks())]
 
-    def glance(self, count: int = 4) -> str | None:
-        """What has changed in the next ``count`` modules, in words; None if nothing. After the last module comes what no one
-        module has. A change anywhere is seen within as many calls as the model has modules, and one more, over ``count``."""
+    def _is_field(self, name: str, value: Any) -> bool:
+        if name in _IMPLEMENTATIONS:
+            return self._read(name)
+        return name[0] != "_" and name not in _UNREAD_FIELDS and not name.endswith("token_id") and self._read(name)
+
+    def _elsewhere_changed(self) -> str | None:
+        """Describes a change outside any single module, or None."""
+        for (where, before), (_, after) in zip(self._elsewhere_then, self._elsewhere(), strict=True):
+            for name in _IMPLEMENTATIONS:
+                if NAME in (before.get(name), after.get(name)):  # another engine is tracing the model right now
+                    before, after = ({k: v for k, v in facts.items() if k != name} for facts in (before, after))
+            if before != after:
+                return _difference(where, before, after)
+        for (name, module, own_name), *others in self._tied:
+            for other, holder, other_name in others:
+                if holder._parameters.get(other_name) is not module._parameters.get(own_name):
+                    return f"{name} and {other} are no longer one parameter"
+        return None
+
+    def next_change(self, count: int = 4) -> str | None:
+        """Describes a change in the next ``count`` modules, or None. After the last module comes what is outside any module.
+        So a change is seen within (number of modules + 1) / ``count`` calls."""
         for _ in range(min(count, len(self._modules) + 1)):
             if self._next == len(self._modules):
-                if (change := self._elsewhere()) is not None:
+                if (change := self._elsewhere_changed()) is not None:
                     return change
                 self._next = 0
                 continue
             name, module, children = self._modules[self._next]
-            if _children(module) != children or _facts(module, self._addresses) != self._then[name]:
+            if _children(module) != children or self._facts(module) != self._then[name]:
                 return self.change() or f"{name or type(self._model).__name__}: changed"
             self._next += 1
         return None
 
     def change(self) -> str | None:
-        """What has changed since, in words; None if nothing."""
-        now = self._look()
-        if now == self._then:
-            return self._elsewhere()
-        for name in {**self._then, **now}:
-            before, after = self._then.get(name), now.get(name)
+        """Describes a change since the trace, as "module.attribute: before -> after", or None."""
+        now = dict(self._model.named_modules())
+        known = {name: module for name, module, _ in self._modules}
+        for name in {**known, **now}:
+            if (before := known.get(name)) is not (after := now.get(name)):
+                change = "added" if before is None else "removed" if after is None else "replaced"
+                return f"module {name or type(self._model).__name__} was {change}"
+        for name, module, children in self._modules:
             where = name or type(self._model).__name__
-            if before is None or after is None:
-                return f"module {where} was {'added' if before is None else 'removed'}"
-            for what, a, b in zip(_WHAT, before, after, strict=True):
-                if a != b:
-                    return f"{where}: {what} changed"
-        return "its modules changed"
+            if (facts := self._facts(module)) != self._then[name]:
+                return _difference(where, self._then[name], facts)
+            if _children(module) != children:
+                return f"{where}: the order of its modules changed"
+        return self._elsewhere_changed()
 
 
-__all__ = ["ModelWatch"]
+def _is_class_default(module: torch.nn.Module, name: str, value: Any) -> bool:
+    return type(value) in _PLAIN and getattr(type(module), name, _OTHER) == value
+
+
+def _find_configs(where: str, holder: Any, found: dict[int, tuple[str, Any]]) -> None:
+    """Add the configs among the attributes of ``holder``, and theirs, to ``found``, with their names."""
+    for name, value in vars(holder).items():
+        if _is_config(name, value) and id(value) not in found:
+            found[id(value)] = f"{where}.{name}", value
+            _find_configs(f"{where}.{name}", value, found)
+
+
+__all__ = ["ModelGuard"]

@@ -1,8 +1,9 @@
 """Runs scheduled batches on a traced model: sizes the KV cache, captures graphs, stages inputs, launches, samples.
 
-One step, all of it asynchronous on a GPU: pack the batch into a pinned buffer, copy it over, plan (backends that need it),
-replay the graph of the bucket (or run the compiled graph for a shape that has none), which chooses the tokens too and writes
-them where the next step will read them, sample anew for rows with filters, and copy the tokens back to be looked at later.
+One step, asynchronous on a GPU: ``stage`` packs the batch into a pinned buffer, copies it to the device and plans (backends
+that need it); ``forward`` replays the graph of the bucket (or runs the compiled graph for a shape without one), which also
+samples the tokens and writes them where the next step reads them; ``launch`` does both, resamples rows with filters, and
+copies the tokens back to the host.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
-from quire.attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
+from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
 from quire.attn_ops.step import Step, StepLimits, current_step
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.buckets import decode_buckets, token_buckets
+from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.gc_freeze import freeze_gc
+from quire.graph_runner.loading import progress_bar, vocab_size
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
@@ -34,41 +37,30 @@ from quire.passes import start_times as stages
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
 from quire.passes.eager import ensure_planned
-from quire.passes.options import QuireOptions
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
-# Mixed batches (prefill and decode) are captured up to this many tokens; larger steps keep the GPU busy for longer than the
-# host needs to launch them. A token bucket is captured for few rows and for all, since the LM head runs on every row; the small
-# ones for all rows only, as the head takes about as long for 128 rows as for 16.
+# Mixed batches (prefill and decode) are captured up to this many tokens; larger steps take the GPU longer than the host needs
+# to launch them. A token bucket is captured for few rows and for all, since the LM head runs on every row; small ones for all
+# rows only, as the head takes about as long for 128 rows as for 16.
 MIXED_TOKENS = 1024
 FEW_ROWS, FEW_ROWS_FROM = 16, 128
 
 
 @dataclass(frozen=True)
-class RunnerConfig:
-    """What a ModelRunner needs to know; the engine's arguments, resolved. See ``graph_runner/engine.py`` for their meaning."""
+class StagedStep:
+    """A batch on the device, padded to ``shape``; ``bucket`` is the captured graph that runs it, or None."""
 
-    attention: str
-    page_size: int
-    num_pages: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    kv_cache_dtype: torch.dtype | None
-    layout: Layout
-    gpu_memory_utilization: float
-    cudagraph_capture_sizes: Sequence[int] | None
-    cudagraph_token_sizes: Sequence[int] | None
-    compiler: str
-    fusions: str | Sequence[str]
-    progress: Callable[[Sequence[Any], str], Iterator[Any]] | None = None  # (what takes long, description), for a bar
+    batch: ScheduledBatch
+    shape: BatchShape
+    bucket: BatchShape | None
+    host: dict[str, np.ndarray]
+    step: Step
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step under way. ``tokens()`` waits for it and gives the sampled token of each row; -1 where the logits had NaN."""
+    """A launched step. ``tokens()`` waits for it and returns the sampled token of each row; -1 where the logits had NaN."""
 
     batch: ScheduledBatch
     host_tokens: torch.Tensor
@@ -81,8 +73,8 @@ class Launched:
 
 
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's own dtypes, whatever the caller's are: a step may hold requests of several threads, and what is compiled or
-    captured under autocast would stay so when it is over."""
+    """Run the method with autocast off: a step holds requests of several threads, and what is compiled or captured under
+    autocast stays so."""
 
     @functools.wraps(method)
     def run(*args: Any) -> Any:
@@ -96,24 +88,26 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ModelRunner:
-    """See the module's docstring. Raises UnsupportedAttention for a model that cannot be served."""
+    """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
+
+    Raises:
+        UnsupportedAttention: the model cannot be served.
+    """
 
     @_without_autocast
-    @torch.inference_mode(False)  # its tensors outlive whatever mode the caller is in
+    @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, config: RunnerConfig) -> None:
-        self.config, self.device = config, next(model.parameters()).device
+    def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
+        self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
-            raise RuntimeError("an engine cannot be made inside quire.step: its own steps would be that one; make it before")
+            raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(stages.seconds)
-        ahead = self._compile_ahead()
-        options = QuireOptions(
-            attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
-            kv_cache_dtype=config.kv_cache_dtype, layout=config.layout, max_model_len=config.max_model_len)
+        options = config.compile_options(self.device)
+        ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:
-            # Tracing makes objects by the million, and what lives is walked again and again. Garbage may hold a GPU's memory.
+            # Tracing makes millions of objects, which the collector would walk repeatedly. Garbage may hold GPU memory.
             with freeze_gc(collect=self.device.type == "cuda"):
-                self.paged = PagedModel(model, options, draws=config.compiler != "eager", ahead=ahead)
+                self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead)
                 with stages.stage("set-up"):
                     if ahead is not None:
                         ahead.wait()
@@ -134,43 +128,49 @@ class ModelRunner:
         if self.device.type == "cuda" and tuning_enabled():
             with stages.stage("autotune"):
                 tune(self.paged.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
-        # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
-        # does: then the table is brought up to date ahead of both, else inside the graph.
-        self._plans = self.backend.plan is not None
+        # Planning on the host may launch kernels that read the block table (flashinfer gathers its pages). Then the table is
+        # updated before planning, else inside the graph.
+        self.plans = self.backend.plan is not None
         self.sampler = Sampler()
-        width = pages_for(config.max_model_len, config.page_size)
-        rows = config.max_num_seqs
-        most = self._most
-        self.paged.check_sizes(*most)
-        self.limits = StepLimits(most.num_reqs, most.num_tokens, width)
-        self.buffers = StepBuffers(most, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
+        width = pages_for(self.max_model_len, config.page_size)
+        largest, cuda = self._largest, self.device.type == "cuda"
+        self.paged.check_sizes(*largest)
+        self.limits = StepLimits(largest.num_reqs, largest.num_tokens, width)
+        self.buffers = StepBuffers(largest, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
                                    page_size=config.page_size, device=self.device, graph_draws=self.paged.draws)
-        self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda") for _ in range(4)]
-        self._turn = 0
+        self._host_tokens = [torch.zeros(config.max_num_seqs, dtype=torch.int64, pin_memory=cuda) for _ in range(4)]
+        self._next_host_tokens = 0
         self._states: dict[str, Any] = {}
         self._capture_steps: dict[BatchShape, Step] = {}
-        self._step: Step | None = None
-        num_pages = config.num_pages
-        if num_pages is None:
-            num_pages = self._pages_that_fit(most)
-        self.cache = PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=config.page_size,
-                                            device=self.device, dtype=config.kv_cache_dtype, layout=config.layout)
-        check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=config.kv_cache_dtype,
-                      layout=config.layout, device=self.device, vocab_size=config.vocab_size,
-                      max_model_len=config.max_model_len)
+        self._replaying: Step | None = None
+        self.cache = self._new_cache(self._pages_that_fit(largest) if config.num_pages is None else config.num_pages)
+        check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
+                      layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
+                      max_model_len=self.max_model_len)
         self._new_states(self.cache)
         buckets = self._buckets(self.backend.capabilities.cudagraph_support)
-        self.graphs = CudaGraphRunner(self._run_captured, buckets, self.device,
-                                      before_capture=self._before_capture,
+        self.graphs = CudaGraphRunner(self._run_captured, buckets, self.device, before_capture=self._before_capture,
                                       progress=self._progress("Capturing CUDA graphs"))
         if self.graphs.buckets:
             with stages.stage("capture"):
                 self.graphs.capture()
         self._capture_steps.clear()
 
+    @property
+    def max_model_len(self) -> int:
+        assert self.config.max_model_len is not None
+        return self.config.max_model_len
+
+    @property
+    def _kv_dtype(self) -> torch.dtype | None:
+        return self.paged.options.kv_cache_dtype
+
+    def _new_cache(self, num_pages: int) -> PagedKVCache:
+        return PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=self.config.page_size, device=self.device,
+                                      dtype=self._kv_dtype, layout=self.config.kv_layout)
+
     def _progress(self, description: str) -> Callable[[Sequence[Any]], Iterator[Any]]:
-        bar = self.config.progress
-        return iter if bar is None else lambda items: bar(items, description)
+        return (lambda items: progress_bar(items, description)) if self.device.type == "cuda" else iter
 
     # -- sizes ------------------------------------------------------------------------------------------------------
 
@@ -181,14 +181,12 @@ class ModelRunner:
 
     def _compile_ahead(self) -> CompileAhead | None:
         """For the steps that will be captured, if the backend allows it, and for those that set-up runs."""
-        if self.config.compiler != "inductor":
-            return None
-        width = pages_for(self.config.max_model_len, self.config.page_size)
-        shapes = [*self._buckets(CudagraphSupport.ALWAYS), self._most, TRIAL]
+        width = pages_for(self.max_model_len, self.config.page_size)
+        shapes = [*self._buckets(CudagraphSupport.ALWAYS), self._largest, TRIAL]
         return CompileAhead.for_device([StepShape(*shape, width) for shape in shapes], self.device)
 
     @property
-    def _most(self) -> BatchShape:
+    def _largest(self) -> BatchShape:
         """The largest step."""
         return BatchShape(max(self.config.max_num_batched_tokens, self.config.max_num_seqs), self.config.max_num_seqs)
 
@@ -198,35 +196,34 @@ class ModelRunner:
         sizes, token_sizes = config.cudagraph_capture_sizes, config.cudagraph_token_sizes
         found: list[BatchShape] = []
         if support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE and (sizes is None or len(sizes)):
-            found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes=sizes)]
+            found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes)]
         if token_sizes is None:  # by default on a GPU, and with decode graphs only
             token_sizes = token_buckets(min(MIXED_TOKENS, config.max_num_batched_tokens)) if (
                 found and self.device.type == "cuda") else []
         elif token_sizes:
-            token_sizes = token_buckets(config.max_num_batched_tokens, sizes=token_sizes)
+            token_sizes = token_buckets(config.max_num_batched_tokens, token_sizes)
         if support is CudagraphSupport.ALWAYS:
             for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
                 found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
                           if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
         return found
 
-    def _pages_that_fit(self, most: BatchShape) -> int:
-        """Pages for the KV cache: on a CPU CPU_KV_BYTES' worth, on a GPU what the largest step leaves of its memory."""
+    def _pages_that_fit(self, largest: BatchShape) -> int:
+        """Pages for the KV cache: CPU_KV_BYTES' worth on a CPU, what the largest step leaves free on a GPU."""
         config = self.config
-        page = bytes_per_page(self.sites, config.page_size, config.kv_cache_dtype)
+        page = bytes_per_page(self.sites, config.page_size, self._kv_dtype)
         useful = config.max_num_seqs * self.buffers.width + 1
         if self.device.type != "cuda":
             return max(2, min(useful, CPU_KV_BYTES // page))
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self.device)[0]
-        cache = PagedKVCache.for_sites(self.sites, num_pages=2, page_size=config.page_size, device=self.device,
-                                       dtype=config.kv_cache_dtype, layout=config.layout)
+        cache = self._new_cache(2)
         self._new_states(cache)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.buffers.stage_padding(most)
-        step = Step(cache, self.buffers.metadata(most, None, None), self.backend, self._states)
+        self.buffers.stage_padding(largest)
+        step = Step(cache, self.buffers.metadata(largest, None, None), self.backend, self._states)
         allocated = torch.cuda.memory_allocated(self.device)
-        self._forward(step, most)
+        self._compute(step, largest)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
         self._states.clear()
@@ -236,7 +233,7 @@ class ModelRunner:
         free = torch.cuda.mem_get_info(self.device)[0]
         spare = total * (1 - config.gpu_memory_utilization)
         pages = int((free - peak - spare) // page)
-        logger.info("KV cache: %.1f GiB free of %.1f, largest step takes %.1f GiB more, %d pages fit (%.1f GiB before)",
+        logger.info("KV cache: %.1f GiB free of %.1f, the largest step needs %.1f GiB, %d pages fit (%.1f GiB free before)",
                     free / 2**30, total / 2**30, peak / 2**30, pages, free_before / 2**30)
         if pages < 2:
             raise RuntimeError(
@@ -247,9 +244,9 @@ class ModelRunner:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _forward(self, step: Step, shape: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, step: Step, shape: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (num_reqs, V) and tokens (num_reqs,) of the batch in the static buffers; stores the tokens too."""
-        if not self._plans:
+        if not self.plans:
             self.buffers.update_table(shape)
         v = self.buffers.views(shape)
         source = v["token_source"]
@@ -260,11 +257,11 @@ class ModelRunner:
         return logits, tokens
 
     def _store(self, shape: BatchShape, tokens: torch.Tensor) -> None:
-        """Put each row's token where the next step reads it (padding rows: into the dummy slot)."""
+        """Put each row's token where the next step reads it; padding rows write to the dummy slot."""
         self.buffers.last_tokens[self.buffers.views(shape)["sample_slot"]] = tokens.clamp_min(0)
 
     def _before_capture(self, bucket: BatchShape) -> None:
-        """Stage an all-padding batch and plan for it; the capture then has nothing to do on the host."""
+        """Stage an all-padding batch and plan for it, so that the capture has no host work."""
         self.buffers.stage_padding(bucket)
         step = Step(self.cache, self.buffers.metadata(bucket, None, None), self.backend, self._states, graph_key=bucket,
                     capturing=True)
@@ -272,43 +269,52 @@ class ModelRunner:
         self._capture_steps[bucket] = step
 
     def _run_captured(self, bucket: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
-        step = self._capture_steps.get(bucket) or self._step
+        step = self._capture_steps.get(bucket) or self._replaying
         assert step is not None
-        return self._forward(step, bucket)
+        return self._compute(step, bucket)
 
-    def _stage(self, batch: ScheduledBatch, shape: BatchShape, bucket: BatchShape | None) -> tuple[dict[str, np.ndarray], Step]:
-        """Put the batch, padded to ``shape``, where the device reads it. ``bucket``: the graph that will run it, if any."""
+    def bucket_for(self, batch: ScheduledBatch) -> BatchShape | None:
+        """The captured graph that runs the batch, or None."""
+        live = BatchShape(batch.num_tokens, len(batch.rows))
+        return self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
+
+    def stage(self, batch: ScheduledBatch, bucket: BatchShape | None) -> StagedStep:
+        """Copy the batch's inputs to the device, padded to ``bucket`` if one is given, and plan its replay."""
+        shape = bucket or BatchShape(batch.num_tokens, len(batch.rows))
         host = self.buffers.fill(batch, shape)
         self.buffers.upload(shape)
-        if self._plans:
+        if self.plans:
             self.buffers.update_table(shape)
         metadata = self.buffers.metadata(shape, host, batch)
-        return host, Step(self.cache, metadata, self.backend, self._states, graph_key=bucket)
+        step = Step(self.cache, metadata, self.backend, self._states, graph_key=bucket)
+        if bucket is not None:  # else the ops plan
+            ensure_planned(step, self.backend, self.sites)
+        return StagedStep(batch, shape, bucket, host, step)
 
-    def _replay(self, step: Step, bucket: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
-        self._step = step
-        ensure_planned(step, self.backend, self.sites)
-        return self.graphs.replay(bucket)
+    def forward(self, staged: StagedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (rows, V) and tokens (rows,) int64 of the batch staged last, padding rows included; writes the KV cache."""
+        if staged.bucket is None:
+            return self._compute(staged.step, staged.shape)
+        self._replaying = staged.step
+        return self.graphs.replay(staged.bucket)
 
     @_without_autocast
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
-        """Start a step. Returns at once on a GPU; the results are in ``Launched.tokens()``."""
-        live = BatchShape(batch.num_tokens, len(batch.rows))
-        bucket = self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
-        shape = bucket or live
-        host, step = self._stage(batch, shape, bucket)
-        logits, tokens = self._forward(step, shape) if bucket is None else self._replay(step, bucket)
+        """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
+        staged = self.stage(batch, self.bucket_for(batch))
+        logits, tokens = self.forward(staged)
+        shape, rows = staged.shape, len(batch.rows)
         self.buffers.table.commit()
-        sampling = self.buffers.sampling(shape, host, batch)
+        sampling = self.buffers.sampling(shape, staged.host, batch)
         if sampling is not None:
-            # The other rows keep the graph's token, so that it does not depend on who is in the batch with them.
+            # The other rows keep the graph's token, which does not depend on the rest of the batch.
             tokens = torch.where(self.buffers.views(shape)["resample"] != 0, self.sampler(logits, sampling), tokens)
             self._store(shape, tokens)
-        host_tokens = self._host_tokens[self._turn]
-        self._turn = (self._turn + 1) % len(self._host_tokens)
-        host_tokens[: live.num_reqs].copy_(tokens[: live.num_reqs], non_blocking=True)
+        host_tokens = self._host_tokens[self._next_host_tokens]
+        self._next_host_tokens = (self._next_host_tokens + 1) % len(self._host_tokens)
+        host_tokens[:rows].copy_(tokens[:rows], non_blocking=True)
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()
@@ -316,14 +322,14 @@ class ModelRunner:
         return Launched(batch, host_tokens, done)
 
     def close(self) -> None:
-        """Free graphs and cache, and give the model back as it was."""
+        """Free graphs and cache, and restore the model."""
         if hasattr(self, "graphs"):
             self.graphs.clear()
-        for name in ("cache", "_states", "_step", "_capture_steps"):
+        for name in ("cache", "_states", "_replaying", "_capture_steps"):
             if hasattr(self, name):
                 delattr(self, name)
         if hasattr(self, "paged"):
             self.paged.close()
 
 
-__all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "RunnerConfig"]
+__all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "StagedStep"]

@@ -24,6 +24,7 @@ import torch
 
 from quire.attn_ops.step import current_step
 from quire.graph_runner.engine import Engine
+from quire.graph_runner.hf_generation_config import from_generation_config
 from quire.graph_runner.paged_forward import OnInstance, PagedForward, restore_attribute, set_own_copies
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.backend import QuireBackend
@@ -100,16 +101,8 @@ class PagedGenerate(OnInstance):
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer) or the trace
-        is gone."""
+        """The engine behind it, made at the first call; it follows changes of the model by itself."""
         with self._making:
-            change = None if self._engine is None else self._engine.watch.change()
-            if self._engine is not None and change is None and not self._engine.runner.paged.traced:
-                change = "torch._dynamo.reset() dropped its trace"
-            if self._engine is not None and change is not None:
-                logger.info("a new engine for %s: %s", type(self.model).__name__, change)
-                self._engine.close()
-                self._engine = None
             if self._engine is None:
                 self._engine = Engine(self.model, **self._options)
             return self._engine
@@ -184,7 +177,7 @@ class PagedGenerate(OnInstance):
             config, rest = model._prepare_generation_config(base, **options)
             if all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
                 config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
-            params, unsupported = SamplingParams.from_generation_config(config, prompt_length=ids.shape[1])
+            params, unsupported = from_generation_config(config, ids.shape[1])
         except ValueError as error:
             return str(error), None
         other = sorted(k for k, v in rest.items() if v is not None)

@@ -6,9 +6,8 @@
             0      model.layers.0.self_attn  interface  GQA 4:2x64, float32  0.125
         \"\"\")
 
-Indentation and blank lines at the ends do not count. ``pytest --quire-accept`` (or EXPECTTEST_ACCEPT=1, as for
-expecttest) writes the present table into the test file instead of failing. Nothing but pytest is imported before the
-fixture is used.
+Indentation and surrounding blank lines are ignored. ``pytest --quire-accept`` (or EXPECTTEST_ACCEPT=1, as for expecttest)
+writes the current table into the test file instead of failing. Until the fixture is used, only pytest is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ACCEPT = "EXPECTTEST_ACCEPT"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("quire").addoption("--quire-accept", action="store_true", help=(
-        "write the present tables of attention sites into the test files that call quire_snapshot (needs expecttest)"))
+        "write the current tables of attention sites into the test files that call quire_snapshot (needs expecttest)"))
 
 
 @pytest.fixture
@@ -36,14 +35,14 @@ def quire_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]
 
 
 def check_snapshot(model: Any, expected: str, *, accept: bool) -> None:
-    """The fixture. ``accept``: write the present table over the ``expected`` literal in the caller's file."""
+    """The fixture's function. ``accept``: replace the ``expected`` literal in the caller's file with the current table."""
     from quire.passes.explain import assert_attention_sites, attention_sites
 
     if not accept:
         try:
             assert_attention_sites(model, expected)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n\nIf that is right, run pytest --quire-accept.") from None
+            raise AssertionError(f"{error}\n\nIf the change is intended, run pytest --quire-accept.") from None
         return
     actual = attention_sites(model)
     if _lines(actual) != _lines(expected):
@@ -55,12 +54,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _rewrite(actual: str, expected: str) -> None:
-    """Replace the triple-quoted string in the call of the fixture, two frames up: the caller of check_snapshot."""
+    """Replace the triple-quoted string in the caller of check_snapshot, two frames up."""
     try:
         from expecttest import assert_expected_inline
     except ModuleNotFoundError:
-        pytest.fail("--quire-accept (or EXPECTTEST_ACCEPT) writes test files with the package expecttest, which is not "
-                    "installed: pip install expecttest", pytrace=False)
+        pytest.fail("--quire-accept (or EXPECTTEST_ACCEPT) needs the package expecttest: pip install expecttest", pytrace=False)
     before = os.environ.get(_ACCEPT)
     os.environ[_ACCEPT] = "1"
     try:

@@ -1,20 +1,23 @@
-"""A request on its way through the engine, and what comes out."""
+"""A request as the engine schedules it, its output, and the checks of a prompt."""
 
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from random import Random
 from typing import Any, NamedTuple
 
+from quire.graph_runner.detokenizer import Detokenizer
 from quire.graph_runner.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. ``length``: max_tokens or the model's length; ``stop``: an end token, stop token or stop string."""
+    """Why a request ended. ``length``: max_tokens or the maximum length; ``stop``: an end token, stop token or stop string."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -27,13 +30,13 @@ class RequestOutput:
     """The result of one request.
 
     Args:
-        index: place in the order of the prompts (with n > 1, the n results of a prompt follow each other).
-        prompt: the prompt's text, if it came as text.
+        index: position in the order of the prompts (with n > 1, the n results of a prompt are consecutive).
+        prompt: the prompt's text, if it was given as text.
         prompt_token_ids, token_ids: token ids of the prompt and of the continuation (the end token included).
-        text: the continuation decoded, cut before a stop string; empty without a tokenizer.
+        text: the decoded continuation, cut before a stop string; empty without a tokenizer.
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
-        error: what went wrong, in words; None if nothing did.
-        stop_reason: the stop string or token id that ended it, if one did.
+        error: the error message of a failed request, or None.
+        stop_reason: the stop string or token id that ended it, or None.
     """
 
     index: int
@@ -47,14 +50,14 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, index: int, prompt: Prompt, error: Exception) -> RequestOutput:
-        """Of a prompt that cannot be served."""
+        """The output for a prompt that cannot be served."""
         ids = list(prompt) if isinstance(prompt, (list, tuple)) else []
         return cls(index, prompt if isinstance(prompt, str) else None, ids, finish_reason="error", error=str(error))
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token, and that would take three times as long
+@dataclass(slots=True)  # not frozen: one is made per token, and frozen ones take three times as long to make
 class StreamEvent:
-    """New tokens of one request. ``output`` is the request's result so far; ``finished`` says that it is final."""
+    """New tokens of one request. ``output`` is the request's result so far, final if ``finished``."""
 
     index: int
     token_ids: list[int]
@@ -67,9 +70,9 @@ class StreamEvent:
 class Request:
     """Scheduling state of one request.
 
-    ``token_ids`` holds prompt and continuation as far as the host knows them; ``num_pending`` more were sampled by steps whose
-    results have not come back yet (asynchronous stepping). ``num_computed`` tokens have their keys and values in the cache,
-    or will have when the launched steps are done.
+    ``token_ids`` holds the prompt and the continuation as far as the host knows it; ``num_pending`` more tokens were sampled by
+    launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or
+    will have when the launched steps are done. ``inbox``: where the events of the request go.
     """
 
     request_id: int
@@ -79,6 +82,8 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]
     max_total_tokens: int
+    inbox: deque[StreamEvent] = field(default_factory=deque)
+    detokenizer: Detokenizer | None = None
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
@@ -91,7 +96,7 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
 
     def append(self, token: int) -> tuple[bool, bool]:
-        """Take in a new token. Does it end the request, and is the request now as long as it may be?"""
+        """Add a sampled token. Returns whether it ends the request, and whether the maximum length is reached."""
         self.token_ids.append(token)
         self.output.token_ids.append(token)
         ends = token in self.stop_token_ids and len(self.output.token_ids) >= self.params.min_tokens
@@ -99,7 +104,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens there are, the pending ones included."""
+        """Tokens, the pending ones included."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -112,8 +117,8 @@ class Request:
 
 
 class ScheduledRow(NamedTuple):
-    """One request's part in a step: ``num_new`` tokens from position ``start`` on. ``samples``: the row's last token is the
-    request's last, so a new token is drawn from its logits."""
+    """One request's part in a step: ``num_new`` tokens from position ``start`` on. ``samples``: the row ends with the request's
+    last token, so a new token is sampled from its logits."""
 
     request: Request
     start: int
@@ -135,8 +140,7 @@ class ScheduledBatch:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many? A string is one; a list of ints is one, numpy's and tensors of no dimension included. Arrays and
-    tensors count as lists."""
+    """The prompts as a list. A string, or a sequence of integers (arrays and tensors included), is one prompt."""
     tolist = getattr(prompts, "tolist", None)
     many: Any = prompts if tolist is None else tolist()
     if isinstance(many, str) or not isinstance(many, Sequence) or (len(many) and _is_int(many[0])):
@@ -147,13 +151,13 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _is_int(item: Any) -> bool:
     try:
         operator.index(item)
-    except Exception:  # a tensor on the meta device, say, raises what it likes
+    except Exception:  # a tensor on the meta device, say, raises errors of its own
         return False
-    return getattr(item, "ndim", 0) == 0  # a tensor of one dimension and one token is a prompt
+    return getattr(item, "ndim", 0) == 0  # a 1-D tensor of one token is a prompt
 
 
 def params_of(params: SamplingParams | None) -> SamplingParams:
-    """The params, or the defaults for None. Raises TypeError for anything else."""
+    """``params``, or the defaults for None. Raises TypeError for other types."""
     if params is not None and not isinstance(params, SamplingParams):
         example = ", ".join(f"{k}={v!r}" for k, v in params.items()) if isinstance(params, dict) else "max_tokens=16"
         raise TypeError(f"params must be SamplingParams, got {str(params)[:60]!r}; write SamplingParams({example})")
@@ -162,11 +166,11 @@ def params_of(params: SamplingParams | None) -> SamplingParams:
 
 def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
              ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its params: one for all, or one for each.
+    """Each prompt with its params: one SamplingParams for all, or one per prompt.
 
     Raises:
-        ValueError: their numbers differ.
-        TypeError: params that are no SamplingParams.
+        ValueError: the numbers of prompts and params differ.
+        TypeError: params of another type.
     """
     batch = as_prompts(prompts)
     if isinstance(params, Sequence) and not isinstance(params, str):
@@ -179,7 +183,7 @@ def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequen
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[int]:
-    """The token ids of a prompt. Raises ValueError or TypeError, with the reason, for one that cannot be served."""
+    """The token ids of a prompt. Raises ValueError or TypeError for a prompt that cannot be served."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError("the prompt is text, but the engine has no tokenizer; pass one, or give token ids")
@@ -190,9 +194,8 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"the prompt is no valid text: its character {error.start} is {prompt[error.start]!r}, one half of a surrogate "
-                "pair. Bytes that are not UTF-8 become such characters (errors='surrogateescape'); give UTF-8, or decode "
-                "the bytes with errors='replace'") from None
+                f"the prompt is not valid text: character {error.start} is {prompt[error.start]!r}, half of a surrogate pair, "
+                "as from bytes that are not UTF-8 (errors='surrogateescape'); decode them with errors='replace'") from None
         ids = list(tokenizer(prompt)["input_ids"])
     else:
         try:
@@ -206,11 +209,47 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
         raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {vocab_size} tokens")
     if len(ids) >= max_model_len:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, and with one more to generate a request may have {max_model_len} here "
-            "(the smaller of max_model_len, the model's own length and what the KV cache holds); shorten the prompt, or "
-            "raise num_pages or max_model_len")
+            f"the prompt has {len(ids)} tokens; a request may have {max_model_len}, prompt and continuation (the smallest of "
+            "max_model_len, the model's length and what the KV cache holds). Shorten the prompt, or raise num_pages or "
+            "max_model_len")
     return ids
 
 
+def _detokenizer_of(params: SamplingParams, tokenizer: Any, prompt_token_ids: list[int]) -> Detokenizer | None:
+    """The detokenizer of a new request, or None where no text is wanted. Raises ValueError for stop strings without text."""
+    if tokenizer is None and params.stop:
+        raise ValueError("stop strings need text, and the engine has no tokenizer; pass one, or use stop_token_ids")
+    if tokenizer is None or not params.detokenize:
+        return None
+    return Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens, params.stop or (),
+                       params.include_stop_str_in_output)
+
+
+def make_requests(prompt: Prompt, params: SamplingParams | None, first_id: int, index: int | None, inbox: deque[StreamEvent], *,
+                  tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int, max_model_len: int,
+                  random: Random) -> list[Request]:
+    """The ``params.n`` requests of a prompt.
+
+    Args:
+        first_id: id of the first; the others follow.
+        index: of the first output; None: the request's id.
+        random: draws the seeds of requests that have none.
+
+    Raises:
+        ValueError, TypeError: the prompt cannot be served; says why.
+    """
+    params, ids = params_of(params), token_ids_of(prompt, tokenizer, vocab_size, max_model_len)
+    limit = max_model_len if params.max_tokens is None else min(max_model_len, len(ids) + params.max_tokens)
+    stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+    made = []
+    for k in range(params.n):
+        seed = params.seed if params.seed is not None else random.getrandbits(62)
+        output = RequestOutput((first_id if index is None else index) + k, prompt if isinstance(prompt, str) else None, ids)
+        made.append(Request(
+            first_id + k, ids, params, output, seed=(seed + k * 0x9E3779B9) % 2**63, stop_token_ids=stops,
+            max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids)))
+    return made
+
+
 __all__ = ["FinishReason", "Prompt", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent",
-           "as_prompts", "pairs_of", "params_of", "token_ids_of"]
+           "as_prompts", "make_requests", "pairs_of", "params_of", "token_ids_of"]

@@ -1,12 +1,12 @@
-"""Which requests run in the next step: continuous batching with chunked prefill, preemption by recomputation.
+"""Which requests run in the next step: continuous batching with chunked prefill, and preemption by recomputation.
 
-Every step has a budget of tokens. Running requests come first, in order of arrival: each decodes one token, or goes on with
-its prompt. What is left of the budget admits waiting requests, in order. A prompt longer than the budget (or than
+Every step has a token budget. Running requests come first, in order of arrival: each decodes one token or continues its
+prompt. The rest of the budget admits waiting requests, in order. A prompt longer than the budget (or than
 ``prefill_chunk_size``) is computed in chunks over several steps.
 
-When a running request needs a page and none is free, the request that arrived last gives its pages back and waits to be
-recomputed from the start (its tokens so far become its prompt). Sampling is a function of seed and position, so a
-preempted request goes on as if nothing had happened.
+When a running request needs a page and none is free, the request that arrived last returns its pages and waits to be
+recomputed from the start, with its tokens so far as its prompt. Sampling is a function of seed and position, so preemption
+does not change the tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Scheduler:
 
     Args:
         allocator: of the cache's pages.
-        page_size: tokens a page.
-        max_num_seqs: most requests running at once; each has a slot in 0..max_num_seqs-1.
+        page_size: tokens per page.
+        max_num_seqs: maximum number of running requests; each has a slot in 0..max_num_seqs-1.
         max_num_batched_tokens: token budget of a step.
-        prefill_chunk_size: most prompt tokens of one request a step, or None.
+        prefill_chunk_size: maximum number of prompt tokens of one request per step, or None.
     """
 
     def __init__(self, allocator: BlockAllocator, *, page_size: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -35,7 +35,7 @@ class Scheduler:
         self.max_num_batched_tokens, self.prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
 
     @property
@@ -46,11 +46,11 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Rows of the next step, with pages allocated and ``num_computed`` moved on; None if nothing can run now.
+        """Rows of the next step, with pages allocated and ``num_computed`` advanced; None if nothing can run now.
 
         Raises:
             NeedsDrain: a request must be preempted whose newest token is still on the device; call again after the results
-                of the launched step have been taken in.
+                of the launched step have been collected.
         """
         budget, before = self.max_num_batched_tokens, self.num_preemptions
         decodes: list[ScheduledRow] = []
@@ -58,11 +58,11 @@ class Scheduler:
         for request in list(self.running):
             if budget == 0:
                 break
-            # Preempted by an earlier one in this loop, or certain to reach its length with what is under way.
+            # Skip requests preempted earlier in this loop, and those that reach their maximum length with pending tokens.
             start, total = request.num_computed, len(request.token_ids) + request.num_pending
             if request.slot < 0 or request.finished or total >= request.max_total_tokens:
                 continue
-            if total - start == 1:  # a decode: the quick way through the loop
+            if total - start == 1:  # a decode: the fast path of the loop
                 if start < len(request.pages) * self.page_size or self._make_room(request, 1):
                     budget -= 1
                     decodes.append(ScheduledRow(request, start, 1, True))
@@ -73,18 +73,18 @@ class Scheduler:
                 prefills.append(self._row(request, count))
         # Not in a step that preempted: the victim would take its pages right back.
         preempted = self.num_preemptions != before
-        while self.waiting and budget and self._free_slots and not preempted:
+        while self.waiting and budget and self.free_slots and not preempted:
             request = self.waiting[0]
             count = self._chunk(request, budget)
             pages = self.allocator.allocate(pages_for(count, self.page_size))
             if pages is None:
                 break
             self.waiting.popleft()
-            request.pages, request.slot = pages, self._free_slots.pop()
+            request.pages, request.slot = pages, self.free_slots.pop()
             self.running.append(request)
             budget -= count
             prefills.append(self._row(request, count))
-        if preempted:  # perhaps a row that was planned already: its pages are gone
+        if preempted:  # drop rows planned for a victim: its pages are gone
             decodes, prefills = ([r for r in rows if r.request.slot >= 0] for rows in (decodes, prefills))
             budget = self.max_num_batched_tokens - sum(r.num_new for r in decodes + prefills)
         rows = decodes + prefills
@@ -96,10 +96,17 @@ class Scheduler:
         return ScheduledBatch(rows, self.max_num_batched_tokens - budget, len(decodes))
 
     def take_back(self, batch: ScheduledBatch) -> None:
-        """The batch scheduled last was not run: its tokens are to be computed still."""
+        """Undo the last ``schedule``: its batch did not run."""
         for row in batch.rows:
             row.request.num_computed -= row.num_new
             row.request.num_pending -= row.samples
+
+    def preempt_all(self) -> None:
+        """Make every running request wait to be recomputed from the tokens that the host has. The caller drops all launched
+        steps."""
+        while self.running:
+            self.running[-1].num_pending = 0
+            self._preempt(self.running[-1])
 
     def _chunk(self, request: Request, budget: int) -> int:
         left = request.num_uncomputed
@@ -111,7 +118,7 @@ class Scheduler:
         return ScheduledRow(request, request.num_computed, count, request.num_computed + count == request.num_tokens)
 
     def _make_room(self, request: Request, count: int) -> bool:
-        """Pages for ``count`` more tokens, preempting later arrivals if need be. False if ``request`` itself had to go."""
+        """Allocate pages for ``count`` more tokens, preempting later arrivals if needed. False if ``request`` was preempted."""
         missing = pages_for(request.num_computed + count, self.page_size) - len(request.pages)
         while missing > 0:
             pages = self.allocator.allocate(missing)
@@ -136,11 +143,11 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.running.remove(request)
         self.allocator.free(request.pages)
-        self._free_slots.append(request.slot)
+        self.free_slots.append(request.slot)
         request.pages, request.slot = [], -1
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is, and free what it holds."""
+        """Remove a request, running or waiting, and free what it holds."""
         if request.slot >= 0:
             self._release(request)
         elif request in self.waiting:

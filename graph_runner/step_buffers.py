@@ -1,9 +1,9 @@
 """Staging of a step's inputs: packed on the host, one copy to the device, read there at fixed addresses.
 
 All integers and floats of a step (token ids, positions, slots, new pages, lengths, sampling parameters) are packed into one
-flat buffer, so that a step costs one copy. ``StepLayout`` says where each field lies for a batch of a given shape; the
-device buffer is one and the same for all shapes, so a CUDA graph captured for a shape finds its fields where it left them.
-The host side is pinned and there are two of it: the host packs step n + 1 while the copy of step n may still be under way.
+flat buffer, so that a step costs one copy. ``StepLayout`` has the offset of each field for a batch of a given shape; all shapes
+share one device buffer, so the fields of a captured shape stay at their addresses. The host side is pinned and double-buffered:
+the host packs step n + 1 while the copy of step n may still run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.graph_runner.sampler import SamplingTensors
 
 # Sampling parameters: name, type, value for padding rows.
 _PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0))
-#: Bytes. Inductor takes inputs to be aligned so, and else copies them: at every call, in every compiled piece.
+#: Bytes. Inductor copies inputs that are not aligned so, at every call of every compiled piece.
 ALIGNMENT = 16
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
@@ -48,7 +48,7 @@ def _fields(shape: BatchShape, page_size: int) -> list[tuple[str, str, tuple[int
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where the fields of a batch shape lie in the flat buffer: name -> (byte offset, type, shape)."""
+    """The fields of a batch shape in the flat buffer: name -> (byte offset, type, shape)."""
 
     shape: BatchShape
     fields: dict[str, tuple[int, str, tuple[int, ...]]]
@@ -56,7 +56,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, shape: BatchShape, page_size: int) -> StepLayout:
-        """``page_size``: tokens a page, which bounds the pages that are new in a step."""
+        """``page_size`` bounds the number of new pages in a step."""
         fields, at = {}, 0
         for name, kind, size in _fields(shape, page_size):
             fields[name] = (at, kind, size)
@@ -65,7 +65,7 @@ class StepLayout:
 
 
 class HostArrays:
-    """One pinned staging buffer, seen as numpy arrays for a layout."""
+    """One pinned staging buffer, viewed as numpy arrays per layout."""
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin)
@@ -86,27 +86,27 @@ class StepBuffers:
     Args:
         max_shape: the largest batch.
         max_pages_per_seq: width of a block table row.
-        max_num_seqs: slots; the table of newest tokens has one more, for padding rows to write to.
+        max_num_seqs: slots; the table of newest tokens has one more, which padding rows write.
         device: where the step runs.
-        graph_draws: the model's graph draws tokens of rows with a temperature itself; only filters need the sampler.
+        graph_draws: whether the model's graph samples rows with a temperature; then only filters need the sampler.
     """
 
     def __init__(self, max_shape: BatchShape, *, max_pages_per_seq: int, max_num_seqs: int, page_size: int,
                  device: torch.device, graph_draws: bool = False) -> None:
         self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
         self.dummy_slot = max_num_seqs
-        # Mixed shapes reach max tokens and max rows at once, so this bounds every layout.
+        # The largest mixed shape has both the most tokens and the most rows, so it bounds every layout.
         num_bytes = StepLayout.of(max_shape, page_size).num_bytes
         pin = device.type == "cuda"
         self.host = [HostArrays(num_bytes, pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.table = BlockTable(max_num_seqs, max_shape.num_reqs, max_pages_per_seq, device)
-        # What a slot's request brings along, written when it gets the slot, so that a step only gathers by slot.
+        # Parameters of each slot's request, written when it gets the slot; a step only gathers them.
         self._holder: list[list[int] | None] = [None] * max_num_seqs
         self._params = {name: np.zeros(max_num_seqs, np.dtype(kind)) for name, kind, _ in _PARAMS}
         self._resample = np.zeros(max_num_seqs, np.bool_)
-        self._may_end_at = np.zeros(max_num_seqs, np.int64)  # tokens from which on it may end
+        self._may_end_at = np.zeros(max_num_seqs, np.int64)  # sequence length from which on it may end
         self._layouts: dict[BatchShape, StepLayout] = {}
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
@@ -114,7 +114,7 @@ class StepBuffers:
 
     def layout(self, shape: BatchShape) -> StepLayout:
         if shape not in self._layouts:
-            if len(self._layouts) > 4096:  # eager steps have many shapes; the captured ones come back at once
+            if len(self._layouts) > 4096:  # eager steps have many shapes; captured ones are added again
                 self._layouts.clear()
                 self._views.clear()
                 for host in self.host:
@@ -123,7 +123,7 @@ class StepBuffers:
         return self._layouts[shape]
 
     def views(self, shape: BatchShape) -> dict[str, torch.Tensor]:
-        """The fields on the device, at the same addresses every time for one shape."""
+        """The fields on the device, at fixed addresses per shape."""
         layout = self.layout(shape)
         if shape not in self._views:
             self._views[shape] = {
@@ -136,7 +136,7 @@ class StepBuffers:
         host = self.host[self._turn]
         event = self._copied[self._turn]
         if event is not None:
-            event.synchronize()  # the copy of two steps ago; long done
+            event.synchronize()  # the copy of two steps ago, normally done
         a = host.view(self.layout(shape))
         rows, page, n, t = batch.rows, self.page_size, len(batch.rows), batch.num_tokens
         slots, start, num_pages, first_id = self._columns(batch)
@@ -175,13 +175,13 @@ class StepBuffers:
         return a
 
     def _columns(self, batch: ScheduledBatch) -> list[np.ndarray]:
-        """Of each row its slot, where it starts, how many pages it has, and its first token, -1 if that is still on the
-        device. The one loop over rows; it also keeps up with slots that changed hands, and with new pages."""
+        """Per row: slot, start position, number of pages, and first token id, -1 if it is still on the device. The only loop
+        over rows; it also registers new requests of slots, and new pages."""
         holder, note = self._holder, self.table.note
         slots, start, num_pages, first_id = [], [], [], []
         for request, begin, _, _ in batch.rows:
             slot, pages, ids = request.slot, request.pages, request.token_ids
-            if holder[slot] is not pages:  # a list of its own each time a request gets a slot, also after a preemption
+            if holder[slot] is not pages:  # each request gets a new list with its slot, also after a preemption
                 self._new_holder(request)
             note(slot, pages)
             slots.append(slot)
@@ -201,14 +201,14 @@ class StepBuffers:
         self._resample[slot] = draws and (filtered or not self.graph_draws)
         self._may_end_at[slot] = len(request.prompt_token_ids) + p.min_tokens if p.min_tokens else 0
         self.table.new_holder(slot)
-        self._holder[slot] = request.pages  # last: what was interrupted before is done again
+        self._holder[slot] = request.pages  # last: if interrupted, all of it is done again
 
     def _banned_rows(self, a: dict[str, np.ndarray], n: int) -> np.ndarray:
-        """(n,) bool: rows that sample a token before their ``min_tokens``, which must not be one that ends them."""
+        """(n,) bool: rows that sample a token before their ``min_tokens``, which must not end them."""
         return (a["seq_lens"][:n] < self._may_end_at[a["row_slot"][:n]]) & (a["sample_slot"][:n] != self.dummy_slot)
 
     def upload(self, shape: BatchShape) -> None:
-        """Copy the buffer packed last to the device, asynchronously, and turn to the other one."""
+        """Copy the buffer packed last to the device, asynchronously, and switch to the other one."""
         num_bytes = self.layout(shape).num_bytes
         self.device_bytes[:num_bytes].copy_(self.host[self._turn].tensor[:num_bytes], non_blocking=True)
         if self.device.type == "cuda":
@@ -219,7 +219,7 @@ class StepBuffers:
 
     def metadata(self, shape: BatchShape, host: dict[str, np.ndarray] | None, batch: ScheduledBatch | None) -> \
             CommonAttentionMetadata:
-        """Metadata over the device fields; host-side lengths from ``host``, or those of an all-padding batch."""
+        """Metadata over the device fields; host-side lengths from ``host``, or of an all-padding batch."""
         v = self.views(shape)
         if host is None or batch is None:
             start, lens = np.zeros(shape.num_reqs + 1, np.int32), np.zeros(shape.num_reqs, np.int32)
@@ -235,12 +235,12 @@ class StepBuffers:
             max_seq_len=longest, page_size=self.page_size)
 
     def update_table(self, shape: BatchShape) -> None:
-        """Device work: bring the block table up to date and gather the batch's rows, where ``metadata`` has them."""
+        """Device work: update the block table and gather the batch's rows for ``metadata``."""
         v = self.views(shape)
         self.table.update(v["change_at"], v["change_page"], v["row_slot"])
 
     def stage_padding(self, shape: BatchShape) -> None:
-        """Put a batch of nothing but padding on the device: it writes no slot, reads the null page, changes no table."""
+        """Stage an all-padding batch: it writes no slot, reads the null page and leaves the block table unchanged."""
         self.device_bytes.zero_()
         v = self.views(shape)
         for name, value in (("slot_mapping", PAD_SLOT_ID), ("token_source", -1), ("sample_slot", self.dummy_slot),
@@ -248,7 +248,7 @@ class StepBuffers:
             v[name].fill_(value)
 
     def sampling(self, shape: BatchShape, host: dict[str, np.ndarray], batch: ScheduledBatch) -> SamplingTensors | None:
-        """Sampling parameters over the device fields; None if no row needs the sampler."""
+        """Sampling parameters over the device fields, or None if no row needs the sampler."""
         n = len(batch.rows)
         if not host["resample"][:n].any():
             return None

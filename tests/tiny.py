@@ -59,8 +59,8 @@ def assert_idle(engine: Engine) -> None:
     scheduler = engine.scheduler
     assert not engine.has_unfinished
     assert scheduler.allocator.num_free == scheduler.allocator.num_total
-    assert sorted(scheduler._free_slots) == list(range(engine.runner.config.max_num_seqs))
-    assert not (engine._requests or engine._texts or engine._inboxes)
+    assert sorted(scheduler.free_slots) == list(range(engine.runner.config.max_num_seqs))
+    assert not engine.requests
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def decode_batch(engine: Engine, prompts: Sequence[Sequence[int]]) -> Any:
     while True:
         waiting = engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running)
         if not waiting:
-            engine._collect(0)
+            engine.collect()
             batch = engine.scheduler.schedule()
             assert batch.is_decode and len(batch.rows) == len(prompts)
             return batch
@@ -134,10 +134,7 @@ def decode_batch(engine: Engine, prompts: Sequence[Sequence[int]]) -> Any:
 
 def run_batch(engine: Engine, batch: Any, bucket: Any) -> torch.Tensor:
     """Logits of the batch's rows: in the captured ``bucket``, or as it is where that is None. The cache is written."""
-    runner = engine.runner
-    shape = bucket or BatchShape(batch.num_tokens, len(batch.rows))
-    step = runner._stage(batch, shape, bucket)[1]
-    logits = runner._forward(step, shape)[0] if bucket is None else runner._replay(step, bucket)[0]
+    logits = engine.runner.forward(engine.runner.stage(batch, bucket))[0]
     return logits[: len(batch.rows)].clone()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import shlex
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.graph_runner.bench.shapes import NAMES, QUANTIZATIONS
+from quire.graph_runner.config import check_options, parse_option
 
 EPILOG = """\
 examples:
@@ -52,25 +52,10 @@ def percent(text: str) -> float:
 
 def engine_option(text: str) -> tuple[str, Any]:
     """An argument of --engine: "key=value", the value a Python literal or a bare word."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
     try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value  # a bare word is a string
-
-
-def check_engine_options(options: dict[str, Any]) -> None:
-    """Raises ValueError for a name that is not an option of quire.Engine."""
-    import inspect
-
-    from quire.graph_runner.engine import Engine
-
-    known = [p.name for p in inspect.signature(Engine).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ValueError(f"quire.Engine has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        return parse_option(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +133,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.against is not None and not args.against.is_file():
         raise FileNotFoundError(f"no result to compare with at {args.against}")
     before = json.loads(args.against.read_text()) if args.against is not None else None
-    check_engine_options(dict(args.engine))
+    check_options(dict(args.engine))
     session = _session(args, "quire bench " + shlex.join(argv))
     try:
         session.measure()
@@ -169,4 +154,4 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-__all__ = ["add_arguments", "check_engine_options", "engine_option", "percent", "run"]
+__all__ = ["add_arguments", "engine_option", "percent", "run"]

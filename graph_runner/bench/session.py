@@ -19,7 +19,7 @@ from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.bench.start import start
 from quire.graph_runner.bench.systems import SYSTEMS, NotMeasured
 from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Sizes, serve
-from quire.graph_runner.loading import kv_dtype
+from quire.graph_runner.config import kv_dtype
 
 logger = logging.getLogger(__name__)
 LOG_WIDTH = 160  # of tables where the output is no terminal

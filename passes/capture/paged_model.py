@@ -29,6 +29,7 @@ from quire.attn_ops.selection import Selection, select_backend
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
+from quire.passes.capture.reads import names_read
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.fusions.base import FusedWeights
@@ -153,6 +154,7 @@ class PagedModel:
                 "quire serves causal LMs whose forward takes input_ids and position_ids.")
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
+        self.reads: set[str] = set()  # names of the attributes that the trace read
         self._call = model  # by a name of its own, which graph_tools.module_path drops from the paths of modules
         self.options, self._backend, self._closed = options, _OneGraph(options, self.config, ahead), False
         # For owners that never call ``close``. Not at exit: nobody saves a model after it.
@@ -194,8 +196,14 @@ class PagedModel:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. TracedGraph refuses a trace whose guards meant something.
         forward = types.MethodType(with_own_code(type(self)._forward), self)
+        reads = self.reads
+
+        def drop(guards: Sequence[Any]) -> list[bool]:
+            reads.update(names_read(guards))
+            return [False] * len(guards)
+
         compiled = torch.compile(forward, backend=_weakly(self._backend.__call__), fullgraph=True,
-                                 options={"guard_filter_fn": lambda guards: [False] * len(guards)})
+                                 options={"guard_filter_fn": drop})
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_TOKENS, device=device)[None]
         keep = torch.arange(_REQS, device=device)

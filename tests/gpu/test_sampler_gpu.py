@@ -14,6 +14,7 @@ import torch
 from quire.attn_ops.ops.sampling import random_bits, sample_tokens, sample_tokens_cuda, sample_tokens_eager
 from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
 from quire.graph_runner.sampling_params import SamplingParams
+from tests.sampling import sampling_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +36,7 @@ def random_logits(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
 def both(params: list[SamplingParams], position: int = 0) -> tuple[SamplingTensors, SamplingTensors]:
     """The same tensors on the CPU and on the GPU."""
     cpu, gpu = (
-        SamplingTensors.build(params, list(range(len(params))), [position] * len(params), device)
+        sampling_tensors(params, list(range(len(params))), [position] * len(params), device)
         for device in ("cpu", "cuda")
     )
     return cpu, gpu
@@ -103,7 +104,7 @@ def test_nothing_waits_for_the_device() -> None:
         with mode:
             for banned in (None, [[1, 2]] * 7):
                 for rows in params:
-                    tensors = SamplingTensors.build(rows, list(range(7)), [0] * 7, "cuda", banned=banned)
+                    tensors = sampling_tensors(rows, list(range(7)), [0] * 7, "cuda", banned=banned)
                     SAMPLER(logits, tensors)
                     sample(logits, tensors)
 

@@ -35,25 +35,21 @@ class Watched:
         self.engine, self.rng, self.forwards, self.broken = engine, rng, 0, 0
         self.breaks = 0.0
         runner = engine.runner
-        for owner, name in ((runner.buffers, "fill"), (runner.buffers, "upload"), (runner.paged, "run"), (runner, "_store")):
+        for owner, name in ((runner.buffers, "fill"), (runner.buffers, "upload"), (runner, "stage"), (runner, "forward")):
             monkeypatch.setattr(owner, name, self.fragile(getattr(owner, name)))
-        run, launch = runner.paged.run, runner.launch
+        forward = runner.forward
 
-        def watched(step: Any, *args: Any) -> Any:
-            table = step.metadata.block_table_tensor
-            for i, row in enumerate(self.batch.rows):
+        def watched(staged: Any) -> Any:
+            result = forward(staged)
+            table, rows = staged.step.metadata.block_table_tensor, staged.batch.rows
+            for i, row in enumerate(rows):
                 used = pages_for(row.start + row.num_new, runner.config.page_size)
                 assert table[i, :used].tolist() == row.request.pages[:used], (i, row)
-            assert not table[len(self.batch.rows) :].any()
+            assert not table[len(rows) :].any()
             self.forwards += 1
-            return run(step, *args)
+            return result
 
-        def kept(batch: Any) -> Any:
-            self.batch = batch
-            return launch(batch)
-
-        monkeypatch.setattr(runner.paged, "run", watched)
-        monkeypatch.setattr(runner, "launch", kept)
+        monkeypatch.setattr(runner, "forward", watched)
 
     def fragile(self, function: Any) -> Any:
         def wrapper(*args: Any) -> Any:
@@ -96,8 +92,8 @@ def test_the_model_sees_the_pages_of_its_requests(schedule, breaks, model, monke
                 prompt = [rng.randrange(64) for _ in range(rng.randint(1, 25))]
                 params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 30))
                 prompts[engine.add_request(prompt, params)[0]] = prompt
-            if rng.random() < 0.04 and engine._requests:
-                engine.abort(rng.choice(list(engine._requests)))
+            if rng.random() < 0.04 and engine.requests:
+                engine.abort(rng.choice(list(engine.requests)))
             try:
                 for event in engine.step():
                     if event.finished:
@@ -127,9 +123,9 @@ def test_a_backend_that_plans_finds_the_table_up_to_date(model, monkeypatch) -> 
     """Its plan may read the table on the device before the graph runs, so the update comes before the plan, and once."""
     with Engine(model, num_pages=40, page_size=4, max_num_seqs=4, cudagraph_capture_sizes=[4]) as engine:
         runner, order = engine.runner, []
-        monkeypatch.setattr(runner, "_plans", True)
-        for owner, name in ((runner.buffers, "update_table"), (runner, "_replay"), (runner.paged, "run")):
+        monkeypatch.setattr(runner, "plans", True)
+        for owner, name in ((runner.buffers, "update_table"), (runner, "forward")):
             monkeypatch.setattr(owner, name, noted(getattr(owner, name), name, order))
         output = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8))[0]
         assert output.token_ids == hf_greedy(model, [5, 6, 7], 8)
-        assert order == ["update_table", "run"] + ["update_table", "_replay", "run"] * 7
+        assert order == ["update_table", "forward"] * 8

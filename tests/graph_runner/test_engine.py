@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -285,7 +287,9 @@ def test_collector_is_frozen_while_serving_only(engine, prompts, expected, colle
 
 
 def test_abandoned_stream_that_only_the_collector_finds(engine, prompts, collector, monkeypatch) -> None:
-    """It is frozen itself, in a cycle. Once the engine has not turned for a while, a collection frees it all the same."""
+    """It is frozen itself, in a cycle. Once the engine has not stepped for a while, its requests are aborted all the same."""
+    monkeypatch.setattr(ServingFreeze, "STALE_SECONDS", 0.5)
+
     class Prompts(list):
         pass
 
@@ -296,9 +300,10 @@ def test_abandoned_stream_that_only_the_collector_finds(engine, prompts, collect
     del asked
     gc.collect()
     assert engine.has_unfinished and gc.get_freeze_count() > 1000
-    monkeypatch.setattr(ServingFreeze, "STALE_SECONDS", -1.0)
-    gc.collect()
-    assert not engine._requests and gc.get_freeze_count() < 1000
+    deadline = time.monotonic() + 60
+    while engine.has_unfinished and time.monotonic() < deadline:
+        time.sleep(0.05)  # the engine is idle, and nothing else runs the collector
+    assert not engine.requests and gc.get_freeze_count() < 1000
 
 
 class Picky:
@@ -351,11 +356,10 @@ def test_interrupted_while_results_are_taken_in(model, tokenizer, prompts, expec
 
     with Engine(model, Interrupted(tokenizer, set()), num_pages=120, max_num_seqs=8, async_stepping=True) as engine:
         ids = [engine.add_request(p, GREEDY)[0] for p in prompts]
-        outputs = {i: engine._requests[i].output for i in ids}
+        outputs = {i: engine.requests[i].output for i in ids}
         with pytest.raises(KeyboardInterrupt):
             while engine.has_unfinished:
                 engine.step()
-        assert engine._arrived
         while engine.has_unfinished:
             engine.step()
         assert [outputs[i].token_ids for i in ids] == expected
@@ -364,8 +368,8 @@ def test_interrupted_while_results_are_taken_in(model, tokenizer, prompts, expec
 
 def test_abort_from_outside_ends_a_stream(engine, prompts, expected) -> None:
     stream = engine.stream(prompts[:2], GREEDY)
-    first = next(stream)
-    engine.abort(first.output.index + engine._next_id - 2)  # the ids of the two requests are the last two
+    next(stream)
+    engine.abort(min(engine.requests))
     rest = list(stream)
     ends = {e.index: e.output.finish_reason for e in rest if e.finished}
     assert ends == {0: "abort", 1: "length"}
@@ -429,7 +433,7 @@ def test_abort(engine, prompts, expected) -> None:
 @pytest.mark.parametrize(("prompt", "message"), [
     ([], "the prompt is empty; give at least one token"),
     ("", "the prompt is empty"),
-    (list(range(3, 303)), "the prompt has 300 tokens, and with one more to generate a request may have 300 here"),
+    (list(range(3, 303)), "the prompt has 300 tokens; a request may have 300, prompt and continuation"),
     ([3, 1848], r"token ids \[1848\] are outside the vocabulary of 1848 tokens"),
     ([-1, 5], r"token ids \[-1\] are outside the vocabulary"),
     ([1.5, 2], "a prompt is text or a list of token ids, got '\\[1.5, 2\\]'"),
@@ -438,6 +442,8 @@ def test_abort(engine, prompts, expected) -> None:
 def test_bad_prompt(prompt, message, engine, prompts, expected) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         engine.add_request(prompt, GREEDY)
+    with pytest.raises((ValueError, TypeError), match=message):
+        list(engine.stream([prompt], GREEDY))
     good, bad, good_too = engine.generate([prompts[0], prompt, prompts[1]], GREEDY)
     assert tokens([good, good_too]) == expected[:2]
     assert (bad.index, bad.finish_reason, bad.token_ids) == (1, "error", [])
@@ -445,8 +451,28 @@ def test_bad_prompt(prompt, message, engine, prompts, expected) -> None:
         raise ValueError(bad.error)
 
 
-def test_one_prompt_that_is_none(engine) -> None:
-    assert "a prompt is text or a list of token ids, got '5'" in engine.generate(5)[0].error
+def test_one_prompt_of_a_wrong_type(engine) -> None:
+    with pytest.raises(TypeError, match="a prompt is text or a list of token ids, got '5'"):
+        engine.generate(5)
+
+
+@pytest.mark.parametrize("raise_on_error", [True, False, None])
+def test_raise_on_error(raise_on_error, engine, prompts, expected, caplog) -> None:
+    """A failed request is seen: as an exception, or in the log beside the results of the others."""
+    run = functools.partial(engine.generate, params=GREEDY, raise_on_error=raise_on_error)
+    if raise_on_error:
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            run([prompts[0], [], prompts[1]])
+    else:
+        good, bad, good_too = run([prompts[0], [], prompts[1]])
+        assert tokens([good, good_too]) == expected[:2] and "the prompt is empty" in bad.error
+        assert "request 1 failed: the prompt is empty; give at least one token" in caplog.messages
+    if raise_on_error is False:
+        assert "the prompt is empty" in run([[]])[0].error
+    else:
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            run([[]])
+    assert_idle(engine)
 
 
 def test_text_without_a_tokenizer(one_layer) -> None:

@@ -1,25 +1,26 @@
-"""Turns are whole: whatever other threads, interrupts and the garbage collector do."""
+"""Engine steps are not interrupted: not by other threads, Ctrl-C or the garbage collector."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import signal
-import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-import quire.graph_runner
+import quire
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.engine_lock import Turns
+from quire.graph_runner.engine_lock import EngineLock
 from tests.tiny import GREEDY, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
-FOLDER = str(Path(quire.graph_runner.__file__).parent)
 SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 
 
@@ -53,66 +54,66 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-# -- Turns by themselves ----------------------------------------------------------------------------------------------------
+# -- the lock by itself ----------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_comes_at_the_end(interruptible: None) -> None:
-    turns, done = Turns(), []
-    with pytest.raises(KeyboardInterrupt), turns.alone():
+def test_an_interrupt_is_deferred(interruptible: None) -> None:
+    lock, done = EngineLock(), []
+    with pytest.raises(KeyboardInterrupt), lock.hold():
         done.append("begin")
-        with turns.alone():
+        with lock.hold():
             signal.raise_signal(signal.SIGINT)
         done.append("end")
     assert done == ["begin", "end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with turns.alone():
+    with lock.hold():
         pass
 
 
-def test_what_is_to_be_done_soon_is_done_after_the_turn() -> None:
-    turns, done = Turns(), []
-    turns.soon(lambda: done.append(1))
+def test_actions_run_when_the_lock_is_free() -> None:
+    lock, done = EngineLock(), []
+    lock.when_free(lambda: done.append(1))
     assert done == [1]
-    with turns.alone():
-        turns.soon(lambda: done.append(2))
-        with turns.alone():
-            turns.soon(lambda: done.append(3))
+    with lock.hold():
+        lock.when_free(lambda: done.append(2))
+        with lock.hold():
+            lock.when_free(lambda: done.append(3))
         assert done == [1]
     assert done == [1, 2, 3]
 
 
-def test_what_is_to_be_done_soon_is_done_after_an_error_too() -> None:
-    turns, done = Turns(), []
-    with pytest.raises(ValueError), turns.alone():
-        turns.soon(lambda: done.append(1))
+def test_actions_run_after_an_error() -> None:
+    lock, done = EngineLock(), []
+    with pytest.raises(ValueError), lock.hold():
+        lock.when_free(lambda: done.append(1))
         raise ValueError
     assert done == [1]
 
 
-def test_an_interrupt_comes_after_what_is_done_soon(interruptible: None) -> None:
-    turns, done = Turns(), []
+def test_an_interrupt_is_deferred_to_the_end_of_an_action(interruptible: None) -> None:
+    lock, done = EngineLock(), []
 
     def action() -> None:
         signal.raise_signal(signal.SIGINT)
         done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        turns.soon(action)
+        lock.when_free(action)
     assert done == [1]
 
 
-def test_soon_waits_for_nobody() -> None:
-    turns, done, inside, go = Turns(), [], threading.Event(), threading.Event()
+def test_when_free_does_not_block() -> None:
+    lock, done, inside, go = EngineLock(), [], threading.Event(), threading.Event()
 
     def turn() -> None:
-        with turns.alone():
+        with lock.hold():
             inside.set()
             go.wait(60)
 
     thread = threading.Thread(target=turn)
     thread.start()
     assert inside.wait(60)
-    turns.soon(lambda: done.append(1))
+    lock.when_free(lambda: done.append(1))
     assert not done
     go.set()
     thread.join()
@@ -131,6 +132,46 @@ def test_threads_share_an_engine(engine: Engine, prompts: list[list[int]], expec
     assert_idle(engine)
 
 
+def test_a_stream_registers_before_other_threads_step(engine: Engine, prompts: list[list[int]],
+                                                      expected: list[list[int]]) -> None:
+    """A thread that steps as fast as it can finishes requests of one token at once: their streams get all events."""
+    done = threading.Event()
+
+    def steps() -> None:
+        while not done.is_set():
+            assert not engine.step()  # no event of a stream ends up here
+
+    with ThreadPoolExecutor(1) as pool:
+        stepping = pool.submit(steps)
+        try:
+            for _ in range(40):
+                assert tokens(engine.generate(prompts, replace(SHORT, max_tokens=1))) == [e[:1] for e in expected]
+        finally:
+            done.set()
+        stepping.result()
+    assert_idle(engine)
+
+
+def test_an_idle_engine_drops_an_abandoned_stream_at_once(engine: Engine, prompts: list[list[int]]) -> None:
+    stream = engine.stream(prompts, SHORT)
+    next(stream)
+    del stream
+    assert_idle(engine)
+    with ThreadPoolExecutor(1) as pool:
+        stream = engine.stream(prompts, SHORT)
+        pool.submit(next, stream).result()  # begun in another thread
+    stream.close()
+    assert_idle(engine)
+
+
+def test_an_interrupted_stream_leaves_nothing(engine: Engine, prompts: list[list[int]], interruptible: None) -> None:
+    """Ctrl-C while its requests are added comes after one of them was: it is aborted too."""
+    interrupt = at_call(engine.scheduler, "add", 2, True, lambda: signal.raise_signal(signal.SIGINT))
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        next(engine.stream(prompts, SHORT))
+    assert_idle(engine)
+
+
 def test_a_stream_in_one_thread_and_an_abort_in_another(engine: Engine, prompts: list[list[int]],
                                                         expected: list[list[int]]) -> None:
     (long,) = engine.add_request(prompts[1], replace(SHORT, max_tokens=60))
@@ -144,72 +185,78 @@ def test_a_stream_in_one_thread_and_an_abort_in_another(engine: Engine, prompts:
     assert_idle(engine)
 
 
-def at_line(number: int, action: Callable[[], None]) -> Any:
-    """A trace function that acts once, before the ``number``-th line that runs in graph_runner."""
-    left = number
-
-    def lines(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal left
-        if event == "line":
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                action()
-        return lines if left > 0 else None
-
-    return lambda frame, event, arg: lines if frame.f_code.co_filename.startswith(FOLDER) else None
+def boundaries(engine: Engine) -> list[tuple[Any, str]]:
+    """The public methods that a step calls, outermost first."""
+    runner = engine.runner
+    return [(engine, "collect"), (engine.scheduler, "schedule"), (runner, "launch"), (runner, "stage"), (runner, "forward"),
+            *((runner.buffers, name) for name in ("fill", "upload", "update_table", "metadata"))]
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_interrupts_anywhere(part: int, engine: Engine, prompts: list[list[int]], expected: list[list[int]],
+@contextlib.contextmanager
+def at_call(owner: Any, name: str, number: int, after: bool, action: Callable[[], None]) -> Iterator[Counter[str]]:
+    """Act once, before or after the ``number``-th call of a method."""
+    method, calls = getattr(owner, name), Counter[str]()
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        now = calls[name] == number
+        if now and not after:
+            action()
+        result = method(*args, **kwargs)
+        if now and after:
+            action()
+        return result
+
+    setattr(owner, name, wrapper)
+    try:
+        yield calls
+    finally:
+        delattr(owner, name)
+
+
+@pytest.mark.parametrize(("number", "depth"), [(1, False), (1, True), (4, True)])
+def test_interrupts_anywhere(number: int, depth: bool, model: Any, prompts: list[list[int]], expected: list[list[int]],
                              interruptible: None) -> None:
-    """Whichever line of the package a Ctrl-C comes at, going on gives the same tokens, and nothing is lost."""
-    for number in range(5 + 57 * part, 1400, 29 * 4):
-        ids = [engine.add_request(p, SHORT)[0] for p in prompts]
-        outputs: dict[int, Any] = {}
-        sys.settrace(at_line(number, lambda: signal.raise_signal(signal.SIGINT)))
-        interrupts = 0
-        while engine.has_unfinished:
-            try:
-                events = engine.step()
-            except KeyboardInterrupt:
-                interrupts += 1
-                continue
-            outputs |= {e.index: e.output for e in events}
-        sys.settrace(None)
-        assert interrupts == 1
-        assert [outputs[i].token_ids for i in ids] == expected, number
-        assert_idle(engine)
+    """Wherever in a step Ctrl-C comes, continuing gives the same tokens, and nothing is lost."""
+    with Engine(model, num_pages=32, page_size=4, prefill_chunk_size=3, async_stepping=depth) as engine:
+        for (owner, name), after in itertools.product(boundaries(engine), (False, True)):
+            ids = [engine.add_request(p, SHORT)[0] for p in prompts]
+            outputs: dict[int, Any] = {}
+            interrupts = 0
+            with at_call(owner, name, number, after, lambda: signal.raise_signal(signal.SIGINT)) as calls:
+                while engine.has_unfinished:
+                    try:
+                        outputs |= {e.index: e.output for e in engine.step()}
+                    except KeyboardInterrupt:
+                        interrupts += 1
+            assert interrupts == 1 and calls[name] >= number
+            assert [outputs[i].token_ids for i in ids] == expected, name
+            assert_idle(engine)
 
 
-@pytest.mark.parametrize("where", [20, 160, 300, 470, 640])
-def test_a_stream_ended_by_the_collector(where: int, engine: Engine, prompts: list[list[int]],
-                                         expected: list[list[int]]) -> None:
-    """In the middle of a turn, as garbage is found: its requests go after the turn."""
+def test_a_stream_finalized_by_the_collector(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """In the middle of a step, as garbage is found: its requests are aborted after the step."""
 
     class Box:
         pass
 
-    gc.disable()
-    try:
-        box: Any = Box()
-        box.stream = engine.stream([prompts[3], prompts[2]], replace(SHORT, max_tokens=60))
-        next(box.stream)
-        box.itself = box  # only the collector finds it
-        del box
-        sys.settrace(at_line(where, gc.collect))
-        got = tokens(engine.generate(prompts[:2], SHORT))
-    finally:
-        sys.settrace(None)
-        gc.enable()
-    assert got == expected[:2]
-    gc.collect()
-    assert_idle(engine)
+    for owner, name in boundaries(engine)[::2]:
+        gc.disable()
+        try:
+            box: Any = Box()
+            box.stream = engine.stream([prompts[3], prompts[2]], replace(SHORT, max_tokens=60))
+            next(box.stream)
+            box.itself = box  # only the collector finds it
+            del box
+            with at_call(owner, name, 2, False, gc.collect):
+                got = tokens(engine.generate(prompts[:2], SHORT))
+        finally:
+            gc.enable()
+        assert got == expected[:2]
+        assert_idle(engine)
 
 
 def test_no_engine_inside_a_step(model: Any) -> None:
-    import quire
-
     cache = quire.PagedKVCache.for_model(model, num_pages=4, page_size=16)
     meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=16)
     with pytest.raises(RuntimeError, match="cannot be made inside quire.step"), quire.step(cache, meta):
@@ -217,11 +264,7 @@ def test_no_engine_inside_a_step(model: Any) -> None:
 
 
 def test_threads_share_a_paged_model(prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Its engine too is made once, by the thread that comes first."""
-    import torch
-
-    import quire
-
+    """The first thread makes its engine, once."""
     paged = quire.paged(load_model(num_layers=2), num_pages=64)
 
     def job(k: int) -> bool:

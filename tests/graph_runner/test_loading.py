@@ -5,19 +5,29 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+    T5Config,
+)
 
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import (
     DEFAULT_LENGTH,
     TINY_MODEL,
-    check_arguments,
-    default_compiler,
     eos_token_ids,
-    kv_dtype,
+    limited,
     load,
     model_length,
     progress_bar,
@@ -41,12 +51,12 @@ def test_load_a_path(path) -> None:
     assert not model.training and model.dtype == torch.float32
     assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert tokenizer("The cat")["input_ids"] == load_tokenizer()("The cat")["input_ids"]
-    ours = object()
+    ours = load_tokenizer()
     assert load(path, ours, dtype=torch.bfloat16)[1] is ours
 
 
 def test_load_a_model() -> None:
-    model, tokenizer = nn.Linear(2, 2), object()
+    model, tokenizer = nn.Linear(2, 2), load_tokenizer()
     assert load(model, tokenizer) == (model, tokenizer)
     assert load(model, None) == (model, None)
 
@@ -65,37 +75,64 @@ def test_load_errors(tmp_path) -> None:
         load(nn.Identity(), None)
 
 
+TINY = dict(vocab_size=64, d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=2, encoder_layers=1, decoder_layers=1,
+            encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+
+
+@pytest.mark.parametrize(("kind", "architecture", "message"), [
+    ("t5", "T5ForConditionalGeneration", "t5 is an encoder-decoder model; quire serves decoder-only"),
+    ("whisper", "WhisperForConditionalGeneration", "whisper is an encoder-decoder model"),
+    ("llava", "LlavaForConditionalGeneration", "is a llava, which transformers' AutoModelForCausalLM does not know; load the"),
+    ("llama", "LlamaForSequenceClassification", "was saved as LlamaForSequenceClassification, without a language-model head"),
+    ("llama", "LlamaForTokenClassification", "was saved as LlamaForTokenClassification, without"),
+    ("llama", "LlamaModel", "was saved as LlamaModel, without a language-model head; quire serves causal LMs"),
+])
+def test_checkpoints_of_other_models(kind, architecture, message, tmp_path) -> None:
+    """Refused in one line, before any weights are read."""
+    config = AutoConfig.for_model(kind, **(TINY if kind in ("t5", "whisper") else {}))
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedAttention, match=message) as caught:
+        load(tmp_path, None)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_checkpoints_of_causal_lms(tmp_path) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    for names in (None, ["MyOwnForCausalLM"], ["LlamaForCausalLM"]):
+        config = AutoConfig.from_pretrained(tmp_path)
+        config.architectures = names
+        config.save_pretrained(tmp_path)
+        assert load(tmp_path, None)[0].num_parameters() > 0
+
+
+@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel])
+def test_models_without_a_language_model_head(kind) -> None:
+    with pytest.raises(UnsupportedAttention, match=f"{kind.__name__} has no language-model head; quire serves causal LMs"):
+        Engine(kind(LlamaConfig(**SIZES)), num_pages=8)
+
+
+def test_the_config_is_checked_before_the_vocabulary() -> None:
+    """Of an encoder-decoder model, some of which have no input embeddings to ask for."""
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(**{k: v for k, v in TINY.items() if k in T5Config().to_dict()}))
+    model.get_input_embeddings = None
+    with pytest.raises(UnsupportedAttention, match="t5 is an encoder-decoder model"):
+        Engine(model, num_pages=8)
+
+
 def test_shipped_files_need_no_network_and_no_code() -> None:
     assert {p.name for p in TINY_MODEL.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert not list(TINY_MODEL.glob("*.py"))
     assert sum(p.stat().st_size for p in TINY_MODEL.iterdir()) < 10 * 2**20
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (dict(num_pages=0), "num_pages: a KV cache needs at least 2 pages .page 0 is the null page., got 0"),
-    (dict(num_pages=-5), "num_pages: a KV cache needs at least 2 pages .*, got -5; None is for as many as fit"),
-    (dict(num_pages=10.5), "num_pages must be an integer, got 10.5"),
-    (dict(page_size=1.5), "page_size must be an integer, got 1.5"),
-    (dict(page_size=0), "page_size must be at least 1, got 0"),
-    (dict(max_num_seqs="4"), "max_num_seqs must be an integer, got '4'"),
-    (dict(max_num_seqs=True), "max_num_seqs must be an integer, got True"),
-    (dict(max_model_len=100.5), "max_model_len must be an integer, got 100.5"),
-    (dict(seed="x"), "seed must be an integer, got 'x'"),
-    (dict(async_stepping=5), "async_stepping must be True, False, or None for what suits the device; got 5"),
-    (dict(tokenizer="foo"), "tokenizer must be an object with a decode method, such as .*, got 'foo'"),
-    (dict(tokenizer=dict), "tokenizer must be an object with a decode method, .*, got \"<class 'dict'>\"; for token ids alone"),
-    (dict(gpu_memory_utilization="0.9"), r"gpu_memory_utilization is a share of the memory, in \(0, 1\]; got '0.9'"),
-    (dict(gpu_memory_utilization=float("nan")), "gpu_memory_utilization is a share of the memory, .*; got nan"),
+@pytest.mark.parametrize(("tokenizer", "message"), [
+    ("foo", "tokenizer must be an object with a decode method, such as .*, got 'foo'"),
+    (dict, "tokenizer must be an object with a decode method, .*, got \"<class 'dict'>\"; omit it to use token ids only"),
 ])
-def test_bad_arguments(arguments, message) -> None:
+def test_bad_tokenizer(tokenizer, message) -> None:
     with pytest.raises(ValueError, match=message):
-        check_arguments(**dict(gpu_memory_utilization=0.9) | arguments)
-
-
-def test_good_arguments() -> None:
-    check_arguments(0.9)
-    check_arguments(1, load_tokenizer(), async_stepping=True, seed=-3, num_pages=np.int64(2), page_size=np.int32(1),
-                    max_num_seqs=1, max_model_len=100, prefill_chunk_size=None)
+        load(nn.Linear(2, 2), tokenizer)
 
 
 @pytest.mark.parametrize(("attributes", "asked", "length"), [
@@ -114,14 +151,18 @@ def test_model_length_of_real_configs() -> None:
     assert model_length(nn.Linear(2, 2), None) == DEFAULT_LENGTH
 
 
-@pytest.mark.parametrize(("asked", "message"), [
-    (1, r"max_model_len must be at least 2 \(a prompt token and a generated one\), got 1"),
-    (-3, "max_model_len must be at least 2"),
-    (101, "max_model_len=101, but the model has 100 positions"),
-])
-def test_bad_model_length(asked, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        model_length(with_config(max_position_embeddings=100), asked)
+def test_more_than_the_positions_of_the_model() -> None:
+    with pytest.raises(ValueError, match="max_model_len=101, but the model has 100 positions"):
+        model_length(with_config(max_position_embeddings=100), 101)
+
+
+def test_limits() -> None:
+    """Requests fit the cache, and steps are no larger than all requests together."""
+    model = with_config(max_position_embeddings=100)
+    config = limited(EngineConfig(max_num_seqs=3), model)
+    assert (config.max_model_len, config.max_num_batched_tokens) == (100, 300)
+    config = limited(EngineConfig(num_pages=5, page_size=4, max_num_batched_tokens=7), model)
+    assert (config.max_model_len, config.max_num_batched_tokens) == (16, 7)
 
 
 def test_vocab_size() -> None:
@@ -130,7 +171,7 @@ def test_vocab_size() -> None:
     model.resize_token_embeddings(1900)
     assert vocab_size(model) == 1900
     assert vocab_size(nn.Sequential(nn.Embedding(64, 8), nn.Embedding(300, 8), nn.Linear(8, 8))) == 300
-    with pytest.raises(ValueError, match="Linear has no embedding; quire cannot tell its vocabulary"):
+    with pytest.raises(ValueError, match="Linear has no embedding, so its vocabulary size is unknown"):
         vocab_size(nn.Linear(2, 2))
 
 
@@ -146,22 +187,6 @@ def test_eos_token_ids() -> None:
     assert eos_token_ids(model, tokenizer) == {5}
     assert eos_token_ids(model, None) == eos_token_ids(nn.Linear(2, 2), None) == frozenset()
     assert eos_token_ids(load_model(), None) == {0}
-
-
-def test_kv_dtype() -> None:
-    assert kv_dtype("auto") is None
-    assert kv_dtype("bfloat16") is kv_dtype(torch.bfloat16) is torch.bfloat16
-    assert kv_dtype("float8_e4m3fn") is kv_dtype("fp8") is kv_dtype("fp8_e4m3") is torch.float8_e4m3fn
-    assert kv_dtype("fp8_e5m2") is torch.float8_e5m2 and kv_dtype("int8") is torch.int8
-    for name in ("float7", "nn", "Tensor", "", "fp4"):
-        with pytest.raises(ValueError, match=f"kv_cache_dtype '{name}' is neither 'auto' nor a torch dtype such as"):
-            kv_dtype(name)
-
-
-def test_default_compiler() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert (default_compiler("auto", cpu), default_compiler("auto", cuda)) == ("eager", "inductor")
-    assert default_compiler("inductor", cpu) == "inductor" and default_compiler("eager", cuda) == "eager"
 
 
 def test_progress_bar(caplog) -> None:

@@ -1,4 +1,4 @@
-"""What a traced model may not change without being noticed, and what it may."""
+"""Which changes of a traced model are noticed, and by what name; and which are none."""
 
 from __future__ import annotations
 
@@ -7,43 +7,120 @@ import types
 
 import pytest
 import torch
+import transformers
 
-from quire.graph_runner.model_guard import ModelWatch
+from quire.graph_runner.model_guard import ModelGuard
 
 
 def model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    made[1].register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+    return made
 
 
 def replace_layer(m) -> None:
     m[0] = torch.nn.Linear(2, 2)
 
 
+def seen(guard: ModelGuard, count: int = 2) -> str | None:
+    """What two glances at ``count`` modules each find."""
+    return guard.next_change(count) or guard.next_change(count)
+
+
 @pytest.mark.parametrize("change, what", [
-    (lambda m: m[0].register_forward_hook(lambda *a: None), "0: its forward hooks changed"),
-    (lambda m: m.register_forward_pre_hook(lambda *a: None), "Sequential: its forward pre-hooks changed"),
-    (replace_layer, "0: the module itself changed"),
+    (lambda m: m[0].register_forward_hook(lambda *a: None), "0.forward hooks: [] -> [<lambda>.<locals>.<lambda>]"),
+    (lambda m: m.register_forward_pre_hook(lambda *a: None),
+     "Sequential.forward pre-hooks: [] -> [<lambda>.<locals>.<lambda>]"),
+    (replace_layer, "module 0 was replaced"),
     (lambda m: m.append(torch.nn.ReLU()), "module 2 was added"),
-    (lambda m: setattr(m[1], "eps", 1e-3), "1: its settings changed"),
-    (lambda m: m.to(torch.bfloat16), "0: its parameters changed"),
-    (lambda m: setattr(m[0], "forward", lambda x: x), "0: its forward changed"),
-], ids=["hook", "pre_hook", "layer", "added", "setting", "dtype", "forward"])
+    (lambda m: m.pop(1), "module 1 was removed"),
+    (lambda m: setattr(m[1], "eps", 1e-3), "1.eps: 1e-05 -> 0.001"),
+    (lambda m: m.to(torch.bfloat16),
+     "0.weight: Parameter (torch.float32, cpu, version 0) -> Parameter (torch.bfloat16, cpu, version 0)"),
+    (lambda m: setattr(m[0], "forward", lambda x: x), "0.forward: None -> <lambda>.<locals>.<lambda>"),
+    (lambda m: m[1].counts.add_(1), "1.counts: Tensor (torch.int64, cpu, version 0) -> Tensor (torch.int64, cpu, version 1)"),
+], ids=["hook", "pre_hook", "layer", "added", "removed", "setting", "dtype", "forward", "integers"])
 def test_change(change, what) -> None:
     m = model()
-    watch = ModelWatch(m, addresses=False)
-    assert watch.change() is None and watch.glance(2) is None  # of three modules, so the next glance begins at the last
+    guard = ModelGuard(m, addresses=False)
+    assert guard.change() is None and guard.next_change(2) is None  # of three modules, so the next call begins at the last
     change(m)
-    assert watch.change() == what
-    assert what in (watch.glance(2), watch.glance(2))
-    watch.check_if_due()  # it is not
-    watch.due = True
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"{what}.*undo the change, or close the engine"):
-            watch.check_if_due()
+    assert guard.change() == what
+    assert seen(guard) == what
+
+
+def test_only_what_was_read_counts() -> None:
+    m = Holder()
+    guard = ModelGuard(m, addresses=False, reads={"scaling", "cap"})
+    m.shape, m.new, m.config.text_config.windows[0], m.act = (2,), 1, 8, torch.cos
+    assert guard.change() is None and seen(guard, 9) is None
+    m.config.cap = None
+    assert guard.change() == seen(guard, 9) == "Holder.config.cap: 30.0 -> None"
+    m.config.cap = 30.0
+    m.scaling = {"a": 1.0}
+    assert guard.change() == seen(guard, 9) == "Holder.scaling: {'a': 1.0, 'b': [2.0]} -> {'a': 1.0}"
+
+
+def test_an_attribute_equal_to_that_of_the_class_is_no_change() -> None:
+    m = Holder()
+    guard = ModelGuard(m, addresses=False)
+    m.checkpointing = False
+    assert guard.change() is None
+    m.checkpointing = True
+    assert guard.change() == "Holder.checkpointing: absent -> True"
+
+
+def test_buffers_whose_values_were_read() -> None:
+    m = torch.nn.Module()
+    m.register_buffer("mask", torch.zeros(2, 2))
+    loose, strict = ModelGuard(m, addresses=False), ModelGuard(m, addresses=False, buffer_values=True)
+    m.mask.fill_(1.0)
+    assert loose.change() is None and strict.change().startswith("Module.mask: Tensor (torch.float32, cpu, version 0) -> ")
+
+
+def test_a_patched_class(monkeypatch) -> None:
+    m = Holder()
+    guard = ModelGuard(m, addresses=False, reads={"forward", "helper"})
+    monkeypatch.setattr(Holder, "unread", lambda self: None, raising=False)
+    assert guard.change() is None
+    for name in ("helper", "forward"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Holder, name, scaled)
+            assert guard.change() == seen(guard, 9) == f"Holder.{name}: Holder.{name} -> scaled"
+    monkeypatch.setattr(torch.nn.Linear, "forward", scaled)
+    assert guard.change() == "Linear.forward: Linear.forward -> scaled"
+
+
+def test_another_attention_implementation() -> None:
+    m = Holder()
+    guard = ModelGuard(m, addresses=False, reads={"_attn_implementation_internal"})
+    m.config._attn_implementation_internal = "quire"  # while another engine traces the model
+    assert guard.change() is None
+    m.config._attn_implementation_internal = "mine"
+    assert guard.change() == "Holder.config._attn_implementation_internal: 'sdpa' -> 'mine'"
+
+
+def test_hooks_of_transformers_that_only_record() -> None:
+    """As model(..., output_hidden_states=True) and enable_input_require_grads() leave them behind."""
+    m = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    guard = ModelGuard(m, addresses=False, reads=set())
+    m(torch.tensor([[1, 2]]), output_hidden_states=True)
+    m.enable_input_require_grads()
+    assert m.model.layers[0]._forward_hooks and m.model.embed_tokens._forward_hooks
+    assert guard.change() is None
+    m.model.embed_tokens.register_forward_hook(lambda module, args, out: out)
+    assert "model.embed_tokens.forward hooks: [] -> " in guard.change()
 
 
 class Holder(torch.nn.Module):
-    """With everything of a model that is no plain attribute, parameter or hook of its own."""
+    """Has what the guard compares beside plain attributes, parameters and own hooks."""
+
+    checkpointing = False
+
+    def helper(self) -> None: ...
+
+    def forward(self) -> None: ...
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,31 +166,31 @@ def only(hooks):
 
 
 @pytest.mark.parametrize("change, what", [
-    (lambda m: m.active.__setitem__(0, "b"), "Holder: its settings changed"),
-    (lambda m: m.scaling.update(a=2.0), "Holder: its settings changed"),
-    (lambda m: m.scaling["b"].append(2.0), "Holder: its settings changed"),
-    (lambda m: setattr(m, "shape", (1, (2, 4))), "Holder: its settings changed"),
-    (lambda m: m.flags.add("y"), "Holder: its settings changed"),
-    (lambda m: setattr(m, "act", torch.cos), "Holder: its settings changed"),
-    (lambda m: setattr(m, "config", types.SimpleNamespace()), "Holder: its settings changed"),
-    (lambda m: setattr(m.config, "cap", None), "Holder.config: cap changed"),
-    (lambda m: m.config.text_config.windows.reverse(), "Holder.config.text_config: windows changed"),
+    (lambda m: m.active.__setitem__(0, "b"), "Holder.active: ['a'] -> ['b']"),
+    (lambda m: m.scaling.update(a=2.0), "Holder.scaling: {'a': 1.0, 'b': [2.0]} -> {'a': 2.0, 'b': [2.0]}"),
+    (lambda m: m.scaling["b"].append(2.0), "Holder.scaling: {'a': 1.0, 'b': [2.0]} -> {'a': 1.0, 'b': [2.0, 2.0]}"),
+    (lambda m: setattr(m, "shape", (1, (2, 4))), "Holder.shape: (1, (2, 3)) -> (1, (2, 4))"),
+    (lambda m: m.flags.clear(), "Holder.flags: {'x'} -> set()"),
+    (lambda m: setattr(m, "act", torch.cos), "Holder.act: "),
+    (lambda m: setattr(m, "config", types.SimpleNamespace()), "Holder.config: a SimpleNamespace -> a SimpleNamespace"),
+    (lambda m: setattr(m.config, "cap", None), "Holder.config.cap: 30.0 -> None"),
+    (lambda m: m.config.text_config.windows.reverse(), "Holder.config.text_config.windows: [4, None] -> [None, 4]"),
     (untie, "one.weight and two.weight are no longer one parameter"),
-    (lambda m: FACTORS.update(now=2.0), "one: its forward hooks changed"),
-    (lambda m: only(m.two._forward_hooks).keywords["by"].append(0.5), "two: its forward hooks changed"),
-    (lambda m: setattr(only(m.two._forward_pre_hooks).__self__, "strength", 0.5), "two: its forward pre-hooks changed"),
-    (lambda m: torch.nn.modules.module.register_module_forward_hook(lambda *a: None), "torch's hooks for all modules changed"),
+    (lambda m: FACTORS.update(now=2.0), "one.forward hooks: "),
+    (lambda m: only(m.two._forward_hooks).keywords["by"].append(0.5), "two.forward hooks: "),
+    (lambda m: setattr(only(m.two._forward_pre_hooks).__self__, "strength", 0.5), "two.forward pre-hooks: "),
+    (lambda m: torch.nn.modules.module.register_module_forward_hook(lambda *a: None), "torch.forward hooks of all modules: []"),
 ], ids=["list", "dict", "nested", "tuple", "set", "function", "other_config", "config", "inner_config", "untied", "global",
         "partial", "method", "all_modules"])
 def test_change_beyond_plain_attributes(change, what, monkeypatch) -> None:
     monkeypatch.setitem(FACTORS, "now", 1.0)
     m = Holder()
-    watch = ModelWatch(m, addresses=False)
-    assert watch.change() is None and watch.glance(9) is None
+    guard = ModelGuard(m, addresses=False)
+    assert guard.change() is None and guard.next_change(9) is None
     handle = change(m)
     try:
-        assert watch.change() == what
-        assert what in (watch.glance(2), watch.glance(2))
+        assert guard.change() == seen(guard)
+        assert guard.change().startswith(what)
     finally:
         if hasattr(handle, "remove"):
             handle.remove()
@@ -122,32 +199,31 @@ def test_change_beyond_plain_attributes(change, what, monkeypatch) -> None:
 def test_what_a_hook_in_a_closure_reads() -> None:
     m, strength = model(), 1.0
     m[0].register_forward_hook(lambda module, args, out: out * strength)
-    watch = ModelWatch(m, addresses=False)
-    assert watch.change() is None
+    guard = ModelGuard(m, addresses=False)
+    assert guard.change() is None
     strength = 2.0
-    assert watch.change() == "0: its forward hooks changed"
+    assert guard.change().startswith("0.forward hooks: ")
 
 
-def test_what_says_nothing_of_the_forward(monkeypatch) -> None:
-    """What users, ``save_pretrained``, the trace of another engine and ``quire.paged`` set; and data."""
+def test_what_has_no_effect_on_the_forward(monkeypatch) -> None:
+    """What users, ``save_pretrained`` and ``quire.paged`` set; and data."""
     m = Holder()
-    watch = ModelWatch(m, addresses=False)
+    guard = ModelGuard(m, addresses=False)
     m.config.use_cache, m.config.pad_token_id, m.config.dtype, m.config.architectures = False, 3, "float32", ["Holder"]
-    m.config._attn_implementation_internal = "quire"
     m.generation_config.max_new_tokens = 9
     m.generate = m.state_dict = lambda: None
     m.tensors.append(torch.ones(1))
     m.many[0] = 7
     monkeypatch.setitem(mul, "unread", 2.0)
-    assert watch.change() is None and watch.glance(9) is None
+    assert guard.change() is None and guard.next_change(9) is None
 
 
-def test_what_may_change() -> None:
+def test_weights_may_change_in_place() -> None:
     m = model()
-    watch, strict = ModelWatch(m, addresses=False), ModelWatch(m, addresses=True)
+    loose, strict = ModelGuard(m, addresses=False), ModelGuard(m, addresses=True)
     m.train()
     with torch.no_grad():
         m[0].weight.add_(1)
-    assert watch.change() is None and strict.change() is None
+    assert loose.change() is None and strict.change() is None
     m[0].weight.data = torch.zeros(2, 2)
-    assert watch.change() is None and strict.change() == "0: its parameters changed"
+    assert loose.change() is None and strict.change() == "0.weight: moved in memory"

@@ -143,7 +143,7 @@ def test_engine_generates_what_the_quantised_model_does(way: str, prompts: list[
     before = state(model)
     with caplog.at_level(logging.INFO), quire.Engine(model, compiler="eager", fusions="all") as engine:
         got = tokens(engine.generate(prompts, GREEDY))
-        assert engine.watch.change() is None
+        assert engine.guard.change() is None
     assert "projections: 0 matches" in caplog.messages
     assert_same(model, before)
     assert_greedy(model, way, prompts, got)

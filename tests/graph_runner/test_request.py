@@ -50,7 +50,7 @@ def test_what_is_no_prompt(prompt) -> None:
 def test_text_that_is_not_unicode(tokenizer) -> None:
     """As bytes become that are not UTF-8 on a standard input that takes any."""
     broken = b"ab\xff".decode("utf-8", "surrogateescape")
-    with pytest.raises(ValueError, match=r"the prompt is no valid text: its character 2 is '\\udcff', one half of a surrogate"):
+    with pytest.raises(ValueError, match=r"the prompt is not valid text: character 2 is '\\udcff', half of a surrogate pair"):
         token_ids_of(broken, tokenizer, 1848, 50)
     assert token_ids_of("ab", tokenizer, 1848, 50) == tokenizer("ab")["input_ids"]
 

@@ -19,8 +19,9 @@ from transformers.generation.logits_process import (
 from quire.attn_ops.ops import sampling as draw
 from quire.attn_ops.ops.sampling import gumbel_noise, random_bits
 from quire.graph_runner import sampler
-from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
+from quire.graph_runner.sampler import Sampler, sample
 from quire.graph_runner.sampling_params import SamplingParams
+from tests.sampling import sampling_tensors
 
 GREEDY = SamplingParams(temperature=0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -33,7 +34,7 @@ MIXED = [
 def build(params: list[SamplingParams], seeds: list[int] | int = 0, positions: list[int] | int = 0, **kwargs: object):
     seeds = [seeds] * len(params) if isinstance(seeds, int) else seeds
     positions = [positions] * len(params) if isinstance(positions, int) else positions
-    return SamplingTensors.build(params, seeds, positions, "cpu", **kwargs)
+    return sampling_tensors(params, seeds, positions, **kwargs)
 
 
 def random_logits(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -311,28 +312,6 @@ def test_banned_tokens() -> None:
         assert tokens[1:].tolist() == [4, 9]
         assert tokens[0] == logits[0].topk(3).indices[2]
     assert torch.equal(logits, before)
-    assert build([GREEDY], banned=[[]]).banned is None
-    with pytest.raises(ValueError, match="banned token ids must not be negative, got -1"):
-        build([GREEDY], banned=[[-1]])
-
-
-def test_build() -> None:
-    params = SamplingTensors.build(MIXED, list(range(7)), [5] * 7, "cpu")
-    dtypes = {
-        "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32,
-        "seed": torch.int64, "position": torch.int64,
-    }
-    assert {name: getattr(params, name).dtype for name in dtypes} == dtypes
-    assert params.seed.tolist() == list(range(7)) and params.position.tolist() == [5] * 7
-    assert params.temperature.tolist() == torch.tensor([p.temperature for p in MIXED]).tolist()
-    assert params.top_k.tolist() == [p.top_k for p in MIXED]
-    assert params.any_filter and params.any_top_k and params.any_top_p and params.any_min_p and not params.all_greedy
-    assert not build([SamplingParams()]).any_filter
-    assert build([SamplingParams(top_k=10**12)]).top_k.tolist() == [2**31 - 1]
-    with pytest.raises(ValueError, match=re.escape("params, seeds, positions describe 1, 2, 1 rows")):
-        SamplingTensors.build([GREEDY], [0, 1], [0], "cpu")
-    with pytest.raises(ValueError, match=re.escape("params, seeds, positions and banned describe 1, 1, 1 and 2 rows")):
-        SamplingTensors.build([GREEDY], [0], [0], "cpu", banned=[[], []])
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(3, 4), torch.zeros(4), torch.zeros(2, 4, dtype=torch.int64)])

@@ -118,7 +118,7 @@ class Simulation:
         assert len(set(held)) == len(held) and 0 not in held
         assert len(held) + s.allocator.num_free == s.allocator.num_total
         slots = [r.slot for r in s.running]
-        assert sorted(slots + s._free_slots) == list(range(len(slots) + len(s._free_slots)))
+        assert sorted(slots + s.free_slots) == list(range(len(slots) + len(s.free_slots)))
         assert all(r.slot == -1 and not r.pages and not r.num_computed for r in s.waiting)
         order = [r.request_id for r in [*s.running, *s.waiting]]
         assert order == sorted(order), "requests are served in the order in which they arrived"

@@ -15,6 +15,7 @@ from quire.graph_runner.sampler import SamplingTensors, sample
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.capture.paged_model import PagedModel, QuireOptions
 from tests.passes.models import tiny
+from tests.sampling import sampling_tensors
 from tests.zoo.configs import SERVED, build
 
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0, 1.8, 1e-6)
@@ -22,7 +23,7 @@ TEMPERATURES = (0.0, 0.7, 1.0, 0.0, 1.8, 1e-6)
 
 def sampling(count: int, position: int, temperatures: Any = TEMPERATURES) -> SamplingTensors:
     params = [SamplingParams(temperature=temperatures[i % len(temperatures)]) for i in range(count)]
-    return SamplingTensors.build(params, [2**62 + 7 * i for i in range(count)], [position + i for i in range(count)], "cpu")
+    return sampling_tensors(params, [2**62 + 7 * i for i in range(count)], [position + i for i in range(count)])
 
 
 def three(tensors: SamplingTensors) -> tuple[torch.Tensor, ...]:

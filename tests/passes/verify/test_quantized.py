@@ -16,7 +16,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
-from quire.graph_runner.model_guard import ModelWatch
+from quire.graph_runner.model_guard import ModelGuard
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 from quire.passes.verify.quantized import addresses, num_bytes, parts
@@ -97,13 +97,13 @@ def test_parts_bytes_and_addresses() -> None:
 
 def test_the_watch_sees_quantised_weights_move() -> None:
     model = quantized()
-    watch = ModelWatch(model, addresses=True)
+    watch = ModelGuard(model, addresses=True)
     assert watch.change() is None
     model.head.weight.scale.mul_(2)
     assert watch.change() is None
     model.head.weight.scale = model.head.weight.scale.clone()
     assert watch.change() == "head: its parameters changed"
-    watch = ModelWatch(model, addresses=False)
+    watch = ModelGuard(model, addresses=False)
     model.head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
     assert watch.change() == "head: its parameters changed"
 
@@ -111,7 +111,7 @@ def test_the_watch_sees_quantised_weights_move() -> None:
 def test_the_watch_sees_buffers_move() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("scale", torch.ones(2))
-    loose, strict = ModelWatch(model, addresses=False), ModelWatch(model, addresses=True)
+    loose, strict = ModelGuard(model, addresses=False), ModelGuard(model, addresses=True)
     model.scale.mul_(2)
     assert strict.change() is None
     model.scale = torch.ones(2)

@@ -1,0 +1,156 @@
+"""transformers' ``GenerationConfig`` as ``SamplingParams``, read as ``model.generate`` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from quire.graph_runner.sampling_params import SamplingParams
+
+
+def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[SamplingParams, list[str]]:
+    """Translate a ``GenerationConfig``.
+
+    Options that are None get the defaults of ``generate``: greedy, 20 new tokens, and when sampling temperature 1 and
+    **top_k 50**. An ``eos_token_id`` replaces the model's own, as in ``generate``: it becomes ``stop_token_ids``, with
+    ``ignore_eos=True``.
+
+    Args:
+        generation_config: any object with the attributes of a ``GenerationConfig``; missing ones count as None. Merge the
+            model's own config into it first (``generate`` does).
+        prompt_length: tokens of the prompt, which ``max_length`` and ``min_length`` include.
+
+    Returns:
+        The params, and the names of the options that are set, would change the output (tokens, or what else is returned) and
+        are not supported. Not among them: options that change only the speed (caches, compilation, lossless speculation),
+        those without effect beside the others (``top_h`` without sampling, ``length_penalty`` without beams), and
+        ``return_dict_in_generate``.
+
+    Raises:
+        ValueError, TypeError: as for SamplingParams; ValueError for do_sample with temperature 0, as in ``generate``.
+    """
+    def option(name: str, default: Any = None) -> Any:
+        value = getattr(generation_config, name, None)
+        return default if value is None else value
+
+    sampling = bool(option("do_sample"))
+    values: dict[str, Any] = {"n": option("num_return_sequences", 1), "stop": option("stop_strings"), "temperature": 0.0}
+    if sampling:
+        values |= {"temperature": option("temperature", 1.0), "top_k": option("top_k", 50), "top_p": option("top_p", 1.0),
+                   "min_p": option("min_p", 0.0)}
+        if values["temperature"] == 0:
+            raise ValueError("do_sample=True with temperature=0.0; for the likeliest tokens set do_sample=False")
+    if option("eos_token_id") is not None:
+        ids = option("eos_token_id")
+        ids = ids if isinstance(ids, Iterable) else [ids]
+        values |= {"stop_token_ids": [i for i in map(int, ids) if i >= 0], "ignore_eos": True}  # -1 means none
+    max_length = option("max_length")
+    from_length = 20 if max_length is None else max_length - prompt_length
+    values["max_tokens"] = option("max_new_tokens", from_length)
+    # generate stops at the maximum, whatever the minimum
+    values["min_tokens"] = min(option("min_new_tokens", max(option("min_length", 0) - prompt_length, 0)), values["max_tokens"])
+    unsupported = [name for name, has_no_effect in _REFUSED.items() if _is_set(option, name, has_no_effect, sampling)]
+    return SamplingParams(**values), unsupported + _unknown_options(generation_config)
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+# Options of GenerationConfig that change what `generate` returns and that quire does not support, each with a test of the
+# values (other than None) that have no effect. Read from transformers 5.23: `GenerationConfig.get_generation_mode`, and the
+# logits processors and stopping criteria that `GenerationMixin` makes of the config.
+_REFUSED: dict[str, Callable[[Any], bool]] = {
+    # other ways of decoding
+    "num_beams": lambda v: v == 1,
+    "num_beam_groups": lambda v: v == 1,
+    "diversity_penalty": lambda v: v == 0,
+    "constraints": _never,
+    "force_words_ids": _never,
+    "dola_layers": _never,
+    "penalty_alpha": lambda v: v == 0,
+    "assistant_ensemble_weight": _never,  # lossy speculation
+    "is_assistant": lambda v: not v,  # stops early, at an uncertain token
+    # logits processors
+    "repetition_penalty": lambda v: v == 1,
+    "encoder_repetition_penalty": lambda v: v == 1,
+    "no_repeat_ngram_size": lambda v: v == 0,
+    "encoder_no_repeat_ngram_size": lambda v: v == 0,
+    "bad_words_ids": lambda v: len(v) == 0,
+    "forced_bos_token_id": _never,
+    "forced_eos_token_id": _never,
+    "remove_invalid_values": lambda v: not v,
+    "exponential_decay_length_penalty": _never,
+    "suppress_tokens": lambda v: len(v) == 0,
+    "begin_suppress_tokens": lambda v: len(v) == 0,
+    "sequence_bias": lambda v: len(v) == 0,
+    "token_healing": lambda v: not v,
+    "guidance_scale": lambda v: v == 1,
+    "watermarking_config": _never,
+    "top_h": _never,
+    "typical_p": lambda v: v >= 1,
+    "epsilon_cutoff": lambda v: not 0 < v < 1,
+    "eta_cutoff": lambda v: not 0 < v < 1,
+    "early_stopping": lambda v: v is False,
+    "length_penalty": lambda v: v == 1,
+    # stopping criteria
+    "max_time": _never,
+    # further outputs
+    "output_attentions": lambda v: not v,
+    "output_hidden_states": lambda v: not v,
+    "output_scores": lambda v: not v,
+    "output_logits": lambda v: not v,
+}
+_WHEN_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_WITH_BEAMS = {"early_stopping", "length_penalty"}
+# Honoured, or without effect on the tokens.
+_ACCEPTED = {
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings", "do_sample", "temperature", "top_k",
+    "top_p", "min_p", "num_return_sequences", "eos_token_id",
+    # log_softmax of the scores: the distribution and its maximum stay the same
+    "renormalize_logits",
+    # form of the result
+    "return_dict_in_generate",
+    # the prompt is given; encoder-decoder models are refused elsewhere
+    "pad_token_id", "bos_token_id", "decoder_start_token_id",
+    # speed only: caches, chunking, compilation, and speculation that gives the same distribution
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size",
+    "compile_config", "disable_compile", "continuous_batching_config", "use_mtp", "speculation_type",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind",
+    "transformers_version",
+}
+
+
+def _is_set(option: Callable[..., Any], name: str, has_no_effect: Callable[[Any], bool], sampling: bool) -> bool:
+    value = option(name)
+    if value is None or has_no_effect(value):
+        return False
+    if name in _WHEN_SAMPLING:
+        return sampling
+    if name in _WITH_BEAMS:
+        return option("num_beams", 1) > 1
+    if name == "penalty_alpha":  # contrastive search; see GenerationConfig.get_generation_mode
+        return not sampling and option("top_k", 50) > 1
+    return True
+
+
+def _unknown_options(generation_config: Any) -> list[str]:
+    """Options that are set and not in the tables above: those of a newer transformers.
+
+    Only what the config's class declares counts: ``generate`` does not read keys that model repositories add to
+    generation_config.json.
+    """
+    try:
+        declared = vars(type(generation_config)())
+    except TypeError:  # needs arguments, or has no __dict__
+        return []
+    known = _REFUSED.keys() | _ACCEPTED
+    return [
+        name for name, default in declared.items()
+        if not name.startswith("_") and name not in known and getattr(generation_config, name, default) != default
+    ]
+
+
+__all__ = ["from_generation_config"]

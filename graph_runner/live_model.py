@@ -1,0 +1,66 @@
+"""A model in use: its runner, traced again when the model changes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from quire.graph_runner import loading
+from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.model_guard import ModelGuard
+from quire.graph_runner.model_runner import ModelRunner
+from quire.graph_runner.paged_forward import own_forward
+
+logger = logging.getLogger(__name__)
+
+
+class LiveModel:
+    """The runner of a model, and the guard of what its trace read.
+
+    Attributes:
+        config: the options, with the lengths and the number of pages that were chosen.
+        runner: of the latest trace.
+        num_pages: pages of the KV cache, the same for every trace.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
+        self.model, self.config = model, loading.limited(config, model)
+        loading.check_model(model, self.config.max_model_len)
+        self._stale: str | None = None  # a change after which the model could not be traced
+        self._trace()
+        self.num_pages = self.runner.cache.num_pages
+        self.config = replace(self.config, num_pages=self.num_pages)
+
+    def _trace(self) -> None:
+        with own_forward(self.model):
+            self.runner = ModelRunner(self.model, self.config)
+        self._guard = ModelGuard(self.model, addresses=self.runner.device.type == "cuda", reads=self.runner.paged.reads or None,
+                                 buffer_values=any(site.route != "interface" for site in self.runner.sites))
+
+    def change(self, everything: bool = True) -> str | None:
+        """Describes a change of the model since it was traced, or None. ``everything``: compare the whole model, else the next
+        few modules."""
+        if self._stale is not None or not self.runner.paged.traced:
+            return self._stale or "torch._dynamo.reset() dropped its trace"
+        return self._guard.change() if everything else self._guard.next_change()
+
+    def trace_again(self, change: str) -> None:
+        """Replace the runner by one for the model as it is now; no step may be in flight.
+
+        Raises:
+            RuntimeError: the model cannot be served any more. ``change`` then returns the same change; call this again.
+        """
+        logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
+        self._stale = change
+        self.runner.close()
+        try:
+            self._trace()
+        except Exception as error:
+            raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
+                               f"now: {error}. Undo the change, or close the engine") from error
+        self._stale = None
+
+
+__all__ = ["LiveModel"]

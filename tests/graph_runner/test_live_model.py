@@ -1,0 +1,247 @@
+"""An open engine and its model: ordinary calls leave it running, and what changes the forward is traced again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
+from tests.tiny import GREEDY, assert_idle, hf_greedy, tokens
+
+IDS = [3, 4, 5]
+SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
+OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
+
+
+@pytest.fixture
+def model(one_layer: Any) -> Any:
+    return copy.deepcopy(one_layer)
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    with Engine(model, **OPTIONS) as made:
+        assert tokens(made.generate(IDS, SHORT)) == [expected(model)]
+        yield made
+        assert_idle(made)
+
+
+def expected(model: Any, count: int = SHORT.max_tokens or 0) -> list[int]:
+    return hf_greedy(model, IDS, count, eos_token_id=None)
+
+
+def train(model: Any) -> None:
+    """As a Trainer does, with gradient checkpointing."""
+    model.train()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    ids = torch.tensor([IDS])
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.gradient_checkpointing_disable()
+    model.eval()
+
+
+def as_accelerate(model: Any) -> None:
+    """What accelerate.prepare leaves on a model without mixed precision."""
+    model._is_accelerate_prepared, model.hf_device_map = True, {"": "cpu"}
+
+
+def as_peft(model: Any) -> None:
+    """What peft_model.generate() sets on its base model."""
+    model.generation_config = copy.deepcopy(model.generation_config)
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
+    del model.prepare_inputs_for_generation
+
+
+@pytest.mark.parametrize("use", [
+    lambda m: m(torch.tensor([IDS]), output_hidden_states=True, output_attentions=False),
+    lambda m: m.enable_input_require_grads(), lambda m: m.generate(torch.tensor([IDS]), max_new_tokens=2), as_accelerate,
+    as_peft, lambda m: m.train().requires_grad_(False),
+], ids=["hidden_states", "input_grads", "generate", "accelerate", "peft", "train"])
+def test_ordinary_calls_do_not_concern_the_engine(use: Callable[[Any], Any], engine: Engine, model: Any) -> None:
+    runner = engine.runner
+    use(model)
+    got = engine.generate(IDS, SHORT)
+    assert engine.runner is runner
+    assert tokens(got) == [expected(model.eval())]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_training_with_checkpointing(engine: Engine, model: Any) -> None:
+    before = expected(model)
+    train(model)
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)] != [before]
+    model.gradient_checkpointing_enable()
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
+class Adapter(nn.Module):
+    """A LoRA layer, as peft puts it around a linear layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base_layer, self.down = base, nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + 3 * self.up(self.down(x))
+
+
+def adapters(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj = Adapter(model.model.layers[0].self_attn.q_proj)
+
+
+def scale(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (scale, "model.layers.0.self_attn.scaling: 0.3535533905932738 -> 1.06066"),
+    (adapters, "module model.layers.0.self_attn.q_proj was replaced"),
+    (lambda m: m.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 2),
+     "model.layers.0.mlp.forward hooks: [] -> "),
+    (lambda m: m.set_attn_implementation("eager"), "_attn_implementation_internal: 'sdpa' -> 'eager'"),
+    (lambda m: setattr(m.model.norm, "forward", lambda x: x * 2), "model.norm.forward: None -> "),
+], ids=["setting", "adapters", "hook", "attention", "forward"])
+@pytest.mark.parametrize("fusions", [pytest.param("none", marks=pytest.mark.slow), "all"])
+def test_what_changes_the_forward_is_traced_again(change: Callable[[Any], Any], message: str, fusions: str, model: Any,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(model, fusions=fusions, **OPTIONS) as engine:
+        engine.generate(IDS, SHORT)
+        change(model)
+        with caplog.at_level(logging.WARNING, "quire.graph_runner.live_model"):
+            assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+        assert [m for m in caplog.messages if message in m and m.endswith("tracing it again")]
+        assert len(caplog.messages) == 1 and tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+        assert_idle(engine)
+
+
+def test_a_patched_class(engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(model.model.layers[0].mlp)
+    plain = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: plain(self, x) * 4)
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
+@pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
+def test_a_change_while_requests_run(depth: bool, model: Any) -> None:
+    """Noticed within as many steps as it takes to compare every module; requests go on with the new model from there."""
+    with Engine(model, async_stepping=depth, **OPTIONS) as engine:
+        ids = [engine.add_request(p, replace(SHORT, max_tokens=n))[0] for p, n in ((IDS, 60), ([7, 8], 50))]
+        outputs = [engine.requests[i].output for i in ids]
+        for _ in range(5):
+            engine.step()
+        runner, before = engine.runner, [list(o.token_ids) for o in outputs]
+        scale(model)
+        steps = 0
+        while engine.runner is runner:
+            engine.step()
+            steps += 1
+        assert steps <= len(list(model.modules())) / 4 + 2
+        kept = [list(o.token_ids) for o in outputs]
+        while engine.has_unfinished:
+            engine.step()
+        for prompt, output, some, first in zip((IDS, [7, 8]), outputs, kept, before, strict=True):
+            assert output.token_ids[: len(first)] == first and output.finish_reason == "length"
+            rest = hf_greedy(model, [*prompt, *some], len(output.token_ids) - len(some), eos_token_id=None)
+            assert output.token_ids == [*some, *rest]
+        assert_idle(engine)
+
+
+def test_a_change_that_cannot_be_served(engine: Engine, model: Any) -> None:
+    """Said with its reason, again at every step, until it is undone; the request then goes on."""
+    want = expected(model)
+
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean(1, keepdim=True).expand_as(x)
+
+    norm = model.model.norm
+    model.model.norm = Mean()
+    (request,) = engine.add_request(IDS, SHORT)
+    output = engine.requests[request].output
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"(?s)\(module model.norm was replaced\), and cannot be served.*Undo the"):
+            engine.step()
+    assert output.token_ids == []
+    model.model.norm = norm
+    while engine.has_unfinished:
+        engine.step()
+    assert output.token_ids == want
+
+
+def test_closed_after_a_change_that_cannot_be_served(model: Any) -> None:
+    with Engine(model, fusions="all", **OPTIONS) as engine:
+        model.forward = lambda input_ids: None
+        with pytest.raises(RuntimeError, match="LlamaForCausalLM.forward: None -> "):
+            engine.generate(IDS, SHORT)
+        assert_idle(engine)
+    del model.forward
+    model(torch.tensor([IDS])).logits.sum().backward()
+
+
+def test_dynamo_reset(engine: Engine, model: Any) -> None:
+    torch._dynamo.reset()
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
+def test_end_tokens_set_while_open(engine: Engine, model: Any) -> None:
+    want = expected(model)
+    model.generation_config.eos_token_id = want[3]
+    (output,) = engine.generate(IDS, replace(SHORT, ignore_eos=False))
+    at = want.index(want[3])
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (want[: at + 1], "stop", None)
+
+
+class Masked(nn.Module):
+    """Its window is held in a buffer, which tracing reads."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.register_buffer("mask", self.banded(window))
+
+    @staticmethod
+    def banded(window: int) -> torch.Tensor:
+        return torch.ones(64, 64, dtype=torch.bool).tril().triu(1 - window)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = (self.embed(input_ids) + position_ids[..., None] * 0.01).unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = self.mask[: x.shape[2], : x.shape[2]]
+        return self.head(F.scaled_dot_product_attention(x, x, x, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_updated_in_place() -> None:
+    """Followed, or refused by name; never served with the old one."""
+    model, params = Masked(64), SamplingParams(max_tokens=12, temperature=0)
+    try:
+        engine = Engine(model, max_model_len=32, page_size=4, **OPTIONS)
+    except ValueError:
+        pytest.skip("a stored mask is refused")
+    with engine:
+        before = engine.generate([1, 2, 3, 4, 5, 6, 7], params)[0].token_ids
+        model.mask.copy_(Masked.banded(2))
+        try:
+            (output,) = engine.generate([1, 2, 3, 4, 5, 6, 7], params)
+        except RuntimeError as error:
+            assert "Masked.mask" in str(error)
+        else:
+            ids = [1, 2, 3, 4, 5, 6, 7]
+            for _ in range(12):
+                with torch.no_grad():
+                    ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
+            assert output.token_ids == ids[7:] != before
