@@ -20,7 +20,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.kv_cache import Layout, PagedKVCache, bytes_per_page, pages_for
-from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.buckets import decode_buckets, token_buckets
@@ -30,10 +30,9 @@ from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers
-from quire.passes import start_times as stages
+from quire.passes import start_times
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
-from quire.passes.eager import ensure_planned
 from quire.passes.options import QuireOptions
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class ModelRunner:
         self.config, self.device = config, next(model.parameters()).device
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step: its own steps would be that one; make it before")
-        before = dict(stages.seconds)
+        before = dict(start_times.seconds)
         ahead = self._compile_ahead()
         options = QuireOptions(
             attention=config.attention, compiler=config.compiler, fusions=config.fusions, page_size=config.page_size,
@@ -114,7 +113,7 @@ class ModelRunner:
             # Tracing makes objects by the million, and what lives is walked again and again. Garbage may hold a GPU's memory.
             with freeze_gc(collect=self.device.type == "cuda"):
                 self.paged = PagedModel(model, options, draws=config.compiler != "eager", ahead=ahead)
-                with stages.stage("set-up"):
+                with start_times.timed("set-up"):
                     if ahead is not None:
                         ahead.wait()
                     self._set_up()
@@ -123,7 +122,7 @@ class ModelRunner:
                 ahead.close()
             self.close()
             raise
-        logger.info("ready: %s", stages.described(stages.since(before)))
+        logger.info("ready: %s", start_times.format_seconds(start_times.since(before)))
 
     def _set_up(self) -> None:
         config = self.config
@@ -132,7 +131,7 @@ class ModelRunner:
         self.backend = self.selection.backend
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():
-            with stages.stage("autotune"):
+            with start_times.timed("autotune"):
                 tune(self.paged.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
         # A plan on the host may launch kernels that read the block table (flashinfer gathers its pages), before the graph
         # does: then the table is brought up to date ahead of both, else inside the graph.
@@ -164,7 +163,7 @@ class ModelRunner:
                                       before_capture=self._before_capture,
                                       progress=self._progress("Capturing CUDA graphs"))
         if self.graphs.buckets:
-            with stages.stage("capture"):
+            with start_times.timed("capture"):
                 self.graphs.capture()
         self._capture_steps.clear()
 

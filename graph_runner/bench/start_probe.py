@@ -18,7 +18,7 @@ def main() -> None:
     from quire.graph_runner.bench.shapes import ModelSpec
     from quire.graph_runner.bench.start import MARK
     from quire.graph_runner.bench.systems import Limits, Models, open_system
-    from quire.passes.start_times import seconds, stage
+    from quire.passes.start_times import seconds, timed
 
     spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"],
                      job["quantization"])
@@ -27,7 +27,7 @@ def main() -> None:
     parts: dict[str, float] = {"import": time.time() - job["began"]}
     models = Models(spec)
     if job["system"] == "quire":
-        with stage("load"):
+        with timed("load"):
             models.get()
     with open_system(job["system"], models, job["attention"], Limits(256, 1024), job["options"]) as system:
         ready = time.time() - job["began"]

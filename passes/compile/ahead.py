@@ -36,7 +36,7 @@ from quire.attn_ops.kernels.compile_worker import triton_version
 from quire.attn_ops.kernels.launch import Launch, implementations, noting
 from quire.attn_ops.tuning import small_linear as tuning
 from quire.attn_ops.tuning.small_linear import LinearShape
-from quire.passes.start_times import stage
+from quire.passes.start_times import timed
 
 logger = logging.getLogger(__name__)
 MOST_WORKERS, LAUNCHES_EACH = 8, 4  # a process takes as long to start as to compile so many
@@ -188,7 +188,7 @@ class CompileAhead:
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
             return
-        with stage("kernels"), _left_to_launches():
+        with timed("kernels"), _left_to_launches():
             shapes = [s for s in self.shapes if fits(s)]
             note = self._note(chosen, values, roles, shapes)
             if not note.has_file("done"):
@@ -199,7 +199,7 @@ class CompileAhead:
         """Start on the kernels that measuring these linear layers launches, if they are not measured yet."""
         if self._waited or not tuning.enabled():
             return
-        with stage("kernels"), _left_to_launches():
+        with timed("kernels"), _left_to_launches():
             found = tuning.launches(shapes, device)
             if found:
                 self._batches.append(self._run(sorted(found, key=repr), None))
@@ -245,7 +245,7 @@ class CompileAhead:
     def wait(self) -> None:
         """Until all is compiled that was started on. Afterwards nothing is started on any more."""
         self._waited = True
-        with stage("kernels"):
+        with timed("kernels"):
             until = time.monotonic() + PATIENCE
             for batch in self._batches:
                 for process in batch.processes:

@@ -175,8 +175,7 @@ def test_a_changed_model_is_noticed(one_layer) -> None:
 def test_dynamo_reset(one_layer) -> None:
     """A trace that is gone is not replaced by a different one."""
     with unchanged(one_layer), Engine(one_layer, num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[]) as engine:
-        compiled = engine.runner.paged._compiled
-        reset_code(compiled._torchdynamo_orig_callable.__code__)  # torch._dynamo.reset() does so to every function
+        reset_code(engine.runner.paged.traced_code)  # torch._dynamo.reset() does so to every function
         with pytest.raises(RuntimeError, match="the trace of this model is gone .*: close the engine and make a new"):
             engine.generate([3, 4], GREEDY)
         assert_idle(engine)

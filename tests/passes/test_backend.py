@@ -22,7 +22,8 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, current_step, running
-from quire.passes.backend import QuireBackend, QuireOptions, quire_backend
+from quire.passes.backend import QuireBackend, quire_backend
+from quire.passes.options import QuireOptions
 from quire.passes.step import step
 from tests.passes.models import DIM, HIDDEN, Attention, Tiny, inputs, tiny
 
@@ -310,7 +311,7 @@ def test_the_backend_that_was_asked_for_is_used() -> None:
     quire = torch.compile(model, backend=backend, dynamic=True)
     run(quire, sequence, 0, 9, cache())
     (graph,) = backend.graphs
-    assert {p.selection.backend.name for p in graph.paged.compilations.values()} == {"torch_native"}
+    assert {p.selection.backend.name for p in graph.compilations.values()} == {"torch_native"}
     with pytest.raises(UnsupportedAttention, match="attention='flashinfer' cannot serve this model on cpu"):
         run(quire, sequence, 0, 9, cache(), attention="flashinfer")
 
@@ -384,4 +385,4 @@ def test_auto_is_compiled_once() -> None:
     for name in ("auto", "torch_native"):
         assert close(run(quire, sequence, 0, 9, cache(), attention=name), plain(model, sequence))
     (graph,) = backend.graphs
-    assert len(graph.paged.compilations) == 1
+    assert len(graph.compilations) == 1

@@ -18,12 +18,13 @@ from quire.attn_ops.ops.rope import rope_kv_write
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.packing_check import check_packing
 from quire.passes.capture.hf_experts import experts_of
-from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.fusions.base import FusedWeights, Fusion
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.rope import fuse_rope
 from quire.passes.fx import copy_graph, value
+from quire.passes.options import QuireOptions
 from quire.passes.rewrite.lower import lower
 from quire.passes.verify.row_wise import PRODUCTS
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
@@ -129,7 +130,7 @@ def test_rope_fusion(zoo: Specimen) -> None:
     serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
     graph = zoo.paged.graph
     (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
-    lowered = lower(copy_graph(graph.traced.raised), paged.lowered.target)
+    lowered = lower(copy_graph(graph.raised), paged.lowered.target)
     matches = fuse_rope(lowered)
     lowered.gm.graph.lint()
     lowered.gm.recompile()
@@ -148,8 +149,8 @@ def test_last_tokens(zoo: Specimen) -> None:
     serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
     graph = zoo.paged.graph
     (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
-    gm = copy_graph(graph.traced.raised)
-    assert last_tokens(Fusion(gm, graph.traced.inputs, FusedWeights())) == 1
+    gm = copy_graph(graph.raised)
+    assert last_tokens(Fusion(gm, graph.inputs, FusedWeights())) == 1
     (index,) = (n for n in gm.graph.nodes if n.op == "placeholder" and "logits_indices" in n.name)
     rows = str(value(index).shape[0])
     products = [n for n in gm.graph.nodes if n in PRODUCTS and rows in map(str, value(n).shape)]
@@ -182,7 +183,7 @@ def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the experts by quire's op, as on a GPU: by its definition."""
     monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     for s in specimen(name):
-        ops = [n for n in s.paged.graph.traced.gm.graph.nodes if n.target == expert_linear]
+        ops = [n for n in s.paged.graph.gm.graph.nodes if n.target == expert_linear]
         assert len(ops) == 2 * len(experts_of(s.paged.model))
         for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
             got = serve(s.paged, s.batch, page_size=page_size, attention="torch_native", pad=pad)

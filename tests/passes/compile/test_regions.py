@@ -117,7 +117,7 @@ class Counts(nn.Module):
 def test_sizes_are_computed_by_each_piece(compiled: list[fx.GraphModule]) -> None:
     net = Tiny(*(Counts(Attention(4, 2, is_causal=True)) for _ in range(4))).eval()
     graph = trace(net, compiler="inductor")
-    products = [n for n in graph.traced.gm.graph.nodes if n.target is operator.mul]
+    products = [n for n in graph.gm.graph.nodes if n.target is operator.mul]
     assert len(products) == 1 and len(products[0].users) == 4
     assert served(graph, net) <= TOLERANCE
     assert len(compiled) == 3
@@ -286,12 +286,12 @@ def test_values_are_dropped_after_their_last_reader() -> None:
     from quire.attn_ops.metadata import CommonAttentionMetadata
     from quire.attn_ops.step import Step, ensure_planned
 
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=4, page_size=16, device="cpu")
+    cache = PagedKVCache.for_sites(graph.sites, num_pages=4, page_size=16, device="cpu")
     step = Step(cache, CommonAttentionMetadata.build([5], [5], [[1]], page_size=16))
-    paged = graph.paged.compiled(step)
+    paged = graph.compiled(step)
     ensure_planned(step, paged.lowered.target.backend, list(paged.lowered.sites))
     run = compile_by_regions(paged.lowered, compile)
-    args = [5 if isinstance(x, (int, torch.SymInt)) else x for x in graph.traced.inputs]
+    args = [5 if isinstance(x, (int, torch.SymInt)) else x for x in graph.inputs]
     args = [x[:, :5] if isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.dim() == 2 else x for x in args]
     with torch.no_grad():
         run(*args, *paged.lowered.inputs.of(step))

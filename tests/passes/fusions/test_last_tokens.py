@@ -101,7 +101,7 @@ def traced(model: nn.Module, fusions: str = "none") -> PagedModel:
 def rewritten(model: nn.Module) -> tuple[int, fx.Graph]:
     """(matches, the raised graph after the pass)."""
     paged = traced(model)
-    fusion = Fusion(copy_graph(paged.graph.traced.raised), paged.graph.traced.inputs, FusedWeights())
+    fusion = Fusion(copy_graph(paged.graph.raised), paged.graph.inputs, FusedWeights())
     matches = last_tokens(fusion)
     fusion.graph.lint()
     return matches, fusion.graph
@@ -144,7 +144,7 @@ def sizes_of_products(graph: fx.Graph) -> list[str]:
 
 def test_before_and_after() -> None:
     model = Decoder()
-    before, (matches, graph) = listing(traced(model).graph.traced.raised.graph), rewritten(model)
+    before, (matches, graph) = listing(traced(model).graph.raised.graph), rewritten(model)
     after = listing(graph)
     assert matches == 1
     start = "reshape = "
@@ -298,7 +298,7 @@ def test_copies_stay_copies() -> None:
 def test_in_doubt_the_graph_stays(doubt, monkeypatch) -> None:
     """What was made is taken out again if its value is not the expected one, or if computing it assumed something of a size."""
     model = Decoder()
-    before = listing(traced(model).graph.traced.raised.graph)
+    before = listing(traced(model).graph.raised.graph)
 
     def compute_and_guard(node: fx.Node) -> None:
         compute_value(node)
@@ -419,7 +419,7 @@ class TellsHidden(Decoder):
 
 
 def test_other_readers_keep_all_rows(monkeypatch) -> None:
-    monkeypatch.setattr("quire.passes.capture.traced.check_mixing", lambda *args: None)  # it refuses amax over tokens
+    monkeypatch.setattr("quire.passes.pipeline.check_mixing", lambda *args: None)  # it refuses amax over tokens
     matches, graph = rewritten(TellsHidden())
     assert (matches, "".join(sizes_of_products(graph))) == (1, "TTTTTB")
     (largest,) = [n for n in graph.nodes if n.target == "amax"]
