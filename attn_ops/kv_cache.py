@@ -115,7 +115,7 @@ class PagedKVCache:
             UnsupportedAttention: quire cannot serve the model; the message says which site and why.
         """
         if not site_finders:
-            raise RuntimeError("PagedKVCache.for_model needs quire's capture: `import quire` first")
+            raise RuntimeError("PagedKVCache.for_model needs quire's capture; use quire.PagedKVCache")
         if device is None:
             device = next(model.parameters()).device
         return cls.for_sites(site_finders[-1](model), num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,

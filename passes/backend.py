@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quire.attn_ops.step import current_step
+from quire.passes.capture.retrace import TracedCall
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.fusions.base import FusedWeights
+from quire.passes.fx import is_module_tensor, placeholders
 from quire.passes.options import QuireOptions
 
 
@@ -29,11 +33,11 @@ class QuireBackend:
     graphs: list[TracedGraph] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> TracedGraph:
-        graph = TracedGraph(gm, example_inputs, self.options, self.weights)
+        graph = TracedGraph(gm, example_inputs, self.options, self.weights, call=TracedCall.current())
         self.graphs.append(graph)
         for tensor in graph.module_tensors[:1]:  # See NOTE [Not kept alive]: fused weights go with the model
             weakref.finalize(tensor, graph.drop).atexit = False
-        if (step := current_step()) is not None:  # here, so that its errors are errors of the compilation
+        if (step := current_step()) is not None and not graph.static:  # here, so that its errors are errors of the compilation
             graph.compiled(step)
         return graph
 
@@ -50,7 +54,17 @@ def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options:
     chosen = QuireOptions.of(options)
     if chosen.max_model_len is not None:
         raise ValueError("max_model_len is an option of quire.Engine; in a step by hand sequences are as long as you make them")
-    return QuireBackend(chosen)(gm, example_inputs)
+    return QuireBackend(chosen, _shared_weights(gm, example_inputs))(gm, example_inputs)
+
+
+#: By the first parameter of a graph. Graphs of one model share what fusions make, else each would take the parameters over.
+_weights = WeakTensorKeyDictionary()
+
+
+def _shared_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedWeights:
+    pairs = zip(placeholders(gm.graph), inputs, strict=False)
+    first = next((x for node, x in pairs if is_module_tensor(node) and isinstance(x, torch.Tensor)), None)
+    return FusedWeights() if first is None else _weights.setdefault(first, FusedWeights())
 
 
 __all__ = ["QuireBackend", "quire_backend"]

@@ -19,8 +19,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
 
     The model must reach quire: compiled with ``torch.compile(model, backend="quire")``, its forward decorated with
     ``quire.paged``, or a transformers model after ``quire.paged(model)``. Give it the ragged row ``input_ids[None]`` (1, T) and
-    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask. A compiled or
-    decorated model refuses a step of one token in all (Dynamo traces that length apart): pad it, ``metadata.padded(2, 1)``.
+    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask.
 
     Args:
         cache: from ``PagedKVCache.for_model``.
@@ -45,7 +44,8 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     current = Step(cache, metadata, attention if attention == "auto" else get_backend(attention))
     # Sizes of traces in a step are dynamic from the start: a static trace cannot tell a window from plain causal. Numbers
     # that modules hold, such as a scale, stay constants.
-    with torch._dynamo.config.patch(assume_static_by_default=False, specialize_float=True), running(current):
+    sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
+    with sizes, running(current):
         yield current
     missing = [layer for layer in cache.layer_ids if layer not in current.served]
     if missing:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.attn_ops.kv_cache import register_site_finder
+from quire.attn_ops.kv_cache import PagedKVCache, register_site_finder
 from quire.attn_ops.ops.sampling import draw_tokens
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_backend
@@ -29,6 +29,7 @@ from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.errors import unwrapped
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
+from quire.passes.capture.retrace import TRACED_TOKENS, Traced
 from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.compile.ahead import CompileAhead
@@ -38,12 +39,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.start_times import timed
 from quire.passes.verify.sites import check_config
 
-# Sizes of the traced batch. All different, none 0 or 1 (Dynamo would make them constants or one symbol).
-_TOKENS, _REQS = 23, 7
-
-
-class _Traced(Exception):
-    """Raised by the graph when it is called only to be traced."""
+_REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
 
 
 class PagedModel:
@@ -97,8 +93,8 @@ class PagedModel:
         forward = types.MethodType(with_own_code(type(self)._forward), self)
         compiled = torch.compile(forward, backend=_weakly(self._capture), fullgraph=True,
                                  options={"guard_filter_fn": lambda guards: [False] * len(guards)})
-        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
-        positions = torch.arange(_TOKENS, device=device)[None]
+        ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64, device=device)
+        positions = torch.arange(TRACED_TOKENS, device=device)[None]
         keep = torch.arange(_REQS, device=device)
         sampling = self._all_greedy(keep)
         for tensor, dim in ((ids, 1), (positions, 1), *((each, 0) for each in (keep, *sampling))):
@@ -110,7 +106,7 @@ class PagedModel:
         with route, experts_active(self.model), static, torch.no_grad():
             try:
                 compiled(ids, positions, keep, *sampling)
-            except _Traced:
+            except Traced:
                 pass
             except Exception as error:
                 raise unwrapped(error, self.model) from error
@@ -149,7 +145,7 @@ class PagedModel:
     def _run(self, *args: Any) -> Any:
         step = current_step()
         if step is None or self._graph is None:
-            raise _Traced
+            raise Traced
         return self._graph.run_paged(step, *args)
 
     # -- what was found -----------------------------------------------------------------------------------------------
@@ -298,4 +294,4 @@ def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
         paged.close()
 
 
-__all__ = ["PagedModel", "find_sites"]
+__all__ = ["PagedKVCache", "PagedModel", "find_sites"]  # PagedKVCache: with it ``for_model`` has its site finder

@@ -18,10 +18,11 @@ from torch import fx
 from torch._guards import TracingContext
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.selection import Selection, select_backend
 from quire.attn_ops.step import Step, current_step, ensure_planned
+from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.compile.size_guards import Assumptions
 from quire.passes.eager import check_step
@@ -76,18 +77,21 @@ class TracedGraph:
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
         ahead: compiles kernels of the lowered graph in other processes.
+        call: what Dynamo is tracing; a graph for one length of rows traces it again for a step.
 
     Attributes:
         compilations: by (backend, page size, KV dtype, layout, with fusions).
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
-                 config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None) -> None:
+                 config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None,
+                 call: TracedCall | None = None) -> None:
         self.gm, self.options, self.weights = gm, options, weights
         self.config, self.any_shape, self.ahead = config, any_shape, ahead
         self.compilations: dict[Any, CompiledGraph] = {}
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
+        self._call = call if is_static(gm) else None
         self._context = TracingContext.try_get()
         self._guards: list[Any] = []
         self._selected: dict[Any, Selection] = {}
@@ -105,6 +109,10 @@ class TracedGraph:
 
     def run_paged(self, step: Step, *args: Any) -> Any:
         """Run in ``step``."""
+        if self.static:
+            graph, adapter = self._any_length
+            check_step(step, adapter.length)
+            return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)
         tokens = self.num_tokens(args)
         if tokens is not None:
@@ -115,6 +123,24 @@ class TracedGraph:
                 logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
             compiled = self.compiled(step, fusions=False)
         return compiled(step, tokens, args)
+
+    @property
+    def static(self) -> bool:
+        """Whether steps run another graph, since this one is for rows of one length. See ``passes/capture/retrace.py``."""
+        return self._call is not None and self._call.tokens is not None
+
+    @functools.cached_property
+    def _any_length(self) -> tuple[TracedGraph, AnyLength]:
+        call = self._call
+        found: list[TracedGraph] = []
+        assert call is not None and call.tokens is not None
+        call.trace(lambda gm, inputs: found.append(
+            TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True)))
+        if not found:
+            raise UnsupportedAttention(f"{call.code.co_name} could not be traced for rows of any length; give steps at "
+                                       "least 2 tokens (metadata.padded), or use quire.Engine")
+        graph = found[0]
+        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens)
 
     def _compile_plain(self) -> Callable[..., Any]:
         if self.options.compiler == "eager":
@@ -151,6 +177,11 @@ class TracedGraph:
     def _query(self) -> torch.Tensor:
         """The fake query of the first attention site."""
         return value(site_nodes(self.raised.graph)[0].args[0])
+
+    @property
+    def num_tokens_symbol(self) -> Any:
+        """The size of the token dimension in the trace."""
+        return self._query.shape[2]
 
     def num_tokens(self, args: Sequence[Any]) -> int | None:
         """Tokens of a call with ``args``, from the first input of the ragged row; None if no input shows it."""
@@ -225,6 +256,8 @@ class TracedGraph:
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""
+        if "_any_length" in self.__dict__:  # kept: another model of the class may run these graphs
+            self._any_length[0].drop()
         self.compilations.clear()
         self.weights.drop()
 

@@ -137,7 +137,7 @@ def test_no_sites() -> None:
 
 def test_for_model_needs_the_capture(monkeypatch) -> None:
     monkeypatch.setattr(quire.attn_ops.kv_cache, "site_finders", [])
-    with pytest.raises(RuntimeError, match="`import quire` first"):
+    with pytest.raises(RuntimeError, match="use quire.PagedKVCache"):
         PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4)
 
 

@@ -153,18 +153,27 @@ def test_ragged_batch_with_padding() -> None:
 
 
 def test_one_token_of_a_raised_model() -> None:
-    """Dynamo traces T = 1 apart, and one token says nothing about a mask: refused, and padding to two helps."""
+    """In steps, and outside of them before and after."""
     model, (sequence,), kv = tiny(), inputs(9), cache()
     quire = compiled(model)
-    run(quire, sequence, 0, 8, kv)
-    with pytest.raises(BackendCompilerFailed, match="traced for .*1 tokens.*give at least 2 tokens") as error:
-        with step(kv, metadata(1, 9)), torch.no_grad():
-            quire(sequence[None, 8:], torch.tensor([[8]]))
-    assert isinstance(error.value.inner_exception, UnsupportedAttention)
-    meta = metadata(1, 9).padded(2, 1)
-    with step(kv, meta), torch.no_grad():
-        out = quire(torch.stack([sequence[8], sequence[8] * 0])[None], meta.positions[None])
-    assert close(out[:, :1], plain(model, sequence, 8))
+    for _ in range(2):
+        assert close(quire(sequence[None, :1], torch.zeros(1, 1, dtype=torch.long)), plain(model, sequence[:1]))
+        for begin, end in [(0, 1), (1, 6), (6, 7), (7, 8), (8, 9)]:
+            assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
+
+
+def test_a_mask_that_one_token_does_not_show() -> None:
+    """A window of three, by a mask; refused, non-causal, is refused for one token too."""
+    def window(module, position_ids):
+        distance = position_ids[0, :, None] - position_ids[0]
+        return (distance >= 0) & (distance < 3)
+
+    model, (sequence,), kv = tiny(mask=window), inputs(9), cache()
+    quire = compiled(model)
+    for begin, end in [(0, 1), (1, 7), (7, 8), (8, 9)]:
+        assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
+    with pytest.raises((BackendCompilerFailed, UnsupportedAttention), match="no non-causal attention"):
+        run(compiled(tiny(is_causal=False)), sequence, 0, 1, cache())
 
 
 class Emitting(nn.Module):
