@@ -13,8 +13,14 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 
 Layout = Literal["NHD", "HND"]
 
-#: Finds the attention sites of a model; set by ``passes``, so that ``for_model`` works without an import upwards.
-find_sites: Callable[[Any], list[AttentionSite]] | None = None
+SiteFinder = Callable[[Any], list[AttentionSite]]
+site_finders: list[SiteFinder] = []
+
+
+def register_site_finder(find: SiteFinder) -> SiteFinder:
+    """Decorator: ``PagedKVCache.for_model`` finds a model's attention sites with ``find``; the last one registered counts."""
+    site_finders.append(find)
+    return find
 
 
 class PagedKVCache:
@@ -105,11 +111,11 @@ class PagedKVCache:
         Raises:
             UnsupportedAttention: quire cannot serve the model; the message says which site and why.
         """
-        if find_sites is None:
-            raise RuntimeError("PagedKVCache.for_model needs quire's capture: `import quire` first")
+        if not site_finders:
+            raise RuntimeError("PagedKVCache.for_model needs quire's capture; use quire.PagedKVCache")
         if device is None:
             device = next(model.parameters()).device
-        return cls.for_sites(find_sites(model), num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
+        return cls.for_sites(site_finders[-1](model), num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
                              layout=layout)
 
     def index(self, layer: int) -> int:
@@ -157,4 +163,4 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return math.ceil(num_tokens / page_size)
 
 
-__all__ = ["PagedKVCache", "bytes_per_page", "pages_for", "vector_bytes"]
+__all__ = ["PagedKVCache", "bytes_per_page", "pages_for", "register_site_finder", "vector_bytes"]

@@ -232,9 +232,10 @@ def _explain_config(args: argparse.Namespace) -> Any:
     from quire.graph_runner.bench.models import ModelSpec, config_of
     from quire.graph_runner.bench.shapes import SHAPES
     from quire.passes.capture.paged_model import find_sites
-    from quire.passes.explain import Explanation, check_page_size
+    from quire.passes.explain import Explanation
+    from quire.passes.options import QuireOptions
 
-    check_page_size(args.page_size)
+    QuireOptions(page_size=args.page_size)  # checks it
     if args.config in SHAPES:
         config = config_of(ModelSpec(args.config, torch.bfloat16, torch.device("cpu")))
         dtype = torch.bfloat16

@@ -21,7 +21,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
-from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.buckets import decode_buckets, token_buckets
@@ -33,10 +33,9 @@ from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers
-from quire.passes import start_times as stages
+from quire.passes import start_times
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
-from quire.passes.eager import ensure_planned
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
@@ -101,14 +100,14 @@ class ModelRunner:
         self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
-        before = dict(stages.seconds)
+        before = dict(start_times.seconds)
         options = config.compile_options(self.device)
         ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:
             # Tracing makes millions of objects, which the collector would walk repeatedly. Garbage may hold GPU memory.
             with freeze_gc(collect=self.device.type == "cuda"):
                 self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead)
-                with stages.stage("set-up"):
+                with start_times.timed("set-up"):
                     if ahead is not None:
                         ahead.wait()
                     self._set_up()
@@ -117,7 +116,7 @@ class ModelRunner:
                 ahead.close()
             self.close()
             raise
-        logger.info("ready: %s", stages.described(stages.since(before)))
+        logger.info("ready: %s", start_times.format_seconds(start_times.since(before)))
 
     def _set_up(self) -> None:
         config = self.config
@@ -126,7 +125,7 @@ class ModelRunner:
         self.backend = self.selection.backend
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():
-            with stages.stage("autotune"):
+            with start_times.timed("autotune"):
                 tune(self.paged.weights.small_linears, self.device, progress=self._progress("Measuring matrix shapes"))
         # Planning on the host may launch kernels that read the block table (flashinfer gathers its pages). Then the table is
         # updated before planning, else inside the graph.
@@ -152,7 +151,7 @@ class ModelRunner:
         self.graphs = CudaGraphRunner(self._run_captured, buckets, self.device, before_capture=self._before_capture,
                                       progress=self._progress("Capturing CUDA graphs"))
         if self.graphs.buckets:
-            with stages.stage("capture"):
+            with start_times.timed("capture"):
                 self.graphs.capture()
         self._capture_steps.clear()
 

@@ -28,7 +28,7 @@ from quire.graph_runner.hf_generation_config import from_generation_config
 from quire.graph_runner.paged_forward import OnInstance, PagedForward, restore_attribute, set_own_copies
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.backend import QuireBackend
-from quire.passes.capture.paged_model import unwrapped
+from quire.passes.capture.errors import unwrapped
 from quire.passes.fx import with_own_code
 from quire.passes.options import QuireOptions
 

@@ -1,26 +1,27 @@
 """``torch.compile(model, backend="quire")``: one traced graph, two ways to run it.
 
-With no paged step in progress the graph runs as it is, through Inductor: the model behaves as under plain ``torch.compile``,
-training included. Inside ``quire.step`` the same graph runs raised, verified, lowered and fused, on the step's KV cache
-(``passes/pipeline.py``). Which one is decided at each call, so no guard and no second trace is needed.
+Outside paged steps the graph runs as it is, through Inductor: the model behaves as under plain ``torch.compile``, training
+included. Inside ``quire.step`` the same graph runs raised, verified, lowered and fused, on the step's KV cache
+(``passes/pipeline.py``). Each call decides, so no guard and no second trace is needed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quire.attn_ops.step import current_step
+from quire.passes.capture.retrace import TracedCall
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.fusions.base import FusedWeights
-from quire.passes.fx import copy_graph
+from quire.passes.fx import is_module_tensor, placeholders
 from quire.passes.options import QuireOptions
-from quire.passes.pipeline import PagedGraph
 
 
 @dataclass(eq=False)  # Dynamo compares backends with ==
@@ -29,57 +30,41 @@ class QuireBackend:
 
     options: QuireOptions
     weights: FusedWeights = field(default_factory=FusedWeights)
-    graphs: list[QuireGraph] = field(default_factory=list)
+    graphs: list[TracedGraph] = field(default_factory=list)
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> QuireGraph:
-        graph = QuireGraph(TracedGraph(gm, example_inputs), self)
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> TracedGraph:
+        graph = TracedGraph(gm, example_inputs, self.options, self.weights, call=TracedCall.current())
         self.graphs.append(graph)
-        step = current_step()
-        if step is not None:  # compile while Dynamo waits, so that errors are a compilation's
-            graph.paged.compiled(step)
+        for tensor in graph.module_tensors[:1]:  # See NOTE [Not kept alive]: fused weights go with the model
+            weakref.finalize(tensor, graph.drop).atexit = False
+        if (step := current_step()) is not None and not graph.static:  # here, so that its errors are errors of the compilation
+            graph.compiled(step)
         return graph
 
 
-class QuireGraph:
-    """One graph that Dynamo traced, callable with its inputs."""
-
-    def __init__(self, traced: TracedGraph, owner: QuireBackend) -> None:
-        self.traced, self.owner = traced, owner
-        self.paged = PagedGraph(traced, owner.options, owner.weights)
-        self._plain: Callable[..., Any] | None = None
-        for tensor in traced.module_tensors[:1]:  # See NOTE [Not kept alive]: what fusions made goes with the model
-            weakref.finalize(tensor, self.paged.drop).atexit = False
-
-    def __call__(self, *args: Any) -> Any:
-        step = current_step()
-        if step is not None:
-            return self.paged(step, *args)
-        if self._plain is None:
-            self._plain = self._compile_plain()
-        return self._plain(*args)
-
-    def _compile_plain(self) -> Callable[..., Any]:
-        gm = self.traced.gm
-        if self.owner.options.compiler == "eager":
-            return gm.forward
-        # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
-        varies = any(isinstance(x, torch.SymInt) for x in self.traced.inputs)
-        return torch.compile(copy_graph(gm), backend="inductor", dynamic=True if varies else None)
-
-
 def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
-                  mode: str | None = None) -> Callable[..., Any]:
+                  mode: str | None = None) -> TracedGraph:
     """Entry point ``torch_dynamo_backends: quire``. ``options``: see QuireOptions.
 
     Raises:
-        TypeError: an unknown option. ValueError: a ``mode`` (Inductor's modes would bring their own CUDA graphs).
+        TypeError: an unknown option. ValueError: a ``mode`` (Inductor's modes bring their own CUDA graphs).
     """
     if mode not in (None, "default"):
         raise ValueError(f"backend 'quire' takes no mode (got {mode!r}): CUDA graphs are quire's own. Use options={{...}}")
     chosen = QuireOptions.of(options)
     if chosen.max_model_len is not None:
         raise ValueError("max_model_len is an option of quire.Engine; in a step by hand sequences are as long as you make them")
-    return QuireBackend(chosen)(gm, example_inputs)
+    return QuireBackend(chosen, _shared_weights(gm, example_inputs))(gm, example_inputs)
 
 
-__all__ = ["QuireBackend", "QuireGraph", "QuireOptions", "quire_backend"]
+#: By the first parameter of a graph. Graphs of one model share what fusions make, else each would take the parameters over.
+_weights = WeakTensorKeyDictionary()
+
+
+def _shared_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedWeights:
+    pairs = zip(placeholders(gm.graph), inputs, strict=False)
+    first = next((x for node, x in pairs if is_module_tensor(node) and isinstance(x, torch.Tensor)), None)
+    return FusedWeights() if first is None else _weights.setdefault(first, FusedWeights())
+
+
+__all__ = ["QuireBackend", "quire_backend"]

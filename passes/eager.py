@@ -1,8 +1,7 @@
-"""A paged step without any compiler: the semantic op's call goes straight to a backend's paged op.
+"""A paged step without a compiler: a call of the semantic op goes straight to a backend's paged op.
 
-It is what a model prepared with the attention interface does inside ``quire.step`` when it is not compiled: slow to launch,
-exact, and easy to step through in a debugger. ``paged_call`` is also the one place that says how the dense arguments of
-the semantic op map to the ragged ones of a paged op.
+So runs a model of the attention interface inside ``quire.step`` when it is not compiled: slow to launch, exact, and easy to
+step through in a debugger.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from quire.attn_ops.step import Step, ensure_planned
 
 
 def check_step(step: Step, tokens: int) -> None:
-    """The ragged row and the metadata must agree; this is where a user's mistake in a step by hand shows."""
+    """Raises ValueError unless the ragged row has as many tokens as the metadata."""
     if tokens != step.metadata.num_tokens:
         raise ValueError(f"the model ran on {tokens} tokens inside a paged step whose metadata has "
                          f"{step.metadata.num_tokens}; pass the batch as one ragged row input_ids[None] of that length")
@@ -53,4 +52,4 @@ def paged_eager(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
     return out.view(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
-__all__ = ["check_step", "ensure_planned", "paged_eager"]
+__all__ = ["check_step", "paged_eager"]

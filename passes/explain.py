@@ -1,27 +1,31 @@
-"""See what happened to a model's attention, and pin it in a test."""
+"""``explain`` shows how a model's attention would run, ``assert_attention_sites`` pins it in a test."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.capture.paged_model import PagedModel
+from quire.attn_ops.selection import Selection
+from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import format_sites
 
 
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """What ``explain`` found: ``sites``, ``selection`` (None if no backend can), ``error`` (None if the model can be served).
+    """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can.
 
-    ``str()`` is a table with a row for each attention site, then how the backend was chosen.
+    ``str()`` is a table with one row per attention site, then how the backend was chosen.
     """
 
-    def __init__(self, model_name: str, sites: list[AttentionSite], selection: Any, error: str | None) -> None:
-        self.model_name, self.sites, self.selection, self.error = model_name, sites, selection, error
+    model_name: str
+    sites: list[AttentionSite]
+    selection: Selection | None
+    error: str | None
 
     @property
     def supported(self) -> bool:
@@ -44,19 +48,19 @@ class Explanation:
 
 
 def explain(model: torch.nn.Module, *, attention: str = "auto", page_size: int = 16) -> Explanation:
-    """Trace ``model`` (nothing is computed) and say, site by site, how its attention would run, or why it is refused.
+    """Trace ``model`` (nothing is computed) and show for each site how its attention would run, or why it is refused.
 
     Args:
         model: as for ``quire.Engine``.
-        attention: backend to choose, or "auto".
-        page_size: tokens a page, which some backends restrict.
+        attention: backend name, or "auto".
+        page_size: tokens per page, which some backends restrict.
 
     Raises:
-        ValueError: no backend of that name, or a page size below 1.
+        ValueError: an unknown backend, or a page size below 1.
     """
-    check_page_size(page_size)
-    name = type(model).__name__
+    QuireOptions(page_size=page_size)  # checks it; the model is traced without one, so that nothing is compiled
     sites: list[AttentionSite] = []
+    selection, error = None, None
     try:
         paged = PagedModel(model, QuireOptions(compiler="eager", attention=attention))
         try:
@@ -64,45 +68,33 @@ def explain(model: torch.nn.Module, *, attention: str = "auto", page_size: int =
             selection = paged.select(page_size)
         finally:
             paged.close()
-    except UnsupportedAttention as error:
-        return Explanation(name, sites, None, str(error))
-    return Explanation(name, sites, selection, None)
-
-
-def check_page_size(page_size: int) -> None:
-    """Raises ValueError for a page of less than one token."""
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    except UnsupportedAttention as refusal:
+        error = str(refusal)
+    return Explanation(type(model).__name__, sites, selection, error)
 
 
 def attention_sites(model: torch.nn.Module) -> str:
     """The table that ``assert_attention_sites`` compares: layer, module, route, needs, scale; no backend, no device."""
-    paged = PagedModel(model, QuireOptions(compiler="eager"))
-    try:
-        return format_sites(paged.sites)
-    finally:
-        paged.close()
+    return format_sites(find_sites(model))
 
 
 def assert_attention_sites(model: torch.nn.Module, expected: str) -> None:
-    """Fail unless the model's attention sites are the ``expected`` table (as this function prints it; indentation and blank
-    lines at the ends do not count).
+    """Fail unless the model's attention sites are the ``expected`` table, in the form that a failure prints (indentation and
+    blank lines at the ends do not count).
 
     Raises:
         AssertionError: with a diff.
-        UnsupportedAttention: the model cannot be served at all.
+        UnsupportedAttention: the model cannot be served.
     """
-    actual = _lines(attention_sites(model))
-    wanted = _lines(expected)
-    if actual != wanted:
-        diff = "\n".join(difflib.unified_diff(wanted, actual, "expected", "actual", lineterm=""))
+    found, pinned = _lines(attention_sites(model)), _lines(expected)
+    if found != pinned:
+        diff = "\n".join(difflib.unified_diff(pinned, found, "expected", "actual", lineterm=""))
         raise AssertionError(f"the attention sites of {type(model).__name__} changed:\n{diff}\n\nThe table is now:\n"
-                             + "\n".join(actual))
+                             + "\n".join(found))
 
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
-
 
 
 __all__ = ["Explanation", "assert_attention_sites", "attention_sites", "explain"]

@@ -19,14 +19,15 @@ class QuireOptions:
 
     Args:
         attention: backend name, or "auto".
-        compiler: "inductor", which compiles each distinct layer once (``passes/compile/regions.py``); "inductor-whole", the whole graph
-            at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
-        fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see ``passes/fusions/registry.py``.
-        page_size, kv_cache_dtype, layout: of the cache. None: whatever the step in progress has; else that must have them.
-        max_model_len: no sequence will be longer; some models can be served only up to a length. (For ``PagedModel`` only.)
+        compiler: "inductor", which compiles each distinct layer once (``passes/compile/regions.py``); "inductor-whole", the
+            whole graph at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
+        fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see
+            ``passes/fusions/registry.py``.
+        page_size, kv_cache_dtype, layout: of the cache. None: those of each step; else every step must have them.
+        max_model_len: longest sequence; some models can be served only up to a length. (For ``PagedModel`` only.)
 
     Raises:
-        ValueError: an unknown compiler, layout or fusion.
+        ValueError: an unknown compiler, layout or fusion, or a page size below 1.
     """
 
     attention: str = "auto"
@@ -40,18 +41,19 @@ class QuireOptions:
     def __post_init__(self) -> None:
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
-        if isinstance(self.fusions, str) and self.fusions not in ("all", "none"):
-            object.__setattr__(self, "fusions", tuple(name.strip() for name in self.fusions.split(",")))
+        if self.page_size is not None and self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {self.page_size}")
         if self.layout not in (None, "NHD", "HND"):
             raise ValueError(f"layout must be 'NHD' or 'HND', got {self.layout!r}")
-        names = () if self.fusions in ("all", "none") else self.fusions
-        unknown = [n for n in names if n not in fusion_names()]
+        if isinstance(self.fusions, str) and self.fusions not in ("all", "none"):
+            object.__setattr__(self, "fusions", tuple(name.strip() for name in self.fusions.split(",")))
+        unknown = [] if self.fusions in ("all", "none") else [n for n in self.fusions if n not in fusion_names()]
         if unknown:
             raise ValueError(f"unknown fusions {unknown}; there are {fusion_names()}, 'all' and 'none'")
 
     @classmethod
     def of(cls, options: dict[str, Any] | None) -> QuireOptions:
-        """Raises TypeError for a name that is no option."""
+        """Options from a dictionary. Raises TypeError for an unknown name."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(options or {}) - known)
         if unknown:

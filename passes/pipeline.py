@@ -1,173 +1,145 @@
-"""The paged way of a traced graph: lowered and fused for a backend and a cache format, compiled, and run in a step.
+"""The passes in their order, from the graph that Dynamo traced to a callable for paged steps.
 
-Order of the passes: raise_sdpa and verification (``passes/capture/traced.py``), select the backend, fusions of the raised graph, lower,
-fusions of the lowered graph, compile. With fusions for small batches there are two compiled graphs, and a call picks by its
-number of tokens.
+1. ``raise_graph``: attention calls become the semantic op, and the model is verified.
+2. ``select_backend`` (``attn_ops/selection.py``), with the attention sites found.
+3. ``lower_graph``: fusions, lowering to the ops of the backend, fusions of the lowered graph.
+4. ``compile_graph``: Inductor, or the graph as it is.
+
+``TracedGraph`` (``passes/capture/traced.py``) runs them and keeps the results.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch._guards import TracingContext, tracing
 
-from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
-from quire.attn_ops.ops.small_linear import MAX_TOKENS
-from quire.attn_ops.selection import Selection, select_backend
-from quire.attn_ops.step import Step, ensure_planned
-from quire.passes.capture.traced import TracedGraph
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.compile.ahead import CompileAhead, StepShape
 from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
-from quire.passes.eager import check_step
 from quire.passes.fusions.base import FusedInputs, FusedWeights
-from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions, has_small_passes
-from quire.passes.fx import copy_graph, placeholders, symbolic, value
-from quire.passes.options import QuireOptions
+from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
+from quire.passes.fx import copy_graph, placeholders, shape_conditions, symbolic, value
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
-from quire.passes.start_times import stage
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Compiled:
-    """A graph compiled for one backend, cache format and set of fusions. ``run_small``: for at most MAX_TOKENS tokens."""
-
-    lowered: Lowered
-    selection: Selection
-    fused: FusedInputs
-    run: Callable[..., Any]
-    run_small: Callable[..., Any] | None = None
+from quire.passes.rewrite.own_positions import use_given_positions
+from quire.passes.rewrite.raise_sdpa import raise_sdpa
+from quire.passes.start_times import timed
+from quire.passes.verify.quantized import check_rows
+from quire.passes.verify.sites import check_mixing, check_positions, site_nodes, site_of, verify
 
 
-class PagedGraph:
-    """What a traced graph does in paged steps.
+def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool
+                ) -> tuple[fx.GraphModule, list[AttentionSite]]:
+    """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites.
 
-    Attributes:
-        compilations: what was compiled so far, by (backend, page size, KV dtype, layout, with fusions).
-        assumed: by the compiler, about sizes; of each compilation.
+    Args:
+        inputs: real values of the placeholders.
+        config: of a transformers model, to verify against; None for any other module.
+        any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
+
+    Raises:
+        UnsupportedAttention: the model cannot be served.
     """
+    gm = copy_graph(traced)
+    for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
+        gm.graph.erase_node(node)  # steps have no gradients, and leaving a no_grad of the model would turn them on
+    real = dict(zip(placeholders(gm.graph), inputs, strict=True))
+    emitted = len(site_nodes(gm.graph))
 
-    def __init__(self, traced: TracedGraph, options: QuireOptions, weights: FusedWeights, ahead: CompileAhead | None = None
-                 ) -> None:
-        self.traced, self.options, self.weights, self.ahead = traced, options, weights, ahead
-        self.compilations: dict[Any, Compiled] = {}
-        self.assumed: list[Assumptions] = []
-        self._guards: list[Any] = []
-        self._selected: dict[Any, Selection] = {}
-        self._warned = False
+    raised, refusals = raise_sdpa(gm, {node.name: x for node, x in real.items()})
+    sites = [site_of(node) for node in site_nodes(gm.graph)]
+    if emitted and len(sites) > emitted:
+        raise UnsupportedAttention(
+            f"{emitted} attention sites came through transformers' attention interface and {len(sites) - emitted} as "
+            "F.scaled_dot_product_attention; quire does not mix the two in one model")
+    verify(gm.graph, sites, config, refusals)
+    tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
+    if any_shape:
+        _check_one_row(gm, sites)
+    if config is not None:
+        use_given_positions(gm, tokens)
+    check_positions(gm.graph, tokens, config is not None)
+    check_mixing(gm.graph, tokens)
+    check_rows(gm.graph, real)
+    if raised or any_shape:
+        _check_shape_conditions(gm, inputs, tokens, raised > 0)
+    return gm, sites
 
-    def __call__(self, step: Step, *args: Any) -> Any:
-        """Run in ``step``, with the inputs that Dynamo gives the traced graph."""
-        compiled = self.compiled(step)
-        tokens = self.traced.num_tokens(args)
-        if tokens is not None:
-            check_step(step, tokens)
-        if not compiled.fused.hold(args):
-            if not self._warned:
-                self._warned = True
-                logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
-            compiled = self.compiled(step, fusions=False)
-        lowered = compiled.lowered
-        ensure_planned(step, lowered.target.backend, list(lowered.sites))
-        step.served.update(lowered.inputs.layers)
-        run = compiled.run_small if compiled.run_small and tokens is not None and tokens <= MAX_TOKENS else compiled.run
-        with torch.no_grad():
-            return run(*args, *compiled.fused.tensors, *lowered.inputs.of(step))
 
-    def compiled(self, step: Step | None = None, fusions: bool = True) -> Compiled:
-        """Compiled for ``step``, or for the options before there is one. ``fusions`` False: without them, for parameters that
-        are not those which were fused.
+def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
+                weights: FusedWeights, small: bool = False) -> tuple[Lowered, FusedInputs]:
+    """A copy of ``raised``, fused and lowered. ``small``: for steps of at most MAX_TOKENS tokens."""
+    gm = copy_graph(raised)
+    fused = apply_fusions(gm, inputs, fusions, weights, small)
+    lowered = lower(gm, target)
+    apply_lowered_fusions(lowered, fusions, small)
+    return lowered, fused
 
-        Raises:
-            UnsupportedAttention: no backend can serve the graph, or not the one asked for.
-            ValueError: the options ask for another cache than the step has.
-        """
-        target, selection = self._target(step)
-        key = (target.backend.name, target.page_size, target.kv_dtype or self.traced.sites[0].dtype, target.layout, fusions)
-        if key not in self.compilations:  # by name or as "auto", a backend's graph is compiled once
-            self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
-        return self.compilations[key]
 
-    def drop(self) -> None:
-        """Forget what was compiled, and the weights that fusions made."""
-        self.compilations.clear()
-        self.weights.drop()
+def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | None, earlier: list[Any],
+                  ahead: CompileAhead | None = None, fits: Callable[[StepShape], bool] = lambda shape: True
+                  ) -> tuple[Callable[..., Any], Assumptions]:
+    """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks.
 
-    def _target(self, step: Step | None) -> tuple[LoweringTarget, Selection]:
-        options, sites = self.options, self.traced.sites
-        attention: Any = options.attention
-        page_size, kv_dtype, layout = options.page_size, options.kv_cache_dtype, options.layout or "NHD"
-        if step is not None:
-            if step.attention != "auto":
-                attention = step.attention
-            page_size, kv_dtype, layout = step.cache.page_size, step.cache.dtype, step.cache.layout
-            for option, given, found in (("page_size", options.page_size, page_size), ("layout", options.layout, layout),
-                                         ("kv_cache_dtype", options.kv_cache_dtype, kv_dtype)):
-                if given is not None and given != found:
-                    raise ValueError(f"the model is compiled with {option}={given}, and the step's cache has {found}; leave "
-                                     "the option out, or make a cache that goes with it")
-        assert page_size is not None
-        asked = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout)
-        if asked not in self._selected:
-            self._selected[asked] = select_backend(attention, sites, device=self.traced.device, page_size=page_size,
-                                                   kv_dtype=kv_dtype, layout=layout)
-        selection = self._selected[asked]
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout), selection
+    Args:
+        context: Dynamo's when it traced the graph.
+        earlier: guards of earlier compilations of the same traced graph; see ``watched``.
+        ahead: compiles kernels in other processes meanwhile, those for steps that ``fits`` accepts.
+    """
+    inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
+    with torch.no_grad(), _traced_in(context), watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
+        look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
+        run = compile_lowered(lowered, compiler, look)
+    _check_still_dynamic(inputs)
+    return checked(run, assumed), assumed
 
-    def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False) -> tuple[Lowered, FusedInputs]:
-        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens."""
-        gm = copy_graph(self.traced.raised)
-        fused = apply_fusions(gm, self.traced.inputs, fusions, self.weights, small)
-        lowered = lower(gm, target)
-        apply_lowered_fusions(lowered, fusions, small)
-        return lowered, fused
 
-    def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> Compiled:
-        lowered, fused = self.lowered(target, fusions)
-        if not has_small_passes(fusions):
-            return Compiled(lowered, selection, fused, self._run_of(lowered))
-        lowered_small, _ = self.lowered(target, fusions, small=True)
-        if self.ahead is not None:
-            self.ahead.start_tuning(self.weights.small_linears, self.traced.device)
-        run = self._run_of(lowered, lambda shape: shape.tokens > MAX_TOKENS)
-        small = self._run_of(lowered_small, lambda shape: shape.tokens <= MAX_TOKENS)
-        return Compiled(lowered, selection, fused, run, small)
+def _check_one_row(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
+    for node, site in zip(site_nodes(gm.graph), sites, strict=True):
+        shape = tuple(value(node.args[0]).shape)
+        if str(shape[0]) != "1":
+            raise UnsupportedAttention(f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
+                                       f"{shape} for one row of tokens; need (1, H, S, D)")
 
-    def _run_of(self, lowered: Lowered, fits: Callable[[StepShape], bool] = lambda shape: True) -> Callable[..., Any]:
-        inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
-        with torch.no_grad(), _traced_in(self.traced.context), watched(
-                lowered.gm.graph, self._guards) as assumed, stage("compile"):
-            look = functools.partial(self.ahead.start, roles=assumed.roles, fits=fits) if self.ahead is not None else None
-            run = compile_lowered(lowered, self.options.compiler, look)
-        _check_still_dynamic(inputs)
-        self.assumed.append(assumed)
-        return checked(run, assumed)
+
+def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool) -> None:
+    """Refuse a mask, or a path under dropped guards, that the trace shows for some numbers of tokens only."""
+    stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
+                    and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
+    conditions = shape_conditions(gm.graph, tokens, stored_masks)
+    if conditions:
+        raise UnsupportedAttention(
+            f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so its masks cannot "
+            "be read off one trace. quire.paged and quire.Engine capture transformers models without masks.")
+    if raised and not symbolic(tokens):
+        raise UnsupportedAttention(
+            f"the graph was traced for exactly {tokens} tokens, too few to tell what its masks mean for longer "
+            "sequences; compile with dynamic=True and give at least 2 tokens")
 
 
 def _traced_in(context: TracingContext | None) -> Any:
-    """The tracing context Dynamo had: still there inside the backend call, put back if we compile later."""
+    """Dynamo's tracing context: active inside a backend call, restored when compiling later."""
     if context is None or TracingContext.try_get() is context:
         return torch.no_grad()
     return tracing(context)
 
 
-def _check_still_dynamic(inputs: list[Any]) -> None:
-    """Tensor subclasses (quantised weights) and custom ops run Python code while the compiler traces them, and that may
-    settle the number of tokens: the compiled code would then serve this number alone, and nobody guards it."""
+def _check_still_dynamic(inputs: Sequence[Any]) -> None:
+    """Refuse a compilation that fixed a dynamic size, as Python code of tensor subclasses (quantized weights) or custom ops
+    may do while it is traced: no guard would notice another size."""
     for x in inputs:
         size: Any
         for size in x.shape if isinstance(x, torch.Tensor) else ():
             if symbolic(size) and size.node.shape_env.replace(size.node.expr).is_number:
                 raise UnsupportedAttention(
                     f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
-                    "it, such as a quantised layer, depends on the number of tokens. compiler='eager' runs it as it is.")
+                    "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
 
 
-__all__ = ["Compiled", "PagedGraph"]
+__all__ = ["compile_graph", "lower_graph", "raise_graph"]

@@ -6,32 +6,32 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-#: Seconds spent so far in this process, by stage. Who wants those of one start takes the difference.
+#: Seconds of this process by stage. Cumulative; use ``since()`` to time one start-up.
 seconds: dict[str, float] = {}
-_inside: list[float] = []  # for each open stage, the seconds that stages within it took
+_nested: list[float] = []  # for each open stage, the seconds of the stages inside it
 
 
 @contextlib.contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Add the time spent inside to ``seconds[name]``; stages within it count for themselves alone."""
+def timed(stage: str) -> Iterator[None]:
+    """Add the time spent inside to ``seconds[stage]``, without that of stages inside it."""
     began = time.perf_counter()
-    _inside.append(0.0)
+    _nested.append(0.0)
     try:
         yield
     finally:
         took = time.perf_counter() - began
-        seconds[name] = seconds.get(name, 0.0) + took - _inside.pop()
-        if _inside:
-            _inside[-1] += took
+        seconds[stage] = seconds.get(stage, 0.0) + took - _nested.pop()
+        if _nested:
+            _nested[-1] += took
 
 
 def since(before: dict[str, float]) -> dict[str, float]:
-    """Seconds by stage since ``before`` was copied from ``seconds``."""
-    return {name: total - before.get(name, 0.0) for name, total in seconds.items() if total > before.get(name, 0.0)}
+    """Seconds by stage since ``before``, a copy of ``seconds``."""
+    return {stage: total - before.get(stage, 0.0) for stage, total in seconds.items() if total > before.get(stage, 0.0)}
 
 
-def described(spent: dict[str, float]) -> str:
-    return ", ".join(f"{name} {took:.1f} s" for name, took in sorted(spent.items(), key=lambda item: -item[1]))
+def format_seconds(spent: dict[str, float]) -> str:
+    return ", ".join(f"{stage} {took:.1f} s" for stage, took in sorted(spent.items(), key=lambda item: -item[1]))
 
 
-__all__ = ["described", "seconds", "since", "stage"]
+__all__ = ["format_seconds", "seconds", "since", "timed"]

@@ -1,4 +1,4 @@
-"""``quire.step``: one paged step by hand, around any call of a model that was compiled with, or routed through, quire."""
+"""``quire.step``: one paged step by hand, around a call of a model that was compiled by or routed through quire."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
 
     The model must reach quire: compiled with ``torch.compile(model, backend="quire")``, its forward decorated with
     ``quire.paged``, or a transformers model after ``quire.paged(model)``. Give it the ragged row ``input_ids[None]`` (1, T) and
-    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask. A compiled or
-    decorated model refuses a step of one token in all (Dynamo traces that length apart): pad it, ``metadata.padded(2, 1)``.
+    ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask.
 
     Args:
         cache: from ``PagedKVCache.for_model``.
@@ -28,9 +27,9 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
         attention: backend name, or "auto". Options given to ``torch.compile`` count only if this is "auto".
 
     Raises:
-        RuntimeError: on leaving, if not every layer of the cache attended through quire (the model ran, but not paged: its
-            results would be wrong, silently). Also a step inside a step.
-        ValueError: metadata and cache that do not fit each other, an unknown backend.
+        RuntimeError: on leaving, if a layer of the cache did not attend through quire (the model ran unpaged, and its results
+            are wrong); a step inside a step.
+        ValueError: metadata that do not fit the cache, an unknown backend.
     """
     if current_step() is not None:
         raise RuntimeError("quire.step inside quire.step: one paged step at a time")
@@ -43,9 +42,10 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
         raise ValueError(f"the block table uses page {metadata.max_page}, but the cache has {cache.num_pages} pages, 0 to "
                          f"{cache.num_pages - 1}; use pages of the cache, or make it with num_pages={metadata.max_page + 1}")
     current = Step(cache, metadata, attention if attention == "auto" else get_backend(attention))
-    # Traces made inside a step are dynamic from the start: a static one could not tell a window from plain causal.
-    # Not so the numbers that modules hold, such as a scale: as inputs of the graph they would not be constants.
-    with torch._dynamo.config.patch(assume_static_by_default=False, specialize_float=True), running(current):
+    # Sizes of traces in a step are dynamic from the start: a static trace cannot tell a window from plain causal. Numbers
+    # that modules hold, such as a scale, stay constants.
+    sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
+    with sizes, running(current):
         yield current
     missing = [layer for layer in cache.layer_ids if layer not in current.served]
     if missing:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from quire.attn_ops.backend import UnsupportedAttention as UnsupportedAttention
     from quire.attn_ops.backend import define_paged_op as define_paged_op
     from quire.attn_ops.conformance.report import check_backend as check_backend
-    from quire.attn_ops.kv_cache import PagedKVCache as PagedKVCache
     from quire.attn_ops.metadata import CommonAttentionMetadata as CommonAttentionMetadata
     from quire.attn_ops.registry import backends as backends
     from quire.attn_ops.registry import register_backend as register_backend
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from quire.graph_runner.request import RequestOutput as RequestOutput
     from quire.graph_runner.request import StreamEvent as StreamEvent
     from quire.graph_runner.sampling_params import SamplingParams as SamplingParams
+    from quire.passes.capture.paged_model import PagedKVCache as PagedKVCache
     from quire.passes.explain import assert_attention_sites as assert_attention_sites
     from quire.passes.explain import explain as explain
     from quire.passes.step import step as step
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AttentionBackend": "attn_ops.backend", "AttentionCapabilities": "attn_ops.backend", "AttentionSite": "attn_ops.attention",
     "CommonAttentionMetadata": "attn_ops.metadata", "CudagraphSupport": "attn_ops.backend", "Engine": "graph_runner.engine",
-    "PagedKVCache": "attn_ops.kv_cache", "RequestOutput": "graph_runner.request",
+    "PagedKVCache": "passes.capture.paged_model", "RequestOutput": "graph_runner.request",
     "SamplingParams": "graph_runner.sampling_params", "Step": "attn_ops.step", "StepLimits": "attn_ops.step",
     "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
     "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",

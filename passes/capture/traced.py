@@ -1,15 +1,16 @@
-"""A graph as Dynamo traced it, and what was found out about it: its attention sites, raised and verified.
+"""A graph that Dynamo traced, and how it runs: as it is outside paged steps, raised, lowered and compiled inside.
 
-Two callers make one: ``torch.compile(backend="quire")`` of each graph that Dynamo gives it (``passes/backend.py``), and
-``PagedModel`` of the one graph of a whole model (``passes/capture/paged_model.py``). The second runs it for any batch shape, whatever
-Dynamo's guards said, and is refused more for it.
+``torch.compile(backend="quire")`` makes one of each graph that Dynamo gives it (``passes/backend.py``), ``PagedModel`` one of
+a whole model (``passes/capture/paged_model.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +18,54 @@ from torch import fx
 from torch._guards import TracingContext
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import copy_graph, is_module_tensor, placeholders, shape_conditions, symbolic, value
-from quire.passes.rewrite.own_positions import use_given_positions
-from quire.passes.rewrite.raise_sdpa import raise_sdpa
-from quire.passes.verify.quantized import check_rows
-from quire.passes.verify.sites import check_mixing, check_positions, site_nodes, site_of, verify
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
+from quire.attn_ops.ops.small_linear import MAX_TOKENS
+from quire.attn_ops.selection import Selection, select_backend
+from quire.attn_ops.step import Step, current_step, ensure_planned
+from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
+from quire.passes.compile.ahead import CompileAhead
+from quire.passes.compile.size_guards import Assumptions
+from quire.passes.eager import check_step
+from quire.passes.fusions.base import FusedInputs, FusedWeights
+from quire.passes.fusions.registry import has_small_passes
+from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
+from quire.passes.options import QuireOptions
+from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
+from quire.passes.rewrite.lower import Lowered, LoweringTarget
+from quire.passes.verify.sites import site_nodes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CompiledGraph:
+    """A graph compiled for one backend, cache format and set of fusions.
+
+    Attributes:
+        fused: the inputs that fusions added.
+        assumed: by the compiler, about sizes.
+        run_small: for at most MAX_TOKENS tokens; None: ``run`` serves those too.
+    """
+
+    lowered: Lowered
+    selection: Selection
+    fused: FusedInputs
+    assumed: list[Assumptions]
+    run: Callable[..., Any]
+    run_small: Callable[..., Any] | None = None
+
+    def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
+        """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
+        lowered = self.lowered
+        ensure_planned(step, lowered.target.backend, list(lowered.sites))
+        step.served.update(lowered.inputs.layers)
+        run = self.run_small if self.run_small and tokens is not None and tokens <= MAX_TOKENS else self.run
+        with torch.no_grad():
+            return run(*args, *self.fused.tensors, *lowered.inputs.of(step))
 
 
 class TracedGraph:
-    """One graph that Dynamo traced.
+    """One graph that Dynamo traced; call it with the graph's inputs.
 
     NOTE [Not kept alive]: Dynamo keeps what a backend returns for as long as the process lives, in the globals of the traced
     code's module. So nothing that is reachable from there may hold a model's parameters and buffers, or they would stay in
@@ -35,22 +74,85 @@ class TracedGraph:
     Args:
         gm: as Dynamo gave it; never changed.
         inputs: real values of its placeholders. See NOTE [Not kept alive].
+        weights: made by fusions; graphs of one model share them.
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
+        ahead: compiles kernels of the lowered graph in other processes.
+        call: what Dynamo is tracing; a graph for one length of rows traces it again for a step.
 
     Attributes:
-        context: Dynamo's tracing context, for compiling later.
+        compilations: by (backend, page size, KV dtype, layout, with fusions).
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Any = None, any_shape: bool = False) -> None:
-        self.gm, self.config, self.any_shape = gm, config, any_shape
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
+                 config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None,
+                 call: TracedCall | None = None) -> None:
+        self.gm, self.options, self.weights = gm, options, weights
+        self.config, self.any_shape, self.ahead = config, any_shape, ahead
+        self.compilations: dict[Any, CompiledGraph] = {}
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
-        self.context = TracingContext.try_get()
+        self._call = call if is_static(gm) else None
+        self._context = TracingContext.try_get()
+        self._guards: list[Any] = []
+        self._selected: dict[Any, Selection] = {}
+        self._plain: Callable[..., Any] | None = None
+        self._warned = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Run in the step in progress, or outside any as traced."""
+        step = current_step()
+        if step is not None:
+            return self.run_paged(step, *args)
+        if self._plain is None:
+            self._plain = self._compile_plain()
+        return self._plain(*args)
+
+    def run_paged(self, step: Step, *args: Any) -> Any:
+        """Run in ``step``."""
+        if self.static:
+            graph, adapter = self._any_length
+            check_step(step, adapter.length)
+            return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
+        compiled = self.compiled(step)
+        tokens = self.num_tokens(args)
+        if tokens is not None:
+            check_step(step, tokens)
+        if not compiled.fused.hold(args):
+            if not self._warned:
+                self._warned = True
+                logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
+            compiled = self.compiled(step, fusions=False)
+        return compiled(step, tokens, args)
+
+    @property
+    def static(self) -> bool:
+        """Whether steps run another graph, since this one is for rows of one length. See ``passes/capture/retrace.py``."""
+        return self._call is not None and self._call.tokens is not None
+
+    @functools.cached_property
+    def _any_length(self) -> tuple[TracedGraph, AnyLength]:
+        call = self._call
+        found: list[TracedGraph] = []
+        assert call is not None and call.tokens is not None
+        call.trace(lambda gm, inputs: found.append(
+            TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True)))
+        if not found:
+            raise UnsupportedAttention(f"{call.code.co_name} could not be traced for rows of any length; give steps at "
+                                       "least 2 tokens (metadata.padded), or use quire.Engine")
+        graph = found[0]
+        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens)
+
+    def _compile_plain(self) -> Callable[..., Any]:
+        if self.options.compiler == "eager":
+            return self.gm.forward
+        # Its own guards: this may be long after tracing. Sizes that were found to vary are not made constants again.
+        varies = any(isinstance(x, torch.SymInt) for x in self.inputs)
+        return torch.compile(copy_graph(self.gm), backend="inductor", dynamic=True if varies else None)
 
     @property
     def inputs(self) -> list[Any]:
-        """Real values of the placeholders; None for parameters and buffers that are no more."""
+        """Real values of the placeholders; None for freed parameters and buffers."""
         return [x() if isinstance(x, weakref.ref) else x for x in self._inputs]
 
     @property
@@ -58,10 +160,9 @@ class TracedGraph:
         """The parameters and buffers among the inputs that are still there."""
         return [t for x in self._inputs if isinstance(x, weakref.ref) and (t := x()) is not None]
 
-    @property
-    def sites(self) -> list[AttentionSite]:
-        """The attention sites in graph order. Raises UnsupportedAttention."""
-        return self._raised[1]
+    @functools.cached_property
+    def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
+        return raise_graph(self.gm, self.inputs, self.config, self.any_shape)
 
     @property
     def raised(self) -> fx.GraphModule:
@@ -69,74 +170,102 @@ class TracedGraph:
         return self._raised[0]
 
     @property
-    def device(self) -> torch.device:
-        """Where attention runs."""
-        return value(site_nodes(self.raised.graph)[0].args[0]).device
+    def sites(self) -> list[AttentionSite]:
+        """The attention sites in graph order. Raises UnsupportedAttention."""
+        return self._raised[1]
 
     @functools.cached_property
-    def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
-        gm = copy_graph(self.gm)
-        for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
-            gm.graph.erase_node(node)  # a step gives no gradients, and the end of a no_grad in the model would turn them on
-        real = dict(zip(placeholders(gm.graph), self.inputs, strict=True))
-        numbered = [n.kwargs["layer"] for n in site_nodes(gm.graph)]
-        raised, refusals = raise_sdpa(gm, {node.name: x for node, x in real.items()})
-        found = [site_of(n) for n in site_nodes(gm.graph)]
-        if numbered and len(found) > len(numbered):
-            raise UnsupportedAttention(
-                f"{len(numbered)} attention sites came through transformers' attention interface and "
-                f"{len(found) - len(numbered)} as F.scaled_dot_product_attention; quire does not mix the two in one model")
-        verify(gm.graph, found, self.config, refusals)
-        tokens = value(site_nodes(gm.graph)[0].args[0]).shape[2]
-        if self.any_shape:
-            self._check_one_row(gm, found)
-        if self.config is not None:
-            use_given_positions(gm, tokens)
-        check_positions(gm.graph, tokens, self.config is not None)
-        check_mixing(gm.graph, tokens)
-        check_rows(gm.graph, real)
-        if raised or self.any_shape:
-            self._check_shape_conditions(gm, raised > 0)
-        return gm, found
+    def _query(self) -> torch.Tensor:
+        """The fake query of the first attention site."""
+        return value(site_nodes(self.raised.graph)[0].args[0])
 
-    def _check_one_row(self, gm: fx.GraphModule, found: list[AttentionSite]) -> None:
-        for node, site in zip(site_nodes(gm.graph), found, strict=True):
-            if str(value(node.args[0]).shape[0]) != "1":
-                raise UnsupportedAttention(
-                    f"attention site {site.layer} ({site.name}) calls attention with queries of shape "
-                    f"{tuple(value(node.args[0]).shape)} for one row of tokens; need (1, H, S, D)")
-
-    def _check_shape_conditions(self, gm: fx.GraphModule, raised: bool) -> None:
-        """A mask that the model chooses by the number of tokens was seen for some of them only; so were dropped guards."""
-        q = value(site_nodes(gm.graph)[0].args[0])
-        squares = {x.shape[-1] for x in self.inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
-                   and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}  # stored masks
-        conditions = shape_conditions(gm.graph, q.shape[2], squares)
-        if conditions:
-            raise UnsupportedAttention(
-                f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so its masks cannot "
-                "be read off one trace. quire.paged and quire.Engine capture transformers models without masks.")
-        if raised and not symbolic(q.shape[2]):
-            raise UnsupportedAttention(
-                f"the graph was traced for exactly {q.shape[2]} tokens, too few to tell what its masks mean for longer "
-                "sequences; compile with dynamic=True and give at least 2 tokens")
+    @property
+    def num_tokens_symbol(self) -> Any:
+        """The size of the token dimension in the trace."""
+        return self._query.shape[2]
 
     def num_tokens(self, args: Sequence[Any]) -> int | None:
-        """Tokens of a call with ``args``, from the first input of the ragged row; None if the graph does not tell."""
-        if self._row is None:
-            return None
-        shape = args[self._row].shape
-        return shape[0] * shape[1]
+        """Tokens of a call with ``args``, from the first input of the ragged row; None if no input shows it."""
+        return None if self._row is None else args[self._row].shape[0] * args[self._row].shape[1]
 
     @functools.cached_property
     def _row(self) -> int | None:
-        q = value(site_nodes(self.raised.graph)[0].args[0])
+        q = self._query
         for i, node in enumerate(placeholders(self.gm.graph)):
-            val = value(node)
-            if isinstance(val, torch.Tensor) and not val.is_floating_point() and val.dim() == 2 \
-                    and str(val.shape) == str(torch.Size((q.shape[0], q.shape[2]))):
+            x = value(node)
+            if isinstance(x, torch.Tensor) and not x.is_floating_point() and x.dim() == 2 \
+                    and str(x.shape) == str(torch.Size((q.shape[0], q.shape[2]))):
                 return i
         return None
 
+    @property
+    def assumed(self) -> list[Assumptions]:
+        """What compilers assumed about sizes."""
+        return [each for compiled in self.compilations.values() for each in compiled.assumed]
 
-__all__ = ["TracedGraph"]
+    def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:
+        """The graph compiled for ``step``, or without one for the options. ``fusions`` False: without fusions, for parameters
+        that are not the fused ones.
+
+        Raises:
+            UnsupportedAttention: no backend can serve the graph, or the chosen one cannot.
+            ValueError: the options and the step's cache differ.
+        """
+        target, selection = self._target(step)
+        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions)
+        if key not in self.compilations:  # by the backend's name: "auto" and that name share a compilation
+            self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
+        return self.compilations[key]
+
+    def _target(self, step: Step | None) -> tuple[LoweringTarget, Selection]:
+        options = self.options
+        attention: Any = options.attention
+        page_size, kv_dtype, layout = options.page_size, options.kv_cache_dtype, options.layout or "NHD"
+        if step is not None:
+            if step.attention != "auto":
+                attention = step.attention
+            page_size, kv_dtype, layout = step.cache.page_size, step.cache.dtype, step.cache.layout
+            for option, given, found in (("page_size", options.page_size, page_size), ("layout", options.layout, layout),
+                                         ("kv_cache_dtype", options.kv_cache_dtype, kv_dtype)):
+                if given is not None and given != found:
+                    raise ValueError(f"the model is compiled with {option}={given}, and the step's cache has {found}; leave "
+                                     "the option out, or make a cache that goes with it")
+        assert page_size is not None
+        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout)
+        if key not in self._selected:
+            self._selected[key] = select_backend(attention, self.sites, device=self._query.device, page_size=page_size,
+                                                 kv_dtype=kv_dtype, layout=layout)
+        selection = self._selected[key]
+        return LoweringTarget(selection.backend, page_size, kv_dtype, layout), selection
+
+    def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False) -> tuple[Lowered, FusedInputs]:
+        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens."""
+        return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small)
+
+    def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> CompiledGraph:
+        settings = (self.options.compiler, self._context, self._guards, self.ahead)
+        lowered, fused = self.lowered(target, fusions)
+        if not has_small_passes(fusions):
+            run, assumed = compile_graph(lowered, *settings)
+            return CompiledGraph(lowered, selection, fused, [assumed], run)
+        lowered_small, _ = self.lowered(target, fusions, small=True)
+        if self.ahead is not None:
+            self.ahead.start_tuning(self.weights.small_linears, self._query.device)
+        run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > MAX_TOKENS)
+        small, assumed_small = compile_graph(lowered_small, *settings, lambda shape: shape.tokens <= MAX_TOKENS)
+        return CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small)
+
+    def drop(self) -> None:
+        """Forget what was compiled, and the weights that fusions made."""
+        if "_any_length" in self.__dict__:  # kept: another model of the class may run these graphs
+            self._any_length[0].drop()
+        self.compilations.clear()
+        self.weights.drop()
+
+    def restore(self) -> None:
+        """Forget what was compiled, and give the model's parameters memory of their own again."""
+        self.compilations.clear()  # first, so that the fused weights are freed one by one
+        self.weights.restore()
+
+
+__all__ = ["CompiledGraph", "TracedGraph"]

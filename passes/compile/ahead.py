@@ -36,7 +36,7 @@ from quire.attn_ops.kernels.compile_worker import triton_version
 from quire.attn_ops.kernels.launch import Launch, implementations, recording
 from quire.attn_ops.tuning import small_linear as tuning
 from quire.attn_ops.tuning.small_linear import LinearShape
-from quire.passes.start_times import stage
+from quire.passes.start_times import timed
 
 logger = logging.getLogger(__name__)
 MAX_WORKERS, LAUNCHES_PER_WORKER = 8, 4  # a process takes as long to start as to compile that many
@@ -181,7 +181,7 @@ class CompileAhead:
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
             return
-        with stage("kernels"), _left_to_launches():
+        with timed("kernels"), _left_to_launches():
             shapes = [s for s in self.shapes if fits(s)]
             note = self._note(chosen, values, roles, shapes)
             if not note.has_file("done"):
@@ -192,7 +192,7 @@ class CompileAhead:
         """Start to compile the kernels that measuring these linear layers launches, if they are not measured yet."""
         if self._waited or not tuning.enabled():
             return
-        with stage("kernels"), _left_to_launches():
+        with timed("kernels"), _left_to_launches():
             found = tuning.launches(shapes, device)
             if found:
                 self._batches.append(self._run(sorted(found, key=repr), None))
@@ -239,7 +239,7 @@ class CompileAhead:
     def wait(self) -> None:
         """Wait until everything that was started is compiled. Afterwards nothing more is started."""
         self._waited = True
-        with stage("kernels"):
+        with timed("kernels"):
             until = time.monotonic() + TIMEOUT
             for batch in self._batches:
                 for process in batch.processes:

@@ -14,7 +14,8 @@ import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.registry import get_backend
-from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
 from tests.zoo.configs import SERVED, SIZES, Served, build, has_config, served
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import quire.passes.capture.traced
+import quire.passes.pipeline
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.packing_check import check_packing
-from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
 
 VOCAB, HIDDEN, HEADS = 31, 16, 4
 
@@ -76,7 +77,7 @@ class Model(nn.Module):
 def trial(monkeypatch: pytest.MonkeyPatch):
     """The trial of a model whose graph was not searched for operations that mix tokens."""
     for check in ("check_mixing", "check_positions"):
-        monkeypatch.setattr(quire.passes.capture.traced, check, lambda *args: None)
+        monkeypatch.setattr(quire.passes.pipeline, check, lambda *args: None)
 
     def run(mix, dtype: torch.dtype = torch.float32, after=None, **options) -> None:
         torch._dynamo.reset()

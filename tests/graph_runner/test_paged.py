@@ -474,7 +474,7 @@ def generated(model: nn.Module) -> list[int]:
 def test_a_dropped_trace_is_made_again() -> None:
     model = quire.paged(small(), **SMALL)
     before, first = generated(model), model.generate.engine
-    reset_code(first.runner.paged._compiled._torchdynamo_orig_callable.__code__)  # as torch._dynamo.reset() does to all
+    reset_code(first.runner.paged.traced_code)  # as torch._dynamo.reset() does to all
     assert generated(model) == before
     assert model.generate.engine is not first and first._closed
     model.generate.close()

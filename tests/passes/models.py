@@ -15,7 +15,9 @@ from torch import fx, nn
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, running
-from quire.passes.backend import QuireBackend, QuireGraph, QuireOptions
+from quire.passes.backend import QuireBackend
+from quire.passes.capture.traced import TracedGraph
+from quire.passes.options import QuireOptions
 
 VOCAB, HIDDEN, DIM = 32, 16, 4
 
@@ -79,7 +81,7 @@ def inputs(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def trace(model: nn.Module, *, dynamic: bool | None = True, length: int = 23, compiler: str = "eager",
-          **extra: Any) -> QuireGraph:
+          **extra: Any) -> TracedGraph:
     """The one graph that torch.compile makes of ``model``, before any pass."""
     backend = QuireBackend(QuireOptions(compiler=compiler))
     ids = inputs(length)[0][None]
@@ -87,18 +89,18 @@ def trace(model: nn.Module, *, dynamic: bool | None = True, length: int = 23, co
         torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(
             ids, torch.arange(length)[None], **extra)
     (graph,) = backend.graphs
-    graph.model = model  # type: ignore[attr-defined]  # a graph holds its model's tensors weakly
+    graph.model, graph.owner = model, backend  # type: ignore[attr-defined]  # a graph holds its model's tensors weakly
     return graph
 
 
-def served(graph: QuireGraph, model: nn.Module, *, page_size: int = 4, layout: Any = "NHD",
+def served(graph: TracedGraph, model: nn.Module, *, page_size: int = 4, layout: Any = "NHD",
            attention: str = "auto") -> float:
     """Run the model through ``graph`` in two ragged steps; the largest difference from the plain forwards."""
     compiled = torch.compile(model, backend=graph.owner, dynamic=True, fullgraph=True)
     sequences = inputs(13, 5, 22, seed=1)
     with torch.no_grad():
         expected = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=50, page_size=page_size, device="cpu", layout=layout)
+    cache = PagedKVCache.for_sites(graph.sites, num_pages=50, page_size=page_size, device="cpu", layout=layout)
     pages = iter((torch.randperm(49, generator=torch.Generator().manual_seed(2)) + 1).tolist())
     table = [[next(pages) for _ in range(pages_for(len(s), page_size))] for s in sequences]
     worst, done = 0.0, [0, 0, 0]

@@ -10,9 +10,10 @@ from torch import nn
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, running
-from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.backend import QuireBackend
 from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.rope import fuse_rope
+from quire.passes.options import QuireOptions
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 8, 16
 
@@ -141,11 +142,11 @@ def run(model: nn.Module, fusions: str, compiler: str = "eager", attention: str 
         torch._dynamo.mark_dynamic(positions, 1)
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         compiled(x, positions)
-        cache = PagedKVCache.for_sites(backend.graphs[0].traced.sites, num_pages=6, page_size=4, device="cpu")
+        cache = PagedKVCache.for_sites(backend.graphs[0].sites, num_pages=6, page_size=4, device="cpu")
         step = Step(cache, meta, attention=attention)
         with running(step):
             out = compiled(x, positions)
-    return backend.graphs[0].paged.compiled(step).lowered, out[0] if isinstance(out, tuple) else out, cache.k[0]
+    return backend.graphs[0].compiled(step).lowered, out[0] if isinstance(out, tuple) else out, cache.k[0]
 
 
 def matches(model: nn.Module) -> int:

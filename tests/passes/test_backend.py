@@ -22,7 +22,8 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, current_step, running
-from quire.passes.backend import QuireBackend, QuireOptions, quire_backend
+from quire.passes.backend import QuireBackend, quire_backend
+from quire.passes.options import QuireOptions
 from quire.passes.step import step
 from tests.passes.models import DIM, HIDDEN, Attention, Tiny, inputs, tiny
 
@@ -152,18 +153,27 @@ def test_ragged_batch_with_padding() -> None:
 
 
 def test_one_token_of_a_raised_model() -> None:
-    """Dynamo traces T = 1 apart, and one token says nothing about a mask: refused, and padding to two helps."""
+    """In steps, and outside of them before and after."""
     model, (sequence,), kv = tiny(), inputs(9), cache()
     quire = compiled(model)
-    run(quire, sequence, 0, 8, kv)
-    with pytest.raises(BackendCompilerFailed, match="traced for .*1 tokens.*give at least 2 tokens") as error:
-        with step(kv, metadata(1, 9)), torch.no_grad():
-            quire(sequence[None, 8:], torch.tensor([[8]]))
-    assert isinstance(error.value.inner_exception, UnsupportedAttention)
-    meta = metadata(1, 9).padded(2, 1)
-    with step(kv, meta), torch.no_grad():
-        out = quire(torch.stack([sequence[8], sequence[8] * 0])[None], meta.positions[None])
-    assert close(out[:, :1], plain(model, sequence, 8))
+    for _ in range(2):
+        assert close(quire(sequence[None, :1], torch.zeros(1, 1, dtype=torch.long)), plain(model, sequence[:1]))
+        for begin, end in [(0, 1), (1, 6), (6, 7), (7, 8), (8, 9)]:
+            assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
+
+
+def test_a_mask_that_one_token_does_not_show() -> None:
+    """A window of three, by a mask; refused, non-causal, is refused for one token too."""
+    def window(module, position_ids):
+        distance = position_ids[0, :, None] - position_ids[0]
+        return (distance >= 0) & (distance < 3)
+
+    model, (sequence,), kv = tiny(mask=window), inputs(9), cache()
+    quire = compiled(model)
+    for begin, end in [(0, 1), (1, 7), (7, 8), (8, 9)]:
+        assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
+    with pytest.raises((BackendCompilerFailed, UnsupportedAttention), match="no non-causal attention"):
+        run(compiled(tiny(is_causal=False)), sequence, 0, 1, cache())
 
 
 class Emitting(nn.Module):
@@ -310,7 +320,7 @@ def test_the_backend_that_was_asked_for_is_used() -> None:
     quire = torch.compile(model, backend=backend, dynamic=True)
     run(quire, sequence, 0, 9, cache())
     (graph,) = backend.graphs
-    assert {p.selection.backend.name for p in graph.paged.compilations.values()} == {"torch_native"}
+    assert {p.selection.backend.name for p in graph.compilations.values()} == {"torch_native"}
     with pytest.raises(UnsupportedAttention, match="attention='flashinfer' cannot serve this model on cpu"):
         run(quire, sequence, 0, 9, cache(), attention="flashinfer")
 
@@ -384,4 +394,4 @@ def test_auto_is_compiled_once() -> None:
     for name in ("auto", "torch_native"):
         assert close(run(quire, sequence, 0, 9, cache(), attention=name), plain(model, sequence))
     (graph,) = backend.graphs
-    assert len(graph.paged.compilations) == 1
+    assert len(graph.compilations) == 1

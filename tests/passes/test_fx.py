@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.backend import QuireBackend
 from quire.passes.fx import (
     ancestors,
     constant,
@@ -22,6 +22,7 @@ from quire.passes.fx import (
     symbolic,
     value,
 )
+from quire.passes.options import QuireOptions
 
 
 def traced(function, *args) -> fx.GraphModule:
@@ -30,7 +31,7 @@ def traced(function, *args) -> fx.GraphModule:
     for arg in args:
         torch._dynamo.mark_dynamic(arg, 0)
     torch.compile(function, backend=backend, fullgraph=True)(*args)
-    return backend.graphs[0].traced.gm
+    return backend.graphs[0].gm
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:

@@ -12,19 +12,24 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops import experts
 from quire.attn_ops.ops.experts import expert_linear
 from quire.attn_ops.ops.rope import rope_kv_write
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.packing_check import check_packing
+from quire.passes.backend import quire_backend
 from quire.passes.capture.hf_experts import experts_of
-from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.fusions.base import FusedWeights, Fusion
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.rope import fuse_rope
 from quire.passes.fx import copy_graph, value
+from quire.passes.options import QuireOptions
 from quire.passes.rewrite.lower import lower
+from quire.passes.step import step
 from quire.passes.verify.row_wise import PRODUCTS
 from tests.zoo.configs import REFUSED, SERVED, Served, build, has_config
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
@@ -40,6 +45,9 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
            "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1")
+#: Served by ``torch.compile`` too, which sees F.sdpa and its mask, not the attention interface.
+BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral")
+QUICK_BY_HAND = ("llama", "falcon")
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
@@ -129,7 +137,7 @@ def test_rope_fusion(zoo: Specimen) -> None:
     serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
     graph = zoo.paged.graph
     (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
-    lowered = lower(copy_graph(graph.traced.raised), paged.lowered.target)
+    lowered = lower(copy_graph(graph.raised), paged.lowered.target)
     matches = fuse_rope(Fusion(lowered.gm, backend=lowered.target.backend))
     lowered.gm.graph.lint()
     lowered.gm.recompile()
@@ -144,12 +152,12 @@ def test_rope_fusion(zoo: Specimen) -> None:
 
 
 def test_last_tokens(zoo: Specimen) -> None:
-    """Rows are taken above the final norm at least (passes/fusions/last_tokens.py), and the logits of the rows asked for stay."""
+    """Rows are taken above the final norm at least (passes/fusions/last_tokens.py); the logits of the selected rows stay."""
     serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
     graph = zoo.paged.graph
     (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
-    gm = copy_graph(graph.traced.raised)
-    assert last_tokens(Fusion(gm, graph.traced.inputs, FusedWeights())) == 1
+    gm = copy_graph(graph.raised)
+    assert last_tokens(Fusion(gm, graph.inputs, FusedWeights())) == 1
     (index,) = (n for n in gm.graph.nodes if n.op == "placeholder" and "logits_indices" in n.name)
     rows = str(value(index).shape[0])
     products = [n for n in gm.graph.nodes if n in PRODUCTS and rows in map(str, value(n).shape)]
@@ -168,6 +176,27 @@ def test_packing_check(zoo: Specimen) -> None:
                   device=torch.device("cpu"), vocab_size=64, max_model_len=64)
 
 
+@pytest.mark.parametrize("prompt", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_BY_HAND)) for n in BY_HAND])
+def test_greedy_by_hand(name: str, prompt: int) -> None:
+    """``torch.compile`` and ``quire.step``: a prompt, then one token at a time."""
+    model, plain = build(SERVED[name]), build(SERVED[name], attention="eager")
+    ids = torch.randint(3, 64, (1, prompt), generator=torch.Generator().manual_seed(0))
+    want, row = ids, ids
+    cache = PagedKVCache.for_sites(find_sites(model), num_pages=9, page_size=4, device="cpu")
+    compiled = torch.compile(model, backend=quire_backend, options={"compiler": "eager"})
+    for _ in range(4):
+        length = want.shape[1]
+        meta = CommonAttentionMetadata.build([row.shape[1]], [length], [[3, 1, 2, 5]], page_size=4)
+        with torch.no_grad(), step(cache, meta):
+            got = compiled(input_ids=row, position_ids=meta.positions[None], use_cache=False).logits[:, -1]
+        with torch.no_grad():
+            logits = plain(input_ids=want, use_cache=False).logits[:, -1]
+        assert (got - logits).abs().max() <= TOLERANCE * logits.abs().max()
+        row = got.argmax(-1)[None]
+        want = torch.cat([want, row], 1)
+
+
 @pytest.mark.parametrize("name", TRITON)
 def test_triton_interpreted(name: str) -> None:
     why = get_backend("triton").available(torch.device("cpu"))
@@ -182,7 +211,7 @@ def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the experts by quire's op, as on a GPU: by its definition."""
     monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     for s in specimen(name):
-        ops = [n for n in s.paged.graph.traced.gm.graph.nodes if n.target == expert_linear]
+        ops = [n for n in s.paged.graph.gm.graph.nodes if n.target == expert_linear]
         assert len(ops) == 2 * len(experts_of(s.paged.model))
         for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
             got = serve(s.paged, s.batch, page_size=page_size, attention="torch_native", pad=pad)

@@ -13,7 +13,8 @@ from quire.attn_ops.ops import sampling as draw
 from quire.attn_ops.step import Step
 from quire.graph_runner.sampler import SamplingTensors, sample
 from quire.graph_runner.sampling_params import SamplingParams
-from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
 from tests.passes.models import tiny
 from tests.sampling import sampling_tensors
 from tests.zoo.configs import SERVED, build
@@ -53,7 +54,7 @@ def check(model: PagedModel) -> None:
 
 def ops(model: PagedModel) -> int:
     """How often the op stands in the model's graph."""
-    return sum(node.target is torch.ops.quire.sample_tokens.default for node in model.graph.traced.gm.graph.nodes)
+    return sum(node.target is torch.ops.quire.sample_tokens.default for node in model.graph.gm.graph.nodes)
 
 
 @pytest.mark.parametrize("op", [False, True], ids=["", "op"])

@@ -17,7 +17,8 @@ from transformers.integrations import moe
 from quire.attn_ops.ops.experts import expert_linear
 from quire.passes.capture import hf_experts
 from quire.passes.capture.hf_experts import NAME, experts_active, experts_function, experts_of
-from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
 from tests.zoo.configs import SERVED, build
 
 E, H, WIDTH = 4, 16, 12
@@ -238,7 +239,7 @@ def test_called_in_another_way(caplog: pytest.LogCaptureFixture) -> None:
 def targets(model: nn.Module) -> list[str]:
     paged = PagedModel(model, EAGER)
     try:
-        return [str(n.target) for n in paged.graph.traced.gm.graph.nodes if n.op == "call_function"]
+        return [str(n.target) for n in paged.graph.gm.graph.nodes if n.op == "call_function"]
     finally:
         paged.close()
 

@@ -101,7 +101,7 @@ def traced(model: nn.Module, fusions: str = "none") -> PagedModel:
 def rewritten(model: nn.Module) -> tuple[int, fx.Graph]:
     """(matches, the raised graph after the pass)."""
     paged = traced(model)
-    fusion = Fusion(copy_graph(paged.graph.traced.raised), paged.graph.traced.inputs, FusedWeights())
+    fusion = Fusion(copy_graph(paged.graph.raised), paged.graph.inputs, FusedWeights())
     matches = last_tokens(fusion)
     fusion.graph.lint()
     return matches, fusion.graph
@@ -144,7 +144,7 @@ def sizes_of_products(graph: fx.Graph) -> list[str]:
 
 def test_before_and_after() -> None:
     model = Decoder(lambda m, x, attended: x + attended)
-    before, (matches, graph) = listing(traced(model).graph.traced.raised.graph), rewritten(model)
+    before, (matches, graph) = listing(traced(model).graph.raised.graph), rewritten(model)
     assert matches == 1
     assert_expected_inline(changes(before, listing(graph)), """\
 -linear_1 = linear(reshape, l_self_call_modules_attention_modules_0_modules_out_parameters_weight_, None)
@@ -248,7 +248,7 @@ def test_copies_stay_copies() -> None:
 def test_in_doubt_the_graph_stays(doubt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """New nodes are removed if their value is not the expected one, or if computing it added a guard on a size."""
     model = Decoder()
-    before = listing(traced(model).graph.traced.raised.graph)
+    before = listing(traced(model).graph.raised.graph)
 
     def compute_and_doubt(node: fx.Node) -> None:
         compute_value(node)
@@ -369,7 +369,7 @@ class ReadsHidden(Decoder):
 
 
 def test_other_readers_keep_all_rows(monkeypatch) -> None:
-    monkeypatch.setattr("quire.passes.capture.traced.check_mixing", lambda *args: None)  # it refuses amax over tokens
+    monkeypatch.setattr("quire.passes.pipeline.check_mixing", lambda *args: None)  # it refuses amax over tokens
     matches, graph = rewritten(ReadsHidden())
     assert (matches, "".join(sizes_of_products(graph))) == (1, "TTTTTB")
     (largest,) = [n for n in graph.nodes if n.target == "amax"]

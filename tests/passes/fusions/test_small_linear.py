@@ -8,12 +8,13 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 
-from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.backend import QuireBackend
 from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fusions.small_linear import fuse_small_linear
 from quire.passes.fx import copy_graph
+from quire.passes.options import QuireOptions
 from tests.passes.models import listing
 
 
@@ -51,14 +52,14 @@ def fused(model: nn.Module, x: torch.Tensor):
     with torch.no_grad():
         torch.compile(model, backend=backend, fullgraph=True)(x)
     graph = backend.graphs[0]
-    gm = copy_graph(graph.traced.gm)
-    work = Fusion(gm, graph.traced.inputs, backend.weights)
+    gm = copy_graph(graph.gm)
+    work = Fusion(gm, graph.inputs, backend.weights)
     groups = fuse_projections(work)
     matches = fuse_small_linear(work)
     gm.graph.lint()
     gm.recompile()
     with torch.no_grad():
-        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.traced.inputs], *work.added)[0]
+        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.inputs], *work.added)[0]
     backend.weights.restore()
     return (groups, matches), gm, out
 

@@ -16,8 +16,10 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import all_backends
 from quire.attn_ops.step import Step, running
-from quire.passes.backend import QuireBackend, QuireGraph, QuireOptions
+from quire.passes.backend import QuireBackend
+from quire.passes.capture.traced import TracedGraph
 from quire.passes.fx import placeholders
+from quire.passes.options import QuireOptions
 from quire.passes.rewrite.lower import LoweredInputs, LoweringTarget, lower
 from quire.passes.verify.sites import site_nodes
 from tests.passes.models import HIDDEN, Attention, Tiny, changes, inputs, listing, served, tiny, trace
@@ -34,22 +36,22 @@ class OneSite(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-def graph_of_one_site() -> QuireGraph:
+def graph_of_one_site() -> TracedGraph:
     backend, row = QuireBackend(QuireOptions(compiler="eager")), torch.randn(1, 9, 32)
     torch._dynamo.mark_dynamic(row, 1)
     torch.compile(OneSite(), backend=backend, fullgraph=True)(row)
     return backend.graphs[0]
 
 
-def lowered(graph: QuireGraph, page_size: int = 16, layout: str = "NHD"):
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=3, page_size=page_size, device="cpu", layout=layout)
+def lowered(graph: TracedGraph, page_size: int = 16, layout: str = "NHD"):
+    cache = PagedKVCache.for_sites(graph.sites, num_pages=3, page_size=page_size, device="cpu", layout=layout)
     meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=page_size)
-    return graph.paged.compiled(Step(cache, meta, attention="torch_native")).lowered
+    return graph.compiled(Step(cache, meta, attention="torch_native")).lowered
 
 
 def test_before_and_after() -> None:
     graph = graph_of_one_site()
-    traced, raised = listing(graph.traced.gm.graph), listing(graph.traced.raised.graph)
+    traced, raised = listing(graph.gm.graph), listing(graph.raised.graph)
     assert_expected_inline(traced, """\
 s0: size s0
 l_x_: [1, s0, 32]
@@ -112,12 +114,12 @@ def test_one_op_a_site_and_one_preparation_a_forward() -> None:
 def test_inputs_come_last_and_in_order() -> None:
     graph = trace(tiny())
     result = lowered(graph)
-    own, names = len(placeholders(graph.traced.gm.graph)), [n.name for n in placeholders(result.gm.graph)]
+    own, names = len(placeholders(graph.gm.graph)), [n.name for n in placeholders(result.gm.graph)]
     assert names[own:] == ["quire_slot_mapping", "quire_block_table", "quire_query_start_loc", "quire_seq_lens",
                            "quire_k_cache_0", "quire_v_cache_0", "quire_k_cache_1", "quire_v_cache_1"]
     assert len(result.example_inputs) == 8
     meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.float32)
+    cache = PagedKVCache.for_sites(graph.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.float32)
     values = LoweredInputs((1, 0)).of(Step(cache, meta))
     wanted = [meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, cache.k[1], cache.v[1],
               cache.k[0], cache.v[0]]
@@ -153,7 +155,7 @@ def test_values_narrower_than_keys() -> None:
 
     model = Tiny(Narrow(1, 1)).eval()
     graph = trace(model)
-    assert [(s.head_dim, s.head_dim_v) for s in graph.traced.sites] == [(12, 8)]
+    assert [(s.head_dim, s.head_dim_v) for s in graph.sites] == [(12, 8)]
     assert served(graph, model) <= TOLERANCE
 
 
@@ -170,7 +172,7 @@ def test_one_graph_for_each_format_of_the_cache() -> None:
     first = lowered(graph, page_size=4)
     assert lowered(graph, page_size=4) is first
     assert lowered(graph, page_size=8) is not first and lowered(graph, page_size=4, layout="HND") is not first
-    assert len(site_nodes(graph.traced.raised.graph)) == 2  # the raised graph stays, to be lowered again
+    assert len(site_nodes(graph.raised.graph)) == 2  # the raised graph stays, to be lowered again
 
 
 def test_backends_are_lowered_apart() -> None:
@@ -180,15 +182,15 @@ def test_backends_are_lowered_apart() -> None:
     graph = trace(model)
     for name in ("torch_native", "triton"):
         assert served(graph, model, attention=name) <= TOLERANCE
-    assert {p.selection.backend.name for p in graph.paged.compilations.values()} == {"torch_native", "triton"}
+    assert {p.selection.backend.name for p in graph.compilations.values()} == {"torch_native", "triton"}
 
 
 def test_page_size_must_fit() -> None:
     graph = trace(tiny())
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.float16)
+    cache = PagedKVCache.for_sites(graph.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.float16)
     meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
     with pytest.raises(UnsupportedAttention, match="KV cache dtype float16"):
-        graph.paged.compiled(Step(cache, meta))
+        graph.compiled(Step(cache, meta))
 
 
 def test_the_graph_must_come_from_dynamo() -> None:
@@ -200,9 +202,9 @@ def test_the_graph_must_come_from_dynamo() -> None:
 def test_a_quantized_cache_has_its_scales_as_inputs() -> None:
     """After the K and V of their layer, dynamic in the pages; the op gets them where other caches have None."""
     graph = trace(tiny())
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.int8)
+    cache = PagedKVCache.for_sites(graph.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.int8)
     meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
-    result = graph.paged.compiled(Step(cache, meta, attention="torch_native")).lowered
+    result = graph.compiled(Step(cache, meta, attention="torch_native")).lowered
     names = [n.name for n in placeholders(result.gm.graph)][-8:]
     assert names == [f"quire_{name}_{layer}" for layer in (0, 1) for name in ("k_cache", "v_cache", "k_scale", "v_scale")]
     values = result.inputs.of(Step(cache, meta))
@@ -224,7 +226,7 @@ def test_inductor_does_not_copy_the_cache(kv_dtype) -> None:
     model = tiny()
     graph = trace(model, compiler="inductor")
     compiled = torch.compile(model, backend=graph.owner, dynamic=True, fullgraph=True)
-    cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=70, page_size=4, device="cpu", dtype=kv_dtype)
+    cache = PagedKVCache.for_sites(graph.sites, num_pages=70, page_size=4, device="cpu", dtype=kv_dtype)
     sequence = inputs(9)[0]
     meta = CommonAttentionMetadata.build([9], [9], [[3, 1, 7]], page_size=4)
     with running(Step(cache, meta)), torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
@@ -239,7 +241,7 @@ def test_inductor_does_not_copy_the_cache(kv_dtype) -> None:
         written = tensor.float().flatten(2).abs().sum(-1) > 0
         assert written.nonzero().tolist() == [[1, 0], [1, 1], [1, 2], [1, 3], [3, 0], [3, 1], [3, 2], [3, 3], [7, 0]]
     # And the same code serves a decode of another shape, with a larger cache.
-    larger = PagedKVCache.for_sites(graph.traced.sites, num_pages=99, page_size=4, device="cpu", dtype=kv_dtype)
+    larger = PagedKVCache.for_sites(graph.sites, num_pages=99, page_size=4, device="cpu", dtype=kv_dtype)
     for layer in larger.layer_ids:
         for mine, theirs in zip(larger.of_layer(layer), cache.of_layer(layer), strict=True):
             if mine is not None:
@@ -255,7 +257,7 @@ def op_by_op(model, kv_dtype):
     """The same model in one step on a quantized cache of its own, run without a compiler."""
     def call(ids, positions):
         graph = trace(model)
-        cache = PagedKVCache.for_sites(graph.traced.sites, num_pages=5, page_size=4, device="cpu", dtype=kv_dtype)
+        cache = PagedKVCache.for_sites(graph.sites, num_pages=5, page_size=4, device="cpu", dtype=kv_dtype)
         meta = CommonAttentionMetadata.build([ids.shape[1]], [ids.shape[1]], [[1, 2, 3]], page_size=4)
         compiled = torch.compile(model, backend=graph.owner, dynamic=True, fullgraph=True)
         with running(Step(cache, meta)), torch.no_grad():

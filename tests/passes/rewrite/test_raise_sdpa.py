@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.backend import QuireBackend, QuireOptions
+from quire.passes.backend import QuireBackend
+from quire.passes.options import QuireOptions
 from quire.passes.rewrite.raise_sdpa import MaskKind, Refusal, find_sdpa, identify_mask, raise_sdpa
 from quire.passes.verify.sites import site_nodes
 from tests.passes.models import DIM, HIDDEN, Attention, Tiny, served, tiny, trace
@@ -83,7 +84,7 @@ def minus_10000(module, position_ids):
 def test_masks(mask, window_size, chunk_size) -> None:
     model = tiny(mask=mask)
     graph = trace(model)
-    for i, site in enumerate(graph.traced.sites):
+    for i, site in enumerate(graph.sites):
         assert (site.layer, site.route, site.causal, site.window, site.chunk) == (i, "raised", True, window_size,
                                                                                   chunk_size)
         assert (site.num_heads, site.num_kv_heads, site.head_dim, site.scale) == (4, 2, DIM, DIM**-0.5)
@@ -95,7 +96,7 @@ def test_masks(mask, window_size, chunk_size) -> None:
 @pytest.mark.parametrize("kind", [window, chunk])
 def test_a_long_window_is_not_read_as_plain_causal(kind, size) -> None:
     """The trace has 23 tokens. See NOTE [Mask probe]."""
-    for site in trace(tiny(mask=kind(size))).traced.sites:
+    for site in trace(tiny(mask=kind(size))).sites:
         assert (site.window if kind is window else site.chunk) == size
 
 
@@ -124,13 +125,13 @@ def test_a_window_given_as_a_float() -> None:
         return torch.where((j <= i) & ((j - i).float() > -4096.0), 0.0, -10000.0)[:, None]
 
     for mask in (less, more):
-        assert {s.window for s in trace(tiny(mask=mask)).traced.sites} == {4096}
+        assert {s.window for s in trace(tiny(mask=mask)).sites} == {4096}
 
 
 def test_different_masks_in_different_layers() -> None:
     model = Tiny(*(Attention(4, 2, mask=m) for m in (window(8), causal, chunk(4)))).eval()
     graph = trace(model)
-    assert [(s.window, s.chunk) for s in graph.traced.sites] == [(8, None), (None, None), (None, 4)]
+    assert [(s.window, s.chunk) for s in graph.sites] == [(8, None), (None, None), (None, 4)]
     assert served(graph, model) <= TOLERANCE
 
 
@@ -154,34 +155,34 @@ def stored(size, keep=None):
 def test_a_stored_triangle() -> None:
     model = tiny(mask=stored(64))
     graph = trace(model)
-    assert {(s.causal, s.window, s.chunk) for s in graph.traced.sites} == {(True, None, None)}
+    assert {(s.causal, s.window, s.chunk) for s in graph.sites} == {(True, None, None)}
     assert served(graph, model) <= TOLERANCE
 
 
 def test_a_stored_window() -> None:
     model = tiny(mask=stored(64, torch.ones(64, 64).tril().triu(-7).bool()))
     graph = trace(model)
-    assert {s.window for s in graph.traced.sites} == {8}
+    assert {s.window for s in graph.sites} == {8}
     assert served(graph, model) <= TOLERANCE
 
 
 def test_a_stored_window_is_checked_to_its_end() -> None:
     """The buffer is a plain triangle for its first 2999 rows."""
     model = tiny(mask=stored(4000, torch.ones(4000, 4000, dtype=torch.bool).tril().triu(-2999)))
-    assert {s.window for s in trace(model).traced.sites} == {3000}
+    assert {s.window for s in trace(model).sites} == {3000}
 
 
 def test_is_causal() -> None:
     model = tiny(is_causal=True)
     graph = trace(model)
-    assert {s.causal for s in graph.traced.sites} == {True}
+    assert {s.causal for s in graph.sites} == {True}
     assert served(graph, model) <= TOLERANCE
 
 
 def test_no_mask_at_all_is_not_causal() -> None:
     """It is raised as what it is, and every backend refuses it."""
     graph = trace(tiny(is_causal=False))
-    assert {s.causal for s in graph.traced.sites} == {False}
+    assert {s.causal for s in graph.sites} == {False}
     with pytest.raises(UnsupportedAttention, match="no non-causal attention"):
         served(graph, tiny(is_causal=False))
 
@@ -190,7 +191,7 @@ def test_no_mask_at_all_is_not_causal() -> None:
 def test_scale(scale) -> None:
     model = tiny(scale=scale)
     graph = trace(model)
-    assert {s.scale for s in graph.traced.sites} == {DIM**-0.5 if scale is None else scale}
+    assert {s.scale for s in graph.sites} == {DIM**-0.5 if scale is None else scale}
     assert served(graph, model) <= TOLERANCE
 
 
@@ -216,7 +217,7 @@ REPEATS = {
 def test_repeated_keys_are_peeled(repeat, heads, kv_heads) -> None:
     model = tiny(heads, kv_heads, repeat=repeat)
     graph = trace(model)
-    assert {(s.num_heads, s.num_kv_heads) for s in graph.traced.sites} == {(heads, kv_heads)}
+    assert {(s.num_heads, s.num_kv_heads) for s in graph.sites} == {(heads, kv_heads)}
     assert served(graph, model) <= TOLERANCE
 
 
@@ -232,7 +233,7 @@ def test_tiled_keys_are_not_peeled(repeat) -> None:
     """Heads 0 1 0 1 and not 0 0 1 1: another model. The tiled keys are cached as they are, which is right."""
     model = tiny(4, 2, repeat=repeat)
     graph = trace(model)
-    assert {(s.num_heads, s.num_kv_heads) for s in graph.traced.sites} == {(4, 4)}
+    assert {(s.num_heads, s.num_kv_heads) for s in graph.sites} == {(4, 4)}
     assert served(graph, model) <= TOLERANCE
 
 
@@ -244,14 +245,14 @@ def test_a_changed_copy_is_not_peeled() -> None:
 
     model = tiny(4, 2, repeat=repeat)
     graph = trace(model)
-    assert {s.num_kv_heads for s in graph.traced.sites} == {4}
+    assert {s.num_kv_heads for s in graph.sites} == {4}
     assert served(graph, model) <= TOLERANCE
 
 
 def test_enable_gqa() -> None:
     model = tiny(4, 2, repeat=None, enable_gqa=True)
     graph = trace(model)
-    assert {(s.num_heads, s.num_kv_heads) for s in graph.traced.sites} == {(4, 2)}
+    assert {(s.num_heads, s.num_kv_heads) for s in graph.sites} == {(4, 2)}
     assert served(graph, model) <= TOLERANCE
 
 
@@ -259,7 +260,7 @@ def test_one_key_head_is_broadcast() -> None:
     """F.sdpa broadcasts (B, 1, S, D) keys with no flag."""
     model = tiny(4, 1, repeat=None)
     graph = trace(model)
-    assert {s.num_kv_heads for s in graph.traced.sites} == {1}
+    assert {s.num_kv_heads for s in graph.sites} == {1}
     assert served(graph, model) <= TOLERANCE
 
 
@@ -269,7 +270,7 @@ def test_one_key_head_is_broadcast() -> None:
 def refused(model, message, **options) -> None:
     graph = trace(model, **options)  # the plain way works
     with pytest.raises(UnsupportedAttention, match=message):
-        _ = graph.traced.sites
+        _ = graph.sites
 
 
 def alibi(module, position_ids):
@@ -357,7 +358,7 @@ def test_a_window_stored_as_a_number_is_refused_or_found() -> None:
             i, j = pair(position_ids)
             return ((j <= i) & (j > i - self.size))[:, None]
 
-    assert {s.window for s in trace(tiny(mask=Window(100))).traced.sites} == {100}
+    assert {s.window for s in trace(tiny(mask=Window(100))).sites} == {100}
     refused(tiny(mask=Window(4096)), "its mask depends on .*a number too large to probe")
 
 
@@ -443,7 +444,7 @@ def test_positions_made_by_the_model_are_refused() -> None:
 
 def test_counts_and_leaves_nothing_of_the_mask() -> None:
     graph = trace(tiny(mask=window(8)))
-    gm = graph.traced.raised
+    gm = graph.raised
     assert find_sdpa(gm.graph) == [] and len(site_nodes(gm.graph)) == 2
     names = {getattr(n.target, "__name__", n.target) for n in gm.graph.nodes}
     assert not names & {"le", "gt", "and_", "repeat_interleave"}  # the mask and the repeats are gone
@@ -453,13 +454,13 @@ def test_counts_and_leaves_nothing_of_the_mask() -> None:
 def test_the_traced_graph_is_left_alone() -> None:
     """Dynamo reads its own module again, and the plain way runs it."""
     graph = trace(tiny(mask=window(8)))
-    before = str(graph.traced.gm.graph)
-    _ = graph.traced.sites
-    assert str(graph.traced.gm.graph) == before and len(find_sdpa(graph.traced.gm.graph)) == 2
+    before = str(graph.gm.graph)
+    _ = graph.sites
+    assert str(graph.gm.graph) == before and len(find_sdpa(graph.gm.graph)) == 2
 
 
 def test_identify_mask() -> None:
-    graph = trace(Tiny(Attention(4, 2, mask=window(8))).eval()).traced.gm.graph
+    graph = trace(Tiny(Attention(4, 2, mask=window(8))).eval()).gm.graph
     (node,) = find_sdpa(graph)
     tokens = node.args[0].meta["example_value"].shape[2]
     assert identify_mask(node.kwargs["attn_mask"], tokens, {}) == MaskKind(causal=True, window=8)
@@ -472,7 +473,7 @@ def test_one_backend_object_raises_each_graph_apart() -> None:
     for size in (8, 16):
         torch.compile(tiny(mask=window(size)), backend=backend, dynamic=True)(
             torch.zeros(1, 9, dtype=torch.long), torch.arange(9)[None])
-    assert [{s.window for s in g.traced.sites} for g in backend.graphs] == [{8}, {16}]
+    assert [{s.window for s in g.sites} for g in backend.graphs] == [{8}, {16}]
 
 
 
@@ -488,7 +489,7 @@ def of_pairs(visible):
 @pytest.mark.parametrize("size", [40, 1025, 2048, 4096, 131072])
 def test_a_window_with_its_end_included(size) -> None:
     """``i - j <= w`` is a window of w + 1 keys, also where w is too large to be probed as it is."""
-    site = trace(tiny(mask=of_pairs(lambda i, j: (i - j <= size) & (j <= i)))).traced.sites[0]
+    site = trace(tiny(mask=of_pairs(lambda i, j: (i - j <= size) & (j <= i)))).sites[0]
     assert (site.window, site.chunk) == (size + 1, None)
 
 

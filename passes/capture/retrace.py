@@ -1,0 +1,244 @@
+"""Trace code again for rows of any length, where Dynamo traced it for one length only.
+
+Dynamo makes sizes of 0 and 1 constants, so a decode step of one token has a trace of its own, from which no mask can be read
+and in which the model may take another path. In a step such a graph is not run. ``TracedCall`` traces the same code on a longer
+row, and ``AnyLength`` runs that graph with the inputs of the call: the placeholders of both have the same sources. A row of
+one token is padded to two, the shortest that the graph serves.
+
+Guards: Dynamo checks those of the static graph at each call. They come from the same code and the same objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.step import Step
+from quire.passes.fx import is_module_tensor, placeholders, source_name, symbolic, value, with_own_code
+
+TRACED_TOKENS = 23  # of a row that stands for any length; not 0 or 1, and no usual size of another dimension
+
+
+class Traced(Exception):
+    """Raised by a graph that is called only to be traced."""
+
+
+@dataclass(eq=False)
+class _Row:
+    """A tensor argument with a token dimension: (1, T) integers, or (1, T, width)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> torch.Tensor:
+        made = torch.zeros(1, TRACED_TOKENS, *self.shape[2:], dtype=self.dtype, device=self.device)
+        torch._dynamo.mark_dynamic(made, 1)
+        return made
+
+
+class TracedCall:
+    """A call of the function that Dynamo is tracing. Holds modules and tensors weakly; see NOTE [Not kept alive].
+
+    Attributes:
+        tokens: length of its rows; None if no argument is one.
+    """
+
+    def __init__(self, code: types.CodeType, scope: dict[str, Any], names: dict[str, Any]) -> None:
+        self.code = code
+        self.tokens: int | None = None
+        self._scope = scope
+        self._rows: dict[int, _Row] = {}
+        self._names = {name: self._weak(x) for name, x in names.items()}
+
+    @classmethod
+    def current(cls) -> TracedCall | None:
+        """The call being traced; None outside a trace, or where this torch does not show it."""
+        tx: Any = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+        tx = getattr(getattr(tx, "output", None), "root_tx", None)
+        if not isinstance(getattr(tx, "f_locals", None), dict):
+            return None
+        return cls(tx.f_code, tx.f_globals, dict(tx.f_locals))
+
+    def _weak(self, x: Any) -> Callable[[], Any]:
+        """How to get ``x``, or its like, again; a ``weakref.ref`` where possible."""
+        if type(x) in (list, tuple):
+            items, kind = [self._weak(each) for each in x], type(x)
+            return lambda: kind(each() for each in items)
+        if type(x) is dict:
+            entries = {k: self._weak(v) for k, v in x.items()}
+            return lambda: {k: get() for k, get in entries.items()}
+        if isinstance(x, torch.Tensor) and x.shape[:1] == (1,) and x.dim() == (3 if x.is_floating_point() else 2):
+            if self.tokens is None or not x.is_floating_point():
+                self.tokens = x.shape[1]
+            row = self._rows.setdefault(id(x), _Row(x.shape, x.dtype, x.device))
+            return lambda: row
+        try:
+            reference = weakref.ref(x)
+        except TypeError:
+            return lambda: x
+
+        def get() -> Any:
+            found = reference()
+            if found is None:
+                raise UnsupportedAttention("an argument of the compiled call is gone; run it again after torch._dynamo.reset()")
+            return found
+
+        return get
+
+    def trace(self, backend: Callable[[fx.GraphModule, Sequence[Any]], None]) -> None:
+        """Trace the call on a longer row, and hand the graph and its inputs to ``backend``."""
+        made: dict[_Row, Any] = {}
+
+        def real(x: Any) -> Any:
+            if isinstance(x, _Row):
+                if x.shape[1] != self.tokens:
+                    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+                return made.setdefault(x, x.make())
+            if type(x) in (list, tuple):
+                return type(x)(map(real, x))
+            return {k: real(v) for k, v in x.items()} if type(x) is dict else x
+
+        names = {name: real(get()) for name, get in self._names.items()}
+        code, at = self.code, self.code.co_argcount + self.code.co_kwonlyargcount
+        cells = tuple(types.CellType(names[name]) for name in code.co_freevars)
+        function = with_own_code(types.FunctionType(code, self._scope, code.co_name, None, cells))
+        arguments = [names[n] for n in code.co_varnames[: code.co_argcount]]
+        options = {n: names[n] for n in code.co_varnames[code.co_argcount : at]}
+        if code.co_flags & 0x04:  # *args
+            arguments += names[code.co_varnames[at]]
+            at += 1
+        if code.co_flags & 0x08:  # **kwargs
+            options |= names[code.co_varnames[at]]
+
+        def first(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+            tx = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+            if tx.output.root_tx.f_code is function.__code__:
+                backend(gm, inputs)
+
+            def stop(*args: Any) -> Any:
+                raise Traced
+
+            return stop
+
+        sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
+        try:
+            with sizes, torch.no_grad():
+                torch.compile(function, backend=first)(*arguments, **options)
+        except Traced:
+            pass
+
+
+class AnyLength:
+    """Runs a graph traced for any length in the place of one traced for one length.
+
+    Args:
+        static: the graph whose inputs come and whose outputs are expected.
+        gm: the graph for any length; ``tokens`` is its symbol.
+
+    Raises:
+        UnsupportedAttention: the two do not compute the same things.
+    """
+
+    def __init__(self, static: fx.GraphModule, gm: fx.GraphModule, tokens: Any, length: int) -> None:
+        self.tokens, self.length = tokens, length
+        at = {source_name(node): i for i, node in enumerate(placeholders(static.graph))}
+        self._read: list[Callable[[Sequence[Any]], Any]] = []
+        sizes: dict[str, tuple[int, int]] = {}  # by symbol: a tensor input that has it, and the dimension
+        for node in placeholders(gm.graph):
+            name, x = source_name(node), value(node)
+            if name in at:
+                self._read.append(self._reader(at[name], x))
+                for dim, size in enumerate(x.shape if isinstance(x, torch.Tensor) else ()):
+                    sizes.setdefault(str(size), (len(self._read) - 1, dim))
+            elif isinstance(x, torch.SymInt):
+                self._read.append(functools.partial(self._size, sizes, str(x)))
+            else:
+                raise self._different(f"it also reads {name}")
+        known = {source_name(node): value(node) for node in placeholders(gm.graph)}
+        for node in placeholders(static.graph):
+            name, x = source_name(node), value(node)
+            if isinstance(x, torch.Tensor):
+                like = known.get(name, x)
+                if any(symbolic(size) and not symbolic(other) for size, other in zip(x.shape, like.shape, strict=True)):
+                    raise self._different(f"the size of {name} is a constant there")
+            elif name not in known and not re.search(r"\.(size|stride|storage_offset)\(\)", name):
+                raise self._different(f"it does not read {name}")
+        self._outputs = self._match(static, gm)
+
+    def _different(self, why: str) -> UnsupportedAttention:
+        return UnsupportedAttention(f"the model computes something else for a row of {self.length} tokens than for longer ones "
+                                    f"({why}); pad the step: metadata.padded(2, num_reqs), and a token more")
+
+    def _reader(self, index: int, x: Any) -> Callable[[Sequence[Any]], Any]:
+        dims = [d for d, size in enumerate(x.shape) if str(size) == str(self.tokens)] if isinstance(x, torch.Tensor) else []
+
+        def read(args: Sequence[Any]) -> Any:
+            found = args[index]
+            for dim in dims if self.length == 1 else ():
+                found = torch.cat([found, torch.zeros_like(found)], dim)
+            return found
+
+        return read
+
+    def _size(self, sizes: dict[str, tuple[int, int]], symbol: str, args: Sequence[Any]) -> int:
+        index, dim = sizes[symbol]
+        return self._read[index](args).shape[dim]
+
+    def _match(self, static: fx.GraphModule, gm: fx.GraphModule) -> list[list[int]]:
+        """For each output, its dimensions over tokens. Raises UnsupportedAttention."""
+        ours, theirs = (g.graph.output_node().args[0] for g in (gm, static))
+        found = []
+        for mine, other in zip(ours, theirs, strict=len(ours) == len(theirs)):  # type: ignore[arg-type]
+            x, y = value(mine), value(other)
+            shape = list(x.shape) if isinstance(x, torch.Tensor) else [x]
+            dims = [d for d, size in enumerate(shape) if str(size) == str(self.tokens)]
+            shape = [self.length if d in dims else size for d, size in enumerate(shape)]
+            if type(x) is not type(y) and (isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor)) \
+                    or shape != (list(y.shape) if isinstance(y, torch.Tensor) else [y]) \
+                    or getattr(x, "dtype", None) != getattr(y, "dtype", None):
+                raise self._different(f"an output is {y}, not {x}")
+            found.append(dims)
+        if len(ours) != len(theirs):  # type: ignore[arg-type]
+            raise self._different(f"{len(theirs)} outputs, not {len(ours)}")  # type: ignore[arg-type]
+        return found
+
+    def step(self, step: Step) -> Step:
+        """``step`` for the padded row; the same for all calls in it."""
+        if self.length != 1:
+            return step
+        if "padded" not in step.states:
+            metadata = step.metadata.padded(2, step.metadata.num_reqs)
+            step.states["padded"] = replace(step, metadata=metadata, states={}, planned=set())
+        return step.states["padded"]
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs of the graph for any length, from those of the static one."""
+        return [read(args) for read in self._read]
+
+    def outputs(self, out: Sequence[Any]) -> tuple[Any, ...]:
+        """The outputs that the static graph would have."""
+        found = []
+        for x, dims in zip(out, self._outputs, strict=True):
+            for dim in dims:
+                x = x.narrow(dim, 0, self.length) if isinstance(x, torch.Tensor) else self.length
+            found.append(x)
+        return tuple(found)
+
+
+def is_static(gm: fx.GraphModule) -> bool:
+    """Whether the graph was traced for rows of one length: no input has a symbolic second dimension."""
+    tensors = [value(n) for n in placeholders(gm.graph) if not is_module_tensor(n)]
+    return not any(isinstance(x, torch.Tensor) and x.dim() > 1 and symbolic(x.shape[1]) for x in tensors)
+
+
+__all__ = ["TRACED_TOKENS", "AnyLength", "Traced", "TracedCall", "is_static"]
