@@ -15,7 +15,7 @@ from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
 from quire.attn_ops.conformance.batches import Failure
 from quire.attn_ops.conformance.checks import DIMS, PAGE_SIZES, Kit, Skip
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
-from quire.attn_ops.registry import broken_backends, get_backend
+from quire.attn_ops.registry import get_backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         backend = get_backend(given.backend)
     except ValueError as error:
-        print(error, *(f"{name} {why}" for name, why in broken_backends().items()), sep="\n", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     device = given.device or ("cuda" if "cuda" in backend.capabilities.devices and torch.cuda.is_available() else "cpu")
     dtype, kv_dtype = (getattr(torch, name) if name else None for name in (given.dtype, given.kv_dtype))

@@ -174,16 +174,13 @@ def sources(device: torch.device) -> list[list[Measurement]]:
 def decide(usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
            kv_dtype: torch.dtype | None = None, layout: str | None = None) -> Decision | None:
     """The rule, for ``usable`` backends in order of priority; None if the measurements do not decide."""
-    for rows in sources(device):
-        made = _decide(rows, usable, sites, device, page_size, kv_dtype, layout)
-        if made is not None:
-            return made
-    return None
+    classes = Counter((ShapeClass.of(s, page_size, kv_dtype, layout), s.num_kv_heads, s.window, s.chunk) for s in sites)
+    return next(filter(None, (_decide(rows, usable, sites, classes, device) for rows in sources(device))), None)
 
 
 def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite],
-            device: torch.device, page_size: int, kv_dtype: torch.dtype | None, layout: str | None) -> Decision | None:
-    classes = Counter((ShapeClass.of(s, page_size, kv_dtype, layout), s.num_kv_heads, s.window, s.chunk) for s in sites)
+            classes: Counter[tuple[Any, ...]], device: torch.device) -> Decision | None:
+    """``classes``: layers by ShapeClass and variant."""
     found = [(_comparable(rows, usable, shape, variant), layers) for (shape, *variant), layers in classes.items()]
     measured = [b for b in usable if all(b.name in by_name for by_name, _ in found)]
     if not found or not measured or measured[0] is not usable[0]:
