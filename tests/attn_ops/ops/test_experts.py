@@ -79,9 +79,9 @@ def test_definition_sums_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("change, match", [
-    (dict(x=torch.zeros(2, 5)), "does not go with weights"), (dict(x=torch.zeros(2, 4, dtype=torch.float16)), "does not go"),
-    (dict(transposed=True), "does not go with weights"), (dict(bias=torch.zeros(3, 4)), "bias"),
-    (dict(ids=torch.zeros(3, 1, dtype=torch.int64)), "2 rows do not go"), (dict(ids=torch.zeros(2, 1)), "do not go with ids"),
+    (dict(x=torch.zeros(2, 5)), "does not match weights"), (dict(x=torch.zeros(2, 4, dtype=torch.float16)), "does not match"),
+    (dict(transposed=True), "does not match weights"), (dict(bias=torch.zeros(3, 4)), "bias"),
+    (dict(ids=torch.zeros(3, 1, dtype=torch.int64)), "2 rows do not match"), (dict(ids=torch.zeros(2, 1)), "do not match ids"),
     (dict(x=torch.zeros(0, 4)), "0 rows"),
 ], ids=lambda c: next(iter(c)) if isinstance(c, dict) else "")
 def test_wrong_arguments(change: dict[str, Any], match: str) -> None:
