@@ -27,7 +27,7 @@ from quire.passes.compile.ahead import CompileAhead, StepShape, _Batch, as_induc
 from quire.passes.options import QuireOptions
 from tests.tiny import load_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WIDTH = 8
 
 
@@ -100,7 +100,9 @@ def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.Mon
     launched: set[Launch] = set()
     for module in (decode, extend, write):
         def record(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
-            launched.add(Launch.of(kernel, args, options))
+            with recording() as found:
+                launch(kernel, grid, *args, **options)
+            launched.update(found)
             launch(kernel, grid, *args, **options)
 
         monkeypatch.setattr(module, "launch", record)
