@@ -101,7 +101,7 @@ def rope_kv_write_eager(
         q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head, before the rotation or after it; None: no norm.
         eps: of the norms.
         k_cache, v_cache: of the layer, (num_pages, page_size, Hkv, D or Dv); see PagedKVCache.
-        k_scale, v_scale: (num_pages, page_size, Hkv) of a quantised cache, else None.
+        k_scale, v_scale: (num_pages, page_size, Hkv) of a quantized cache, else None.
         slot_mapping: (T,) int64; a token with slot -1 is not written.
         interleaved, half_tables, norm_after, norm_offset: see above.
     """

@@ -45,7 +45,7 @@ def small_linear_eager(
     """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
 
     Args:
-        bias: (N,). norm_weight: (K,), of an RMSNorm applied to x first, as Llama's is written: normalised in fp32, rounded to
+        bias: (N,). norm_weight: (K,), of an RMSNorm applied to x first, like Llama's: normalized in fp32, rounded to
             x's dtype, times the weight. eps: of the norm. residual: of the result's shape, added last.
         swiglu: the first N / 2 rows of ``weight`` are the gate, the others the up projection.
         scale: (N,) float32, of a quantized weight, whose codes ``weight`` holds (int8 or float8_e4m3fn).

@@ -29,9 +29,7 @@ from quire.passes.options import QuireOptions
 from tests.tiny import load_model
 
 ROOT = Path(__file__).resolve().parents[3]
-WIDTH, CPU = 8, torch.device("cpu")
-TARGET = ("cuda", 90, 32)
-SOME = {Launch("module", str(i), (), ()) for i in range(20)}
+WIDTH = 8
 
 
 def kernel(x, n, m, SIZE: tl.constexpr, scale=1.0):  # noqa: F821
@@ -103,7 +101,9 @@ def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.Mon
     launched: set[Launch] = set()
     for module in (decode, extend, write):
         def record(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
-            launched.add(Launch.of(kernel, args, options))
+            with recording() as found:
+                launch(kernel, grid, *args, **options)
+            launched.update(found)
             launch(kernel, grid, *args, **options)
 
         monkeypatch.setattr(module, "launch", record)
