@@ -193,6 +193,14 @@ def test_closed_after_a_change_that_cannot_be_served(model: Any) -> None:
     model(torch.tensor([IDS])).logits.sum().backward()
 
 
+def test_a_closed_engine_leaves_its_model_alone(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(model, **OPTIONS)
+    engine.close()
+    scale(model)
+    assert [engine.step() for _ in range(9)] == [[]] * 9
+    assert not caplog.messages
+
+
 def test_dynamo_reset(engine: Engine, model: Any) -> None:
     torch._dynamo.reset()
     assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
