@@ -160,7 +160,7 @@ def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> st
         a, b = before.get(name, _OTHER), after.get(name, _OTHER)
         if a != b:
             if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
-                return f"{where}.{name}: moved in memory"
+                return f"{where}.{name}: another tensor, or moved in memory"
             return f"{where}.{name}: {_text(a)} -> {_text(b)}"
     return None
 
@@ -230,7 +230,8 @@ class ModelGuard:
 
     def _buffer(self, b: torch.Tensor) -> Any:
         read = (self._buffer_values or not b.dtype.is_floating_point) and id(b) not in self._updated
-        return _Tensor(type(b), b.dtype, b.device, addresses_of(b) if self._addresses else (), _version(b) if read else 0)
+        place = addresses_of(b) if self._addresses else _Same(b) if read else ()
+        return _Tensor(type(b), b.dtype, b.device, place, _version(b) if read else 0)
 
     def _elsewhere(self) -> list[tuple[str, dict[str, Any]]]:
         """Facts outside single modules, by owner: configs, classes, hooks of all modules."""
