@@ -126,15 +126,15 @@ class Engine:
 
     @locked
     def step(self) -> list[StreamEvent]:
-        """Launch the next batch and collect results. Returns the events since the last ``step`` of requests from
-        ``add_request``; an event's ``index`` is the request's id."""
+        """Launch the next batch and collect results. Returns the new events of requests from ``add_request``; their ``index``
+        is the request's id."""
         self._step()
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     @locked
     def _step(self) -> None:
+        if self._closed:
+            return
         if (change := self._live.change(everything=False)) is not None:
             self._trace_again(change)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
@@ -227,8 +227,6 @@ class Engine:
                 reason, error = FinishReason.ERROR, detokenizer.error
         output.finish_reason, output.error = reason.value, error
         request.inbox.append(StreamEvent(output.index, tokens or [], text, True, output))
-
-    # -- whole runs -------------------------------------------------------------------------------------------------
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                raise_on_error: bool | None = None) -> Iterator[StreamEvent]:

@@ -9,7 +9,7 @@ import torch
 
 from quire.graph_runner import loading
 from quire.graph_runner.config import EngineConfig
-from quire.graph_runner.model_guard import ModelGuard
+from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
 
@@ -34,10 +34,11 @@ class LiveModel:
         self.config = replace(self.config, num_pages=self.num_pages)
 
     def _trace(self) -> None:
+        versions = buffer_versions(self.model)
         with own_forward(self.model):
             self.runner = ModelRunner(self.model, self.config)
         self._guard = ModelGuard(self.model, addresses=self.runner.device.type == "cuda", reads=self.runner.paged.reads or None,
-                                 buffer_values=any(site.route != "interface" for site in self.runner.sites))
+                                 buffer_values=any(site.route != "interface" for site in self.runner.sites), versions=versions)
 
     def change(self, everything: bool = True) -> str | None:
         """Describes a change of the model since it was traced, or None. ``everything``: compare the whole model, else the next

@@ -17,7 +17,7 @@ import dis
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +160,7 @@ def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> st
         a, b = before.get(name, _OTHER), after.get(name, _OTHER)
         if a != b:
             if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
-                return f"{where}.{name}: moved in memory"
+                return f"{where}.{name}: another tensor, or moved in memory"
             return f"{where}.{name}: {_text(a)} -> {_text(b)}"
     return None
 
@@ -182,11 +182,14 @@ class ModelGuard:
         addresses: parameters and buffers must stay at their addresses (a captured CUDA graph reads them).
         reads: names of the attributes that the trace read; None: all count.
         buffer_values: the values of all buffers were read, not only those of integer and bool buffers.
+        versions: ``buffer_versions`` from before the model ran. Buffers that its forward updates are not compared.
     """
 
     def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Collection[str] | None = None,
-                 buffer_values: bool = False) -> None:
+                 buffer_values: bool = False, versions: Mapping[int, int] | None = None) -> None:
         self._model, self._addresses, self._buffer_values = model, addresses, buffer_values
+        now = buffer_versions(model)
+        self._updated = {key for key, version in (versions or {}).items() if now.get(key, version) != version}
         self._reads = None if reads is None else frozenset(reads)
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
@@ -226,8 +229,9 @@ class ModelGuard:
         }
 
     def _buffer(self, b: torch.Tensor) -> Any:
-        read = (self._buffer_values or not b.dtype.is_floating_point) and not b.is_inference()
-        return _Tensor(type(b), b.dtype, b.device, addresses_of(b) if self._addresses else (), b._version if read else 0)
+        read = (self._buffer_values or not b.dtype.is_floating_point) and id(b) not in self._updated
+        place = addresses_of(b) if self._addresses else _Same(b) if read else ()
+        return _Tensor(type(b), b.dtype, b.device, place, _version(b) if read else 0)
 
     def _elsewhere(self) -> list[tuple[str, dict[str, Any]]]:
         """Facts outside single modules, by owner: configs, classes, hooks of all modules."""
@@ -293,6 +297,15 @@ def _is_class_default(module: torch.nn.Module, name: str, value: Any) -> bool:
     return type(value) in _PLAIN and getattr(type(module), name, _OTHER) == value
 
 
+def _version(buffer: torch.Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version  # inference tensors have none
+
+
+def buffer_versions(model: torch.nn.Module) -> dict[int, int]:
+    """The version of each buffer, by its id; in-place updates increase it."""
+    return {id(b): _version(b) for b in model.buffers()}
+
+
 def _find_configs(where: str, holder: Any, found: dict[int, tuple[str, Any]]) -> None:
     """Add the configs among the attributes of ``holder``, and theirs, to ``found``, with their names."""
     for name, value in vars(holder).items():
@@ -301,4 +314,4 @@ def _find_configs(where: str, holder: Any, found: dict[int, tuple[str, Any]]) ->
             _find_configs(f"{where}.{name}", value, found)
 
 
-__all__ = ["ModelGuard"]
+__all__ = ["ModelGuard", "buffer_versions"]

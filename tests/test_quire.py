@@ -56,7 +56,7 @@ def test_names_are_lazy_and_typed() -> None:
     (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
     imports = {alias.asname: str(node.module) for node in typed.body if isinstance(node, ast.ImportFrom)
                for alias in node.names}
-    assert sorted(imports) == quire.__all__ and set(quire.__all__) <= set(dir(quire))
+    assert sorted(imports) == sorted(quire.__all__) and set(quire.__all__) <= set(dir(quire))
     for name, module in imports.items():
         assert getattr(quire, name) is getattr(import_module(module), name)
     with pytest.raises(AttributeError, match="module 'quire' has no attribute 'Motor'; it has AttentionBackend, .*, Engine"):

@@ -344,6 +344,11 @@ def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
         assert tokens(engine.generate(prompts, GREEDY)) == expected
         ours.load_state_dict(donor.state_dict())
         assert tokens(engine.generate(prompts, GREEDY)) == changed
+        runner, runner_pages = engine.runner, engine.runner.cache.num_pages
+        for p, new in zip(ours.parameters(), model.parameters(), strict=True):  # elsewhere in memory: captured again
+            p.data = new.detach().clone()
+        assert tokens(engine.generate(prompts, GREEDY)) == expected
+        assert engine.runner is not runner and engine.runner.cache.num_pages == runner_pages
 
 
 ALONE = pytest.mark.alone  # they look at the free memory, or take all of it

@@ -193,6 +193,14 @@ def test_closed_after_a_change_that_cannot_be_served(model: Any) -> None:
     model(torch.tensor([IDS])).logits.sum().backward()
 
 
+def test_a_closed_engine_leaves_its_model_alone(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(model, **OPTIONS)
+    engine.close()
+    scale(model)
+    assert [engine.step() for _ in range(9)] == [[]] * 9
+    assert not caplog.messages
+
+
 def test_dynamo_reset(engine: Engine, model: Any) -> None:
     torch._dynamo.reset()
     assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
@@ -245,3 +253,23 @@ def test_a_mask_updated_in_place() -> None:
                 with torch.no_grad():
                     ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
             assert output.token_ids == ids[7:] != before
+
+
+class Counting(Masked):
+    """Updates a buffer in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        x = (self.embed(input_ids) + position_ids[..., None] * 0.01).unflatten(-1, (2, 8)).transpose(1, 2)
+        return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_a_buffer_that_the_forward_updates_is_no_change() -> None:
+    with Engine(Counting(), max_model_len=32, page_size=4, **OPTIONS) as engine:
+        runner = engine.runner
+        assert len(engine.generate([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))[0].token_ids) == 6
+        assert engine.runner is runner

@@ -76,6 +76,9 @@ def test_buffers_whose_values_were_read() -> None:
     loose, strict = ModelGuard(m, addresses=False), ModelGuard(m, addresses=False, buffer_values=True)
     m.mask.fill_(1.0)
     assert loose.change() is None and strict.change().startswith("Module.mask: Tensor (torch.float32, cpu, version 0) -> ")
+    strict = ModelGuard(m, addresses=False, buffer_values=True)
+    m.mask = torch.zeros(2, 2).fill_(1.0)
+    assert loose.change() is None and strict.change() == "Module.mask: another tensor, or moved in memory"
 
 
 def test_a_patched_class(monkeypatch) -> None:
@@ -226,4 +229,4 @@ def test_weights_may_change_in_place() -> None:
         m[0].weight.add_(1)
     assert loose.change() is None and strict.change() is None
     m[0].weight.data = torch.zeros(2, 2)
-    assert loose.change() is None and strict.change() == "0.weight: moved in memory"
+    assert loose.change() is None and strict.change() == "0.weight: another tensor, or moved in memory"

@@ -29,7 +29,9 @@ from quire.passes.options import QuireOptions
 from tests.tiny import load_model
 
 ROOT = Path(__file__).resolve().parents[3]
-WIDTH = 8
+WIDTH, CPU = 8, torch.device("cpu")
+TARGET = ("cuda", 90, 32)
+SOME = {Launch("module", str(i), (), ()) for i in range(20)}
 
 
 def kernel(x, n, m, SIZE: tl.constexpr, scale=1.0):  # noqa: F821
