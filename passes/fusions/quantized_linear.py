@@ -38,8 +38,8 @@ def by_rows(weight: Any) -> bool:
     if type(weight).__name__ not in ("Int8Tensor", "Float8Tensor") or not type(weight).__module__.startswith("torchao."):
         return False
     codes, scale, zero = weight.qdata, weight.scale, getattr(weight, "zero_point", None)
-    return (weight.act_quant_kwargs is None and weight.dtype in (torch.bfloat16, torch.float16) and codes.dtype in QUANTIZED_WEIGHT_DTYPES
-            and codes.dim() == 2 and codes.shape == weight.shape and codes.stride() == (codes.shape[1], 1)
+    return (weight.act_quant_kwargs is None and weight.dtype in (torch.bfloat16, torch.float16)
+            and codes.dtype in QUANTIZED_WEIGHT_DTYPES and codes.dim() == 2 and codes.shape == weight.shape and codes.stride() == (codes.shape[1], 1)
             and scale.dtype == torch.float32 and scale.shape == (codes.shape[0], 1)
             and (zero is None or not bool(zero.any()))
             and getattr(weight, "act_pre_scale", None) is None)  # of the activations (AWQ, SmoothQuant)

@@ -450,4 +450,4 @@ def test_import_without_triton_and_without_cuda_context():
             "import torch; from quire.attn_ops.backends.triton import BACKEND\n"
             "assert 'pip install triton' in BACKEND.available(torch.device('cuda'))\n"
             "assert not torch.cuda.is_initialized()")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
