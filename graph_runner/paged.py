@@ -34,6 +34,7 @@ from quire.passes.options import QuireOptions
 logger = logging.getLogger(__name__)
 #: Arguments of ``generate`` beside the generation config that the engine honours.
 _HONOURED = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "streamer"})
+_INTEGERS = ("eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
 def paged(model: Any = None, **options: Any) -> Any:
@@ -175,6 +176,8 @@ class PagedGenerate(OnInstance):
             return "it was given an empty batch", None
         if model.training:
             return "the model is in training mode", None
+        if (method := _own_method(model, self._original)) is not None:
+            return f"{method} is the model's own, and not transformers'", None
         if torch.is_autocast_enabled(model.device.type):
             return "torch.autocast is on, and an engine computes in the model's own dtypes", None
         # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).
@@ -182,6 +185,9 @@ class PagedGenerate(OnInstance):
         own, base = model.generation_config, given.get("generation_config")
         try:
             config, rest = model._prepare_generation_config(base, **options)
+            odd = [name for name in _INTEGERS if not _of_integers(getattr(config, name, None))]
+            if odd:
+                return f"{', '.join(odd)} is not of integers", None
             if all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
                 config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
             params, unsupported = SamplingParams.from_generation_config(config, prompt_length=ids.shape[1])
@@ -203,6 +209,8 @@ class PagedGenerate(OnInstance):
             return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}", None
         if mask is not None and not bool(mask[:, -1].bool().all()):
             return "the last token of a prompt is masked (set tokenizer.padding_side = 'left')", None
+        if 0 < params.top_p < torch.finfo(torch.float32).tiny:
+            return "top_p is 0 in float32", None
         streamer = given.get("streamer")
         if streamer is not None and (len(ids) > 1 or params.n > 1):
             return "a streamer with several sequences", None
@@ -214,6 +222,9 @@ class PagedGenerate(OnInstance):
                 return "the last token of a prompt is padding (set tokenizer.padding_side = 'left')", None
         rows = ids.tolist()
         keep = [[True] * ids.shape[1]] * len(rows) if mask is None else mask.bool().tolist()
+        holes = any(False in ks[ks.index(True) :] for ks in keep if True in ks)
+        if holes and any(site.window or site.chunk for site in self.engine.runner.sites):
+            return "the attention_mask has holes, and transformers counts them in windows and chunks", None
         prompts = [[t for t, k in zip(row, ks, strict=True) if k] for row, ks in zip(rows, keep, strict=True)]
         assert params.max_tokens is not None
         longest = max(map(len, prompts), default=0) + params.max_tokens
@@ -247,6 +258,27 @@ class PagedGenerate(OnInstance):
         for i, output in enumerate(outputs):
             new[i, : len(output.token_ids)] = torch.tensor(output.token_ids)
         return torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
+
+
+def _own_method(model: torch.nn.Module, generate: Any) -> str | None:
+    """A method of transformers' GenerationMixin that the model, or a class of its own, has redefined; None if there is none."""
+    from transformers import GenerationMixin
+
+    if generate is not None:
+        return "generate"
+    for name, method in vars(GenerationMixin).items():
+        if name.startswith("__") or not callable(getattr(GenerationMixin, name)):
+            continue
+        found = model.__dict__.get(name) if name != "generate" else None
+        found = found or inspect.unwrap(getattr(type(model), name, method))
+        if not getattr(found, "__module__", "").startswith("transformers."):
+            return name
+    return None
+
+
+def _of_integers(x: Any) -> bool:
+    """Whether ``x`` is None, an integer or a sequence of integers."""
+    return x is None or all(isinstance(each, int) for each in (x if isinstance(x, (list, tuple)) else [x]))
 
 
 def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ carries and the op cannot say (a mask, a position bias, sparse indices) is refus
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +24,10 @@ from quire.passes.eager import paged_eager
 NAME = "quire"
 _HERE: ContextVar[bool] = ContextVar("quire_interface_active", default=False)  # in this thread
 
+#: Implementations that compute what the semantic op does. None: not chosen yet.
+_EQUIVALENT = frozenset({None, NAME, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
+                         "flash_attention_4"})
+_FLASH_KERNELS = re.compile(r"kernels-community/(vllm-)?flash-attn\d?(@\w+)?")  # of flash_attention_2, ...
 # Keyword arguments that do not change what attention computes for one call of ours: bookkeeping of transformers' own
 # caches and kernels. Anything else that is not None (or False) is refused, so that a new feature cannot be dropped.
 _HARMLESS = frozenset({
@@ -111,12 +116,38 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def check_implementation(name: str | None) -> None:
+    """Refuse an attention or mask function that the user registered: switching it over would replace it.
+
+    Raises:
+        UnsupportedAttention: ``name`` is not known to mean the semantic op, or its functions are not transformers' own.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = name.removeprefix("paged|") if name is not None else None
+    known = plain in _EQUIVALENT or _FLASH_KERNELS.fullmatch(plain or "") is not None
+    functions = [] if name == NAME else [table[name] for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+                                         if name in table]
+    own = all(getattr(f, "__module__", "").startswith("transformers.") for f in functions)
+    if not known or not own:
+        raise UnsupportedAttention(
+            f"the model's attention implementation {name!r} is " + ("registered by the user" if functions else "unknown")
+            + ", and quire's attention would replace it; set_attn_implementation('sdpa') lets quire serve the model.")
+
+
 @contextlib.contextmanager
 def interface_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards."""
+    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards.
+
+    Raises:
+        UnsupportedAttention: the user chose an implementation of their own.
+    """
     register()
     configs = configs_of(model)
     before = [c._attn_implementation_internal for c in configs]
+    for name in before:
+        check_implementation(name)
     for config in configs:
         config._attn_implementation_internal = NAME
     token = _HERE.set(True)
@@ -128,4 +159,4 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = name
 
 
-__all__ = ["NAME", "attention_function", "configs_of", "interface_active", "register", "uses_interface"]
+__all__ = ["NAME", "attention_function", "check_implementation", "configs_of", "interface_active", "register", "uses_interface"]

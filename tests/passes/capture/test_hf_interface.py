@@ -20,6 +20,7 @@ from quire.passes.capture.hf_interface import (
     _HERE,
     NAME,
     attention_function,
+    check_implementation,
     configs_of,
     interface_active,
     register,
@@ -152,6 +153,34 @@ def test_without_a_step_the_model_is_what_it_was(name) -> None:
         if other.grad is not None:
             # Gradients pass through twice as many sums as the forward.
             assert (mine.grad - other.grad).abs().max() <= 4 * TOLERANCE * other.grad.abs().max() + 1e-9, parameter_name
+
+
+def mine(*args, **kwargs):
+    raise AssertionError("called")
+
+
+@pytest.mark.parametrize("table", [transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS,
+                                   transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS], ids=["attention", "mask"])
+@pytest.mark.parametrize("name", ["mine", "sdpa"])
+def test_functions_of_the_users_are_refused(name, table, monkeypatch) -> None:
+    """Under a name of their own, and in the place of transformers'."""
+    model = model_of("llama")
+    monkeypatch.setitem(table, name, mine)
+    model.config._attn_implementation_internal = name
+    with pytest.raises(UnsupportedAttention, match=f"attention implementation '{name}' is registered by the user"):
+        find_sites(model)
+    assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize("name, known", [
+    ("flash_attention_2", True), ("paged|sdpa", True), ("kernels-community/flash-attn2", True), ("flex_attention", True),
+    ("kernels-community/other", False), ("my-sdpa", False)])
+def test_names_of_implementations(name, known) -> None:
+    if known:
+        check_implementation(name)
+    else:
+        with pytest.raises(UnsupportedAttention, match="is unknown, and quire's attention would replace it"):
+            check_implementation(name)
 
 
 # A paged step with no compiler.
