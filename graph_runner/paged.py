@@ -1,8 +1,8 @@
 """``quire.paged``: one line on a Hugging Face model, or a decorator on a forward.
 
-On a model: ``model.generate`` runs on an engine of quire, and everything else of the model stays as it is. What the engine
-cannot honour (beam search, penalties, assistants, embeddings as input, ...) goes to the model's own ``generate``, with one
-warning that says why: the result is then Hugging Face's, slower but never different from what was asked.
+On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is. Calls that the engine cannot honour
+(beam search, penalties, assistants, embeddings as input, methods of the model's own, ...) go to the model's own ``generate``,
+with one warning per reason.
 
 On a forward: inside ``quire.step`` it is traced, lowered to paged attention and compiled; outside it is the plain forward.
 """
@@ -50,7 +50,7 @@ def paged(model: Any = None, **options: Any) -> Any:
         ``model.generate.close()`` gives everything back.
 
     Raises:
-        TypeError: neither a model with a ``generate`` of its own nor a function, or an option that there is not.
+        TypeError: neither a model with ``generate`` nor a function, or an unknown option.
     """
     if model is None:
         return functools.partial(paged, **options)
@@ -75,7 +75,7 @@ def paged(model: Any = None, **options: Any) -> Any:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raises TypeError for what is no option of ``quire.Engine``: now, and not at the first ``generate``."""
+    """Raises TypeError for unknown options of ``quire.Engine``, before the first ``generate``."""
     known = [name for name in inspect.signature(Engine).parameters if name != "model"]
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -89,7 +89,7 @@ class PagedGenerate(OnInstance):
         self.model, self._options = model, options
         self._original = model.__dict__.get("generate")
         self._engine: Engine | None = None
-        self._warned: set[str] = set()
+        self.warned: set[str] = set()
         self._making = threading.RLock()  # threads that share the model share its engine
         self._class_generate: Callable[..., Any] = getattr(type(model), "generate")  # noqa: B009
         functools.update_wrapper(self, self._class_generate)
@@ -101,8 +101,7 @@ class PagedGenerate(OnInstance):
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it, made when first asked for, and again when the model has changed (a hook, a layer) or the trace
-        is gone."""
+        """The engine, made at first use, and again when the model has changed (a hook, a layer) or the trace is gone."""
         with self._making:
             change = None if self._engine is None else self._engine.watch.change()
             if self._engine is not None and change is None and not self._engine.runner.paged.traced:
@@ -128,15 +127,15 @@ class PagedGenerate(OnInstance):
         set_own_copies(self.model, False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying: all but the engine, which a copy makes for itself, and the wrapped function's looks."""
-        return {name: self.__dict__[name] for name in ("model", "_options", "_original", "_warned")}
+        """For pickling and copying: without the engine, which a copy makes for itself."""
+        return {name: self.__dict__[name] for name in ("model", "_options", "_original", "warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _engine=None, _warned=set(state["_warned"]), _making=threading.RLock(),
+        self.__dict__.update(state, _engine=None, warned=set(state["warned"]), _making=threading.RLock(),
                              _class_generate=type(state["model"]).generate)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a call by name; None if transformers' generate has no such call, and is to say so itself."""
+        """The arguments of a call by name; None if they do not fit transformers' generate, which then raises."""
         signature = inspect.signature(self._class_generate)
         try:
             given = dict(signature.bind(self.model, *args, **kwargs).arguments)
@@ -146,7 +145,7 @@ class PagedGenerate(OnInstance):
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-            elif parameter.kind is parameter.VAR_POSITIONAL:  # a wrapper's generate, which passes on what it gets
+            elif parameter.kind is parameter.VAR_POSITIONAL:  # the generate of a wrapper
                 rest = given.pop(parameter.name, ())
                 if len(rest) > 1 or (rest and "inputs" in given):
                     return None
@@ -157,14 +156,14 @@ class PagedGenerate(OnInstance):
         given = self._bound(args, kwargs)
         why, job = ("its arguments do not fit the signature of generate", None) if given is None else self._understand(given)
         if job is None:
-            if why not in self._warned:
-                self._warned.add(why)
+            if why not in self.warned:
+                self.warned.add(why)
                 warnings.warn(f"quire: generate() runs on transformers' own code, not paged, because {why}", stacklevel=2)
             return self._plain(*args, **kwargs)
         return self._run(*job)
 
     def _understand(self, kwargs: dict[str, Any]) -> tuple[str, Any]:
-        """The call as the arguments of ``_run``; or None and the reason it cannot be served."""
+        """("", the arguments of ``_run``), or the reason why the engine cannot serve the call, and None."""
         model: Any = self.model
         given = {k: v for k, v in kwargs.items() if v is not None}
         if "inputs" in given and "input_ids" in given:
@@ -282,9 +281,9 @@ def _of_integers(x: Any) -> bool:
 
 
 def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The decorator: a compiled version of the forward for each module it is called on, used inside paged steps."""
+    """The decorator: inside paged steps it calls a version of the forward compiled for each module."""
     opts = QuireOptions.of({"compiler": "inductor" if torch.cuda.is_available() else "eager", **options})
-    # One would be traced again for each module, and Dynamo traces one at most eight times. A plain function has one.
+    # One per module, as Dynamo traces a code object at most eight times. A plain function has one.
     compiled: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(forward)

@@ -55,7 +55,7 @@ def paged_model():
 
 @pytest.fixture
 def model(paged_model):
-    paged_model.generate._warned.clear()
+    paged_model.generate.warned.clear()
     yield paged_model
     assert_idle(paged_model.generate.engine)
 
@@ -554,7 +554,7 @@ def test_pickled() -> None:
     model, want = quire.paged(small(), **SMALL), generated(small())
     assert generated(model) == want
     copied = pickle.loads(pickle.dumps(model))
-    assert isinstance(copied.generate, PagedGenerate) and copied.generate._engine is None
+    assert isinstance(copied.generate, PagedGenerate)
     assert generated(copied) == want and copied.generate.engine is not model.generate.engine
     for m in (model, copied):
         m.generate.close()
