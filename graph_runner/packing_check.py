@@ -1,13 +1,12 @@
-"""A trial before serving: do sequences that share a batch leave each other alone, and tokens those before them?
+"""A trial batch before serving: sequences in one batch must not affect each other, nor tokens those before them.
 
-Engines pack sequences into one row of tokens, and only attention is told where each begins. The passes refuse graphs with
-operations they know to mix tokens (``passes/verify/sites.py``); this is the check that knows no operations. It runs two short
-sequences three times through the compiled model: once as they are, once with the later tokens of the first one changed, once
-in the other order. Whatever a token must not depend on has changed then, and its logits must not have.
+The passes refuse graphs with operations that mix tokens of a packed row (``passes/verify/sites.py``); this check is independent
+of the operations. It runs two short sequences three times through the compiled model: as they are, with the later tokens of the
+first one changed, and in the other order. The logits of tokens that must not depend on the change must stay.
 
-Equal kernels on equal shapes give equal bits, so most models are exact here. Where the order of sums depends on other rows (a
-mixture of experts gathers tokens by expert), the difference is rounding: it is measured against what the changed tokens did
-to the logits of their own sequence, which is what a leak would be like.
+Most models are exact: equal kernels on equal shapes give equal bits. Where the order of sums depends on other rows (a mixture
+of experts gathers tokens by expert), the difference is rounding, and is compared with the effect of the changed tokens on their
+own sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
-_LENGTHS, _SAME = (6, 5), 2  # tokens of the two sequences; of the first one, so many at its start are never changed
+_LENGTHS, _SAME = (6, 5), 2  # tokens of the two sequences; tokens at the start of the first one that are never changed
 TRIAL = BatchShape(sum(_LENGTHS), len(_LENGTHS))
 #: Largest change that is rounding, as a share of the change in the sequence's own logits.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -61,7 +60,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         cache = PagedKVCache.for_sites(sites, num_pages=1 + sum(pages), page_size=page_size, device=device, dtype=kv_dtype,
                                        layout=layout)
         table = [list(range(1 + sum(pages[:i]), 1 + sum(pages[: i + 1]))) for i in range(len(pages))]
-        # As wide as the engine's table: kernels are chosen by it, and these are those that will serve.
+        # As wide as the engine's table, by which kernels are chosen.
         table = [[*row, *[0] * (pages_for(max_model_len, page_size) - len(row))] for row in table]
         meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
         ids = torch.cat(sequences).to(device)
@@ -94,8 +93,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
 
 
 def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> None:
-    """A sequence's positions are 0, 1, 2, ...: is that what the model counts by itself? (RoBERTa's begin at padding_idx + 1.)
-    The same kernels run with and without them, so that a difference is no rounding."""
+    """Refuse a model whose own positions are not 0, 1, 2, ... (RoBERTa's begin at padding_idx + 1). The same kernels run with
+    and without positions, so a difference is not rounding."""
     try:
         own = paged.by_itself(ids, None).float()
     except Exception as error:  # it may need them, or something else that the engine does without

@@ -1,8 +1,8 @@
 """``quire.paged``: one line on a Hugging Face model, or a decorator on a forward.
 
-On a model: ``model.generate`` runs on an engine of quire, and everything else of the model stays as it is. What the engine
-cannot honour (beam search, penalties, assistants, embeddings as input, ...) goes to the model's own ``generate``, with one
-warning that says why: the result is then Hugging Face's, slower but never different from what was asked.
+On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is. Calls that the engine cannot honour
+(beam search, penalties, assistants, embeddings as input, methods of the model's own, ...) go to the model's own ``generate``,
+with one warning per reason.
 
 On a forward: inside ``quire.step`` it is traced, lowered to paged attention and compiled; outside it is the plain forward.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 import types
 import warnings
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.step import current_step
+from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generation_config import from_generation_config
 from quire.graph_runner.paged_forward import OnInstance, PagedForward, restore_attribute, set_own_copies
@@ -32,9 +32,9 @@ from quire.passes.capture.errors import unwrapped
 from quire.passes.fx import with_own_code
 from quire.passes.options import QuireOptions
 
-logger = logging.getLogger(__name__)
 #: Arguments of ``generate`` beside the generation config that the engine honours.
 _HONOURED = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "streamer"})
+_INTEGERS = ("eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
 def paged(model: Any = None, **options: Any) -> Any:
@@ -50,7 +50,7 @@ def paged(model: Any = None, **options: Any) -> Any:
         ``model.generate.close()`` gives everything back.
 
     Raises:
-        TypeError: neither a model with a ``generate`` of its own nor a function, or an option that there is not.
+        TypeError: neither a model with ``generate`` nor a function, or an unknown option.
     """
     if model is None:
         return functools.partial(paged, **options)
@@ -62,7 +62,7 @@ def paged(model: Any = None, **options: Any) -> Any:
         if not hasattr(type(model), "generate"):
             raise TypeError(f"{type(model).__name__} has no generate(); decorate its forward with quire.paged, or use "
                             "quire.Engine(model)")
-        _check_options(options)
+        EngineConfig.of({name: value for name, value in options.items() if name != "tokenizer"})  # now, not at the first generate
         if isinstance(model.generate, PagedGenerate):
             model.generate.close()
         object.__setattr__(model, "generate", PagedGenerate(model, options))
@@ -74,14 +74,6 @@ def paged(model: Any = None, **options: Any) -> Any:
     raise TypeError(f"quire.paged takes a model or a forward function, got {type(model).__name__}")
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    """Raises TypeError for what is no option of ``quire.Engine``: now, and not at the first ``generate``."""
-    known = [name for name in inspect.signature(Engine).parameters if name != "model"]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise TypeError(f"quire.Engine has no option {', '.join(unknown)}; it has {', '.join(known)}")
-
-
 class PagedGenerate(OnInstance):
     """``model.generate`` after ``quire.paged``. Callable like transformers' own."""
 
@@ -89,7 +81,7 @@ class PagedGenerate(OnInstance):
         self.model, self._options = model, options
         self._original = model.__dict__.get("generate")
         self._engine: Engine | None = None
-        self._warned: set[str] = set()
+        self.warned: set[str] = set()
         self._making = threading.RLock()  # threads that share the model share its engine
         self._class_generate: Callable[..., Any] = getattr(type(model), "generate")  # noqa: B009
         functools.update_wrapper(self, self._class_generate)
@@ -120,15 +112,15 @@ class PagedGenerate(OnInstance):
         set_own_copies(self.model, False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying: all but the engine, which a copy makes for itself, and the wrapped function's looks."""
-        return {name: self.__dict__[name] for name in ("model", "_options", "_original", "_warned")}
+        """For pickling and copying: without the engine, which a copy makes for itself."""
+        return {name: self.__dict__[name] for name in ("model", "_options", "_original", "warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _engine=None, _warned=set(state["_warned"]), _making=threading.RLock(),
+        self.__dict__.update(state, _engine=None, warned=set(state["warned"]), _making=threading.RLock(),
                              _class_generate=type(state["model"]).generate)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a call by name; None if transformers' generate has no such call, and is to say so itself."""
+        """The arguments of a call by name; None if they do not fit transformers' generate, which then raises."""
         signature = inspect.signature(self._class_generate)
         try:
             given = dict(signature.bind(self.model, *args, **kwargs).arguments)
@@ -138,7 +130,7 @@ class PagedGenerate(OnInstance):
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-            elif parameter.kind is parameter.VAR_POSITIONAL:  # a wrapper's generate, which passes on what it gets
+            elif parameter.kind is parameter.VAR_POSITIONAL:  # the generate of a wrapper
                 rest = given.pop(parameter.name, ())
                 if len(rest) > 1 or (rest and "inputs" in given):
                     return None
@@ -149,14 +141,14 @@ class PagedGenerate(OnInstance):
         given = self._bound(args, kwargs)
         why, job = ("its arguments do not fit the signature of generate", None) if given is None else self._understand(given)
         if job is None:
-            if why not in self._warned:
-                self._warned.add(why)
+            if why not in self.warned:
+                self.warned.add(why)
                 warnings.warn(f"quire: generate() runs on transformers' own code, not paged, because {why}", stacklevel=2)
             return self._plain(*args, **kwargs)
         return self._run(*job)
 
     def _understand(self, kwargs: dict[str, Any]) -> tuple[str, Any]:
-        """The call as the arguments of ``_run``; or None and the reason it cannot be served."""
+        """("", the arguments of ``_run``), or the reason why the engine cannot serve the call, and None."""
         model: Any = self.model
         given = {k: v for k, v in kwargs.items() if v is not None}
         if "inputs" in given and "input_ids" in given:
@@ -168,6 +160,8 @@ class PagedGenerate(OnInstance):
             return "it was given an empty batch", None
         if model.training:
             return "the model is in training mode", None
+        if (method := _own_method(model, self._original)) is not None:
+            return f"{method} is the model's own, and not transformers'", None
         if torch.is_autocast_enabled(model.device.type):
             return "torch.autocast is on, and an engine computes in the model's own dtypes", None
         # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).
@@ -175,6 +169,9 @@ class PagedGenerate(OnInstance):
         own, base = model.generation_config, given.get("generation_config")
         try:
             config, rest = model._prepare_generation_config(base, **options)
+            odd = [name for name in _INTEGERS if not _of_integers(getattr(config, name, None))]
+            if odd:
+                return f"{', '.join(odd)} is not of integers", None
             if all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
                 config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
             params, unsupported = from_generation_config(config, ids.shape[1])
@@ -196,6 +193,8 @@ class PagedGenerate(OnInstance):
             return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}", None
         if mask is not None and not bool(mask[:, -1].bool().all()):
             return "the last token of a prompt is masked (set tokenizer.padding_side = 'left')", None
+        if 0 < params.top_p < torch.finfo(torch.float32).tiny:
+            return "top_p is 0 in float32", None
         streamer = given.get("streamer")
         if streamer is not None and (len(ids) > 1 or params.n > 1):
             return "a streamer with several sequences", None
@@ -207,6 +206,9 @@ class PagedGenerate(OnInstance):
                 return "the last token of a prompt is padding (set tokenizer.padding_side = 'left')", None
         rows = ids.tolist()
         keep = [[True] * ids.shape[1]] * len(rows) if mask is None else mask.bool().tolist()
+        holes = any(False in ks[ks.index(True) :] for ks in keep if True in ks)
+        if holes and any(site.window or site.chunk for site in self.engine.runner.sites):
+            return "the attention_mask has holes, and transformers counts them in windows and chunks", None
         prompts = [[t for t, k in zip(row, ks, strict=True) if k] for row, ks in zip(rows, keep, strict=True)]
         assert params.max_tokens is not None
         longest = max(map(len, prompts), default=0) + params.max_tokens
@@ -224,7 +226,7 @@ class PagedGenerate(OnInstance):
         if streamer is not None:
             streamer.put(ids.cpu())
         outputs = []
-        for event in self.engine.stream(prompts, each):
+        for event in self.engine.stream(prompts, each, raise_on_error=False):
             if streamer is not None and event.token_ids:
                 streamer.put(torch.tensor(event.token_ids))
             if event.finished:
@@ -235,6 +237,9 @@ class PagedGenerate(OnInstance):
         for output in outputs:
             if output.error is not None:
                 raise ValueError(f"row {output.index // params.n}: {output.error}")
+            if output.finish_reason == "abort":  # the engine was closed meanwhile: the row is incomplete
+                raise RuntimeError(f"row {output.index // params.n} was aborted after {len(output.token_ids)} tokens: the engine was "
+                                   "closed or replaced while generate() ran")
         longest = max(len(o.token_ids) for o in outputs)
         new = torch.full((len(outputs), longest), pad)
         for i, output in enumerate(outputs):
@@ -242,10 +247,31 @@ class PagedGenerate(OnInstance):
         return torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
 
 
+def _own_method(model: torch.nn.Module, generate: Any) -> str | None:
+    """A method of transformers' GenerationMixin that the model, or a class of its own, has redefined; None if there is none."""
+    from transformers import GenerationMixin
+
+    if generate is not None:
+        return "generate"
+    for name, method in vars(GenerationMixin).items():
+        if name.startswith("__") or not callable(getattr(GenerationMixin, name)):
+            continue
+        found = model.__dict__.get(name) if name != "generate" else None
+        found = found or inspect.unwrap(getattr(type(model), name, method))
+        if not getattr(found, "__module__", "").startswith("transformers."):
+            return name
+    return None
+
+
+def _of_integers(x: Any) -> bool:
+    """Whether ``x`` is None, an integer or a sequence of integers."""
+    return x is None or all(isinstance(each, int) for each in (x if isinstance(x, (list, tuple)) else [x]))
+
+
 def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The decorator: a compiled version of the forward for each module it is called on, used inside paged steps."""
+    """The decorator: inside paged steps it calls a version of the forward compiled for each module."""
     opts = QuireOptions.of({"compiler": "inductor" if torch.cuda.is_available() else "eager", **options})
-    # One would be traced again for each module, and Dynamo traces one at most eight times. A plain function has one.
+    # One per module, as Dynamo traces a code object at most eight times. A plain function has one.
     compiled: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(forward)

@@ -21,7 +21,7 @@ from quire.passes.verify.sites import check_config
 
 
 class OnInstance:
-    """Stands in the ``__dict__`` of one instance, ``model``, in place of a method, and knows whose it is."""
+    """Replaces a method in the ``__dict__`` of one instance, ``model``."""
 
     model: torch.nn.Module
 
@@ -33,8 +33,8 @@ class OnInstance:
 
 
 class OwnCopies:
-    """Mixed into the class of a paged model, so that a copy which shares its ``__dict__`` (``copy.copy``, a replica of
-    ``nn.DataParallel``) runs itself: what stands in the ``__dict__`` would run the model that was copied."""
+    """Mixin of a paged model's class: a copy that shares the ``__dict__`` (``copy.copy``, replicas of ``nn.DataParallel``) runs
+    its own modules, not those of the model that was copied."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -46,7 +46,7 @@ class OwnCopies:
         return replica
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By the class that can be imported, which is not this one."""
+        """Pickle by the importable class."""
         made = super().__reduce_ex__(max(int(protocol), 2))
         plain = type(self).__dict__.get("_plain_class")
         if plain is None or not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def _bind(model: Any) -> None:
 
 
 def _with_own_copies(plain: type) -> type:
-    """The class with ``OwnCopies``, one for each class, by the same name: configs and messages have the name of a class."""
+    """The class with ``OwnCopies``, made once per class, under the same name, which configs and messages show."""
     subclasses: list[type] = plain.__subclasses__()
     for known in subclasses:
         if known.__dict__.get("_plain_class") is plain:
@@ -76,7 +76,7 @@ def _with_own_copies(plain: type) -> type:
 
 
 def set_own_copies(model: torch.nn.Module, own: bool) -> None:
-    """Give the model ``OwnCopies``, or the class it had before. A class that somebody else put on top stays."""
+    """Give the model ``OwnCopies``, or the class it had before. A class put on top by others stays."""
     cls = type(model)
     if own and not issubclass(cls, OwnCopies):
         object.__setattr__(model, "__class__", _with_own_copies(cls))
@@ -85,7 +85,7 @@ def set_own_copies(model: torch.nn.Module, own: bool) -> None:
 
 
 class PagedForward(OnInstance):
-    """Stands in ``model.__dict__["forward"]``; what stood there before (a forward patched on the instance) runs inside it."""
+    """Replaces ``model.__dict__["forward"]``; a forward patched on the instance before runs inside it."""
 
     def __init__(self, model: torch.nn.Module, attention: str) -> None:
         self.model, self.attention = model, attention
@@ -93,7 +93,7 @@ class PagedForward(OnInstance):
         functools.update_wrapper(self, type(model).forward)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling and copying: without the wrapped function's looks."""
+        """For pickling and copying: without the attributes of the wrapped function."""
         return {name: self.__dict__[name] for name in ("model", "attention", "original")}
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ class PagedForward(OnInstance):
 
 
 def restore_attribute(model: torch.nn.Module, name: str, original: Any) -> None:
-    """Put back what an instance had of its own under ``name``; None: nothing, the class's shows again."""
+    """Put back an instance's own attribute; None: it had none."""
     model.__dict__.pop(name, None)
     if original is not None:
         object.__setattr__(model, name, original)
@@ -131,7 +131,7 @@ def restore_attribute(model: torch.nn.Module, name: str, original: Any) -> None:
 
 @contextlib.contextmanager
 def own_forward(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the model has the forward it had before ``quire.paged``; for tracing it, hooks and all."""
+    """While inside, the model has the forward it had before ``quire.paged``, for tracing."""
     standing = model.__dict__.get("forward")
     if not isinstance(standing, PagedForward):
         yield

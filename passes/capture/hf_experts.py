@@ -1,17 +1,15 @@
-"""Mixtures of experts in transformers: their experts by way of ``quire::expert_linear``.
+"""Mixtures of experts in transformers, computed by ``quire::expert_linear`` on a GPU.
 
-transformers' experts modules, every class under ``use_experts_implementation``, call
-``ALL_EXPERTS_FUNCTIONS[config._experts_implementation]``. An experts function of ours, registered as ``"quire"``, is there
-while a model on a GPU is traced, or runs a paged step: what transformers' ``batched_mm_experts_forward`` computes, with the op
-in the place of its two products.
+Experts modules (classes under transformers' ``use_experts_implementation``) call
+``ALL_EXPERTS_FUNCTIONS[config._experts_implementation]``. While a model is traced or runs a paged step, that is our function,
+registered as ``"quire"``. It computes what transformers' ``batched_mm_experts_forward`` does.
 
     before  sort, count, gather rows -> grouped_mm -> gate -> grouped_mm -> weigh, gather back, sum     (or a loop on the host)
     after   expert_linear -> gate -> expert_linear -> weigh and sum
 
-Its own implementation is kept by a model on a CPU, where PyTorch's grouped product is the faster one; by one whose user
-chose a kernel (deepgemm, sonicmoe, ...); and by one with anything that this file does not know: weights that are no plain
-tensors, an option of the decorator that is new. "eager", transformers' loop over the experts in use, is replaced as well: it
-computes the same, and cannot be traced into one graph.
+A model keeps its own implementation on a CPU, where torch's grouped GEMM is faster; if the user chose a kernel (deepgemm,
+sonicmoe, ...); and with anything unknown here, such as weights that are not plain tensors or a new option of the decorator.
+"eager", transformers' loop over the experts in use, is replaced: it cannot be traced into one graph.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_linear
 
 logger = logging.getLogger(__name__)
 NAME = "quire"
-#: Implementations that compute the same, and are nobody's choice of a kernel. None: an experts module without a model.
+#: Implementations that compute the same and choose no kernel. None: an experts module without a model.
 _REPLACED = (None, "eager", "batched_mm", "grouped_mm")
-#: Parameters of transformers' decorator; one that is not here may say something of the computation.
+#: Parameters of transformers' decorator; an unknown one may change the computation.
 _KNOWN_OPTIONS = frozenset({"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate",
                             "has_post_expert_norm"})
-_BEFORE: dict[int, str | None] = {}  # by the id of a config that is switched over: what it said
+_BEFORE: dict[int, str | None] = {}  # the implementation of a config that is switched over, by its id
 
 
 def experts_function(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
                      *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The experts function that transformers calls: (T, H) rows, (T, k) ids of experts and (T, k) weights -> (T, H).
+    """The experts function that transformers calls: (T, H) rows, (T, k) expert ids and (T, k) weights -> (T, H).
 
-    Ids past the last expert (those of other devices, with expert parallelism) add nothing. Called in another way than
-    transformers' own functions, it hands over to the implementation that the model had.
+    Ids past the last expert (of other devices, with expert parallelism) add nothing. A call with other arguments than those of
+    transformers' own functions goes to the implementation that the model had.
     """
     unknown = [name for name, given in kwargs.items() if given is not None]
     if args or unknown or hidden_states.dim() != 2 or top_k_index.dim() != 2:
@@ -72,7 +70,7 @@ def _say_once(text: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _say(text: str) -> None:
-    """A line of the log, while Dynamo traces too."""
+    """Log once, also while Dynamo traces."""
     _say_once(text)
 
 
@@ -83,7 +81,7 @@ def _interface() -> Any:
 
 
 def _find_class(kind: Any) -> Any:
-    """The class, ``kind`` or a base, whose forward asks transformers' interface; None if there is none."""
+    """The class, ``kind`` or a base, whose forward calls transformers' interface; None if there is none."""
     for each in kind.__mro__:
         forward = each.__dict__.get("forward")
         if inspect.isfunction(forward) and "experts_interface" in forward.__code__.co_freevars:
@@ -91,7 +89,7 @@ def _find_class(kind: Any) -> Any:
     return None
 
 
-_find_class_once: Any = functools.cache(_find_class)  # Dynamo ignores caches, and warns of them
+_find_class_once: Any = functools.cache(_find_class)  # not traced: Dynamo ignores caches with a warning
 
 
 def _class_of(module: torch.nn.Module) -> Any:
@@ -99,7 +97,7 @@ def _class_of(module: torch.nn.Module) -> Any:
 
 
 def _unknown(module: torch.nn.Module) -> str | None:
-    """Why the function does not know this experts module; None if it does."""
+    """Why ``experts_function`` cannot compute this module; None if it can."""
     kind = _class_of(module)
     if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
         return "it has an interface of its own"
@@ -118,12 +116,12 @@ def _unknown(module: torch.nn.Module) -> str | None:
 
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of ``model`` that ask transformers' interface for an implementation of their experts."""
+    """The experts modules of ``model`` that call transformers' interface."""
     return [m for m in model.modules() if _class_of(m) is not None]
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
-    """The configs to switch over. Modules may share one: all of them must be known. Says which it leaves alone, and why."""
+    """The configs to switch over: those all of whose modules are known. Logs which are left alone, and why."""
     modules = experts_of(model)
     if not modules:
         return []
@@ -162,20 +160,15 @@ def register() -> None:
 
 
 def wanted(model: torch.nn.Module) -> bool:
-    """Are the op's kernels there for this model: is it on a GPU?"""
+    """Whether the model is on a GPU, where the op has kernels."""
     first = next(model.parameters(), None)
     return first is not None and first.is_cuda
 
 
 @contextlib.contextmanager
 def experts_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the experts of a model on a GPU run by the op. The old implementation names come back afterwards.
-
-    A model without experts, and all models where transformers has no such interface, are left alone.
-    """
-    configs = []
-    if wanted(model):
-        configs = _configs(model)
+    """While inside, the experts of a model on a GPU run by the op. The old implementation names come back afterwards."""
+    configs = _configs(model) if wanted(model) else []
     if configs:
         register()
     before = [c._experts_implementation_internal for c in configs]

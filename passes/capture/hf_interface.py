@@ -1,14 +1,15 @@
-"""Route 1: the Hugging Face attention interface.
+"""The Hugging Face attention interface.
 
 transformers' models call ``ALL_ATTENTION_FUNCTIONS[config._attn_implementation]`` with query, key and value after rope, keys
-not repeated, and scale, window, softcap and sinks as values. An attention function of ours, registered as ``"quire"``, turns
-that call into the semantic op; a name without a mask function makes transformers build no mask at all. What the call
-carries and the op cannot say (a mask, a position bias, sparse indices) is refused here, where it is seen.
+not repeated, and scale, window, softcap and sinks as values. Our function, registered as ``"quire"``, turns the call into the
+semantic op. No mask function goes with the name, so transformers builds no mask. What the op cannot express (a mask, a position
+bias, sparse indices) is refused here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -21,10 +22,15 @@ from quire.attn_ops.step import current_step
 from quire.passes.eager import paged_eager
 
 NAME = "quire"
-_HERE: ContextVar[bool] = ContextVar("quire_interface_active", default=False)  # in this thread
+#: Whether this thread is inside ``interface_active``.
+ACTIVE: ContextVar[bool] = ContextVar("quire_interface_active", default=False)
 
-# Keyword arguments that do not change what attention computes for one call of ours: bookkeeping of transformers' own
-# caches and kernels. Anything else that is not None (or False) is refused, so that a new feature cannot be dropped.
+#: Implementations that compute what the semantic op does. None: not chosen yet.
+_EQUIVALENT = frozenset({None, NAME, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
+                         "flash_attention_4"})
+_FLASH_KERNELS = re.compile(r"kernels-community/(vllm-)?flash-attn\d?(@\w+)?")  # of flash_attention_2, ...
+# Keyword arguments that do not change what a call computes: bookkeeping of transformers' caches and kernels. Any other that is
+# not None or False is refused.
 _HARMLESS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "deterministic",
@@ -67,7 +73,7 @@ def attention_function(
         out = attention(*args, **options)
     elif (step := current_step()) is not None:
         out = paged_eager(step, *args, **options)
-    elif _HERE.get():
+    elif ACTIVE.get():
         out = attention(*args, **options)
     else:
         # No mask was built for our name, so a padded batch would come out wrong.
@@ -79,7 +85,7 @@ def attention_function(
 
 
 def _chunk(module: Any, layer: int) -> int | None:
-    """Llama 4's chunked layers say so only in the mask, which is not built here; the config has it too."""
+    """The chunk of Llama 4's chunked layers, from the config: the call shows it only in the mask, which is not built."""
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     if types and 0 <= layer < len(types) and types[layer] == "chunked_attention":
@@ -88,7 +94,7 @@ def _chunk(module: Any, layer: int) -> int | None:
 
 
 def register() -> None:
-    """Make transformers know the name. No mask function goes with it, on purpose: then none is built."""
+    """Register the name with transformers; without a mask function, so that no mask is built."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:
@@ -96,7 +102,7 @@ def register() -> None:
 
 
 def uses_interface(model: torch.nn.Module) -> bool:
-    """Does this transformers model route its attention through the interface? (Models that do not keep F.sdpa.)"""
+    """Whether this transformers model routes its attention through the interface, not straight to F.sdpa."""
     check = getattr(model, "_can_set_attn_implementation", None)
     return bool(check is not None and check() and getattr(model, "_supports_attention_backend", True))
 
@@ -111,21 +117,48 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def check_implementation(name: str | None) -> None:
+    """Refuse an attention or mask function that the user registered: switching it over would replace it.
+
+    Raises:
+        UnsupportedAttention: ``name`` is not known to mean the semantic op, or its functions are not transformers' own.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = name.removeprefix("paged|") if name is not None else None
+    known = plain in _EQUIVALENT or _FLASH_KERNELS.fullmatch(plain or "") is not None
+    functions = [] if name == NAME else [table[name] for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+                                         if name in table]
+    own = all(getattr(f, "__module__", "").startswith("transformers.") for f in functions)
+    if not known or not own:
+        raise UnsupportedAttention(
+            f"the model's attention implementation {name!r} is " + ("registered by the user" if functions else "unknown")
+            + ", and quire's attention would replace it; set_attn_implementation('sdpa') lets quire serve the model.")
+
+
 @contextlib.contextmanager
 def interface_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards."""
+    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards.
+
+    Raises:
+        UnsupportedAttention: the user chose an implementation of their own.
+    """
     register()
     configs = configs_of(model)
     before = [c._attn_implementation_internal for c in configs]
+    for name in before:
+        check_implementation(name)
     for config in configs:
         config._attn_implementation_internal = NAME
-    token = _HERE.set(True)
+    token = ACTIVE.set(True)
     try:
         yield
     finally:
-        _HERE.reset(token)
+        ACTIVE.reset(token)
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation_internal = name
 
 
-__all__ = ["NAME", "attention_function", "configs_of", "interface_active", "register", "uses_interface"]
+__all__ = ["ACTIVE", "NAME", "attention_function", "check_implementation", "configs_of", "interface_active", "register",
+           "uses_interface"]

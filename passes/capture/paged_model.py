@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quire.attn_ops.attention import AttentionSite
@@ -27,6 +28,7 @@ from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_backend
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.errors import unwrapped
+from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.reads import names_read
@@ -67,6 +69,7 @@ class PagedModel:
         self.model, self.config, self.draws, self.weights = model, getattr(model, "config", None), draws, FusedWeights()
         if self.config is not None:
             check_config(self.config, self.options.max_model_len)
+            check_checkpoint(model)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
@@ -119,6 +122,7 @@ class PagedModel:
             except Exception as error:
                 raise unwrapped(error, self.model) from error
         _ = self.sites  # verified here, not at the first step
+        check_logits(self.model, self.num_logits)
         return compiled
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
@@ -129,7 +133,11 @@ class PagedModel:
         if self._keep_name is not None:
             options[self._keep_name] = logits_indices
         out = _logits_of(self._call(input_ids=input_ids, position_ids=position_ids, **options))
-        logits = out[0] if self._keep_name is not None else out[0][logits_indices]
+        if out.dim() != 3:
+            raise UnsupportedAttention("the model has no language-model head: its logits are not (batch, tokens, vocabulary)")
+        # Some models take logits_to_keep and ignore it.
+        kept = self._keep_name is not None and not statically_known_true(out.shape[1] == input_ids.shape[1])
+        logits = out[0] if kept else out[0][logits_indices]
         # Tokens are chosen here, inside the compiled graph; -1 where logits are NaN, or all -inf.
         if sampling:
             return logits, sample_tokens(logits, *sampling)
@@ -258,7 +266,11 @@ class PagedModel:
 
 
 def _logits_of(out: Any) -> torch.Tensor:
-    return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.logits
+    if isinstance(out, (torch.Tensor, tuple)):
+        return out if isinstance(out, torch.Tensor) else out[0]
+    if not hasattr(out, "logits"):
+        raise UnsupportedAttention("the model has no language-model head: its result has no logits")
+    return out.logits
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
+from typing import Any
 
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 
-# transformers sets a context variable in each forward and sets it back; rotary embeddings of some kinds update themselves and
-# the rope parameters of their config for the length at hand (those whose frequencies come of it are refused by their config).
-_OWN_CHANGES = re.compile(r"^G\['__import_transformers_|rotary|\.config\b")
+#: What transformers' rotary embeddings of some types set on themselves in each forward, behind a layer type or not. Those whose
+#: frequencies follow from it are refused by their config.
+_ROTARY = re.compile(r"(\w+_)?(long_inv_freq|original_inv_freq|inv_freq|max_seq_len_cached|attention_scaling)")
+#: What their initialization sets in the rope parameters of their config.
+_ROPE_KEYS = frozenset({"rope_type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "truncate",
+                        "short_factor", "long_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale",
+                        "mscale_all_dim", "low_freq_factor", "high_freq_factor"})
 
 
 def check_side_effects() -> None:
@@ -20,15 +26,51 @@ def check_side_effects() -> None:
     Raises:
         UnsupportedAttention: names the objects.
     """
-    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    output: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     if not hasattr(output, "get_replayed_side_effect_source_refs"):
         return
-    sources = [str(source) for source in output.get_replayed_side_effect_source_refs()]
-    changed = [_readable(s) for s in sources if not _OWN_CHANGES.search(s)]
+    written = {_name(var): var for var in getattr(output.side_effects, "id_to_variable", {}).values()}
+    changed = [_readable(str(source)) for source in output.get_replayed_side_effect_source_refs()
+               if not _is_transformers_own(str(source), written.get(str(source)), output)]
     if changed:
         raise UnsupportedAttention(
             f"the model's forward, or a hook of it, changes what outlives the call: {', '.join(changed[:5])}. It runs only "
             "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record")
+
+
+def _name(variable: Any) -> str:
+    name = getattr(getattr(variable, "source", None), "name", "")
+    return name() if callable(name) else str(name)
+
+
+def _is_transformers_own(source: str, variable: Any, output: Any) -> bool:
+    """Whether transformers itself makes this change: its context variables, and a rotary module with its config."""
+    try:
+        found = _resolve(source, output)
+    except Exception:
+        return False
+    attributes = set(output.side_effects.store_attr_mutations.get(variable, {}))
+    if _of_transformers(found) and type(found).__name__ == "CompileableContextVar":
+        return attributes <= {"global_var", "compiling"}  # set in each forward, and reset at its end
+    if isinstance(found, torch.nn.Module):
+        return _of_transformers(found) and hasattr(found, "rope_type") and all(map(_ROTARY.fullmatch, attributes))
+    if _of_transformers(found) and hasattr(found, "rope_parameters"):
+        return bool(attributes) and attributes <= {"rope_parameters"}
+    if type(found) is dict and ".rope_parameters" in source:
+        owner = _resolve(source.rpartition(".rope_parameters")[0], output)
+        keys = {key.vt.as_python_constant() for key in getattr(variable, "items", {})}
+        return _of_transformers(owner) and keys <= _ROPE_KEYS | set(found)
+    return False
+
+
+def _resolve(source: str, output: Any) -> Any:
+    """The object of a source, which is a Python expression over local and global variables and imported modules."""
+    source = re.sub(r"^G\['__import_(\w+)'\]", lambda match: f"modules[{match[1].replace('_dot_', '.')!r}]", source)
+    return eval(source, {"L": output.local_scope, "G": output.global_scope, "modules": sys.modules})
+
+
+def _of_transformers(found: Any) -> bool:
+    return type(found).__module__.startswith("transformers.")
 
 
 def _readable(source: str) -> str:

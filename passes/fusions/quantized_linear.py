@@ -39,7 +39,8 @@ def by_rows(weight: Any) -> bool:
         return False
     codes, scale, zero = weight.qdata, weight.scale, getattr(weight, "zero_point", None)
     return (weight.act_quant_kwargs is None and weight.dtype in (torch.bfloat16, torch.float16)
-            and codes.dtype in QUANTIZED_WEIGHT_DTYPES and codes.dim() == 2 and codes.shape == weight.shape and codes.stride() == (codes.shape[1], 1)
+            and codes.dtype in QUANTIZED_WEIGHT_DTYPES and codes.dim() == 2
+            and codes.shape == weight.shape and codes.stride() == (codes.shape[1], 1)
             and scale.dtype == torch.float32 and scale.shape == (codes.shape[0], 1)
             and (zero is None or not bool(zero.any()))
             and getattr(weight, "act_pre_scale", None) is None)  # of the activations (AWQ, SmoothQuant)

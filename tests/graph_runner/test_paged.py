@@ -18,6 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
     StoppingCriteriaList,
     TextStreamer,
 )
@@ -53,7 +55,7 @@ def paged_model():
 
 @pytest.fixture
 def model(paged_model):
-    paged_model.generate._warned.clear()
+    paged_model.generate.warned.clear()
     yield paged_model
     assert_idle(paged_model.generate.engine)
 
@@ -271,6 +273,59 @@ def test_falls_back_with_one_warning(name, plain, model, batch, tokenizer) -> No
         assert torch.equal(a, b)
     if name == "scores":
         assert torch.equal(torch.stack(got.scores), torch.stack(want.scores))
+
+
+class OwnMethod(LlamaForCausalLM):
+    def _get_logits_processor(self, *args, **kwargs):
+        return LogitsProcessorList([*super()._get_logits_processor(*args, **kwargs), lambda ids, scores: -scores])
+
+
+class OwnGenerate(LlamaForCausalLM):
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, **kwargs).flip(1)
+
+
+def on_instance(model: nn.Module) -> nn.Module:
+    own = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda ids, **kwargs: own(ids.clamp_min(7), **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("build, method", [
+    (lambda: OwnMethod(small().config).eval(), "_get_logits_processor"),
+    (lambda: OwnGenerate(small().config).eval(), "generate"),
+    (lambda: on_instance(small()), "prepare_inputs_for_generation"),
+], ids=["method", "generate", "instance"])
+def test_methods_of_the_models_own_count(build, method) -> None:
+    model, want = build(), small().state_dict()
+    model.load_state_dict(want)
+    want = generated(model)
+    with pytest.warns(UserWarning, match=f"because {method} is the model's own, and not transformers'"):
+        assert generated(quire.paged(model, **SMALL)) == want
+    model.generate.close()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(eos_token_id=torch.tensor(12)), "eos_token_id is not of integers"),
+    (dict(max_new_tokens=torch.tensor(5)), "max_new_tokens is not of integers"),
+    (dict(do_sample=True, top_p=1e-46), "top_p is 0 in float32"),
+])
+def test_numbers_as_transformers_reads_them(options, message, plain, model, batch) -> None:
+    with pytest.warns(UserWarning, match=message):
+        same(plain, model, **batch, **{"max_new_tokens": 5, **options})
+
+
+def test_masks_with_holes_and_windows() -> None:
+    """transformers counts masked tokens in a window."""
+    ids, mask = torch.tensor([[5, 6, 7, 8, 9, 3]]), torch.tensor([[1, 0, 0, 1, 1, 1]])
+    config = MistralConfig(**{**small().config.to_dict(), "sliding_window": 4, "model_type": "mistral"})
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).eval()
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=8)
+    quire.paged(model, **SMALL)
+    with pytest.warns(UserWarning, match="the attention_mask has holes"):
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8), want)
+    model.generate.close()
 
 
 def test_embeddings_alone(plain, model, batch) -> None:
@@ -499,7 +554,7 @@ def test_pickled() -> None:
     model, want = quire.paged(small(), **SMALL), generated(small())
     assert generated(model) == want
     copied = pickle.loads(pickle.dumps(model))
-    assert isinstance(copied.generate, PagedGenerate) and copied.generate._engine is None
+    assert isinstance(copied.generate, PagedGenerate)
     assert generated(copied) == want and copied.generate.engine is not model.generate.engine
     for m in (model, copied):
         m.generate.close()

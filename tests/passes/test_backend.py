@@ -21,7 +21,7 @@ from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
-from quire.attn_ops.step import Step, current_step, running
+from quire.attn_ops.step import Step, running
 from quire.passes.backend import QuireBackend, quire_backend
 from quire.passes.options import QuireOptions
 from quire.passes.step import step
@@ -249,46 +249,11 @@ def test_refused_models_still_run_plain() -> None:
     assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
 
 
-def test_the_row_must_be_as_long_as_the_metadata_says() -> None:
-    quire = compiled(tiny())
-    with pytest.raises(ValueError, match="the model ran on 9 tokens inside a paged step whose metadata has 7"):
-        with step(cache(), metadata(7, 7)), torch.no_grad():
-            quire(inputs(9)[0][None], torch.arange(9)[None])
-
-
-def test_a_layer_missing_from_the_cache() -> None:
+def test_layers_and_cache_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"the KV cache has no layer 1; its layers are \[0\]"):
         run(compiled(tiny()), inputs(9)[0], 0, 9, cache(num_layers=1))
-
-
-def test_a_step_that_ran_unpaged_is_noticed() -> None:
-    model, (sequence,) = tiny(), inputs(9)
-    with pytest.raises(RuntimeError, match=r"layers \[0, 1\] of the KV cache were not attended through quire"):
-        run(model, sequence, 0, 9, cache())  # never compiled
     with pytest.raises(RuntimeError, match=r"layers \[2\] of the KV cache were not attended"):
-        run(compiled(model), sequence, 0, 9, cache(num_layers=3))
-
-
-def test_step_errors() -> None:
-    kv = cache()
-    with step(kv, metadata(1, 1)) as current:
-        assert current_step() is current
-        current.served.update({0, 1})
-        with pytest.raises(RuntimeError, match="one paged step at a time"), step(kv, metadata(1, 1)):
-            pass
-    assert current_step() is None
-    with pytest.raises(ValueError, match="the metadata was built for pages of 4 tokens, the cache has pages of 8"):
-        with step(cache(page_size=8), metadata(1, 1)):
-            pass
-    with pytest.raises(ValueError, match="the metadata is on cpu, the cache on meta"):
-        with step(cache(device="meta"), metadata(1, 1)):
-            pass
-    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
-        with step(kv, metadata(1, 1), attention="nope"):
-            pass
-    with pytest.raises(KeyError), step(kv, metadata(1, 1)):
-        raise KeyError("the error of the body, not one about layers that were not served")
-    assert current_step() is None
+        run(compiled(tiny()), inputs(9)[0], 0, 9, cache(num_layers=3))
 
 
 # Options.

@@ -17,9 +17,10 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, running
 from quire.passes.capture.hf_interface import (
-    _HERE,
+    ACTIVE,
     NAME,
     attention_function,
+    check_implementation,
     configs_of,
     interface_active,
     register,
@@ -35,9 +36,9 @@ TOLERANCE = 1e-5
 @pytest.fixture(autouse=True)
 def inside():
     """As where ``interface_active`` is: the function is called by a model that quire has switched over."""
-    token = _HERE.set(True)
+    token = ACTIVE.set(True)
     yield
-    _HERE.reset(token)
+    ACTIVE.reset(token)
 
 
 def test_outside_quire_it_is_refused() -> None:
@@ -154,6 +155,34 @@ def test_without_a_step_the_model_is_what_it_was(name) -> None:
             assert (mine.grad - other.grad).abs().max() <= 4 * TOLERANCE * other.grad.abs().max() + 1e-9, parameter_name
 
 
+def mine(*args, **kwargs):
+    raise AssertionError("called")
+
+
+@pytest.mark.parametrize("table", [transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS,
+                                   transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS], ids=["attention", "mask"])
+@pytest.mark.parametrize("name", ["mine", "sdpa"])
+def test_functions_of_the_users_are_refused(name, table, monkeypatch) -> None:
+    """Under a name of their own, and in the place of transformers'."""
+    model = model_of("llama")
+    monkeypatch.setitem(table, name, mine)
+    model.config._attn_implementation_internal = name
+    with pytest.raises(UnsupportedAttention, match=f"attention implementation '{name}' is registered by the user"):
+        find_sites(model)
+    assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize("name, known", [
+    ("flash_attention_2", True), ("paged|sdpa", True), ("kernels-community/flash-attn2", True), ("flex_attention", True),
+    ("kernels-community/other", False), ("my-sdpa", False)])
+def test_names_of_implementations(name, known) -> None:
+    if known:
+        check_implementation(name)
+    else:
+        with pytest.raises(UnsupportedAttention, match="is unknown, and quire's attention would replace it"):
+            check_implementation(name)
+
+
 # A paged step with no compiler.
 
 
@@ -187,15 +216,6 @@ def test_eager_paged_step_refuses_what_the_backend_cannot() -> None:
     with torch.no_grad(), interface_active(model), running(Step(cache, meta, attention=weak)):
         with pytest.raises(UnsupportedAttention, match="attention site 0 needs .*weak cannot: no window; no softcap"):
             model(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
-
-
-def test_eager_paged_step_checks_the_length() -> None:
-    model = model_of("llama")
-    cache = PagedKVCache.for_sites(find_sites(model), num_pages=4, page_size=4, device="cpu")
-    meta = CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
-    with torch.no_grad(), interface_active(model), running(Step(cache, meta)):
-        with pytest.raises(ValueError, match="the model ran on 4 tokens inside a paged step whose metadata has 5"):
-            model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
 
 def test_registering_twice_is_harmless() -> None:

@@ -12,6 +12,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
 from quire.passes.verify.sites import check_config, format_sites
@@ -156,6 +159,76 @@ def test_hooks_that_record_are_refused(record, what) -> None:
     with pytest.raises(UnsupportedAttention, match=f"changes what outlives the call: {what}[.] It runs"):
         PagedModel(model, EAGER)
     assert RECORDED == []
+
+
+def to_rotary_closure(model, seen):
+    model.model.rotary_emb.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+
+
+def to_rotary(model, seen):
+    model.model.rotary_emb.register_forward_hook(lambda module, args, out: setattr(module, "seen", out[0]))
+
+
+def to_config(model, seen):
+    model.model.layers[0].register_forward_hook(lambda module, args, out: setattr(model.config, "seen", 1))
+
+
+def to_rope_parameters(model, seen):
+    model.model.layers[0].register_forward_hook(lambda module, args, out: model.config.rope_parameters.update(seen=1))
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
+                    reason="this torch cannot tell")
+@pytest.mark.parametrize("record", [to_rotary_closure, to_rotary, to_config, to_rope_parameters], ids=lambda f: f.__name__)
+def test_hooks_that_record_about_rotary_embeddings_and_configs(record) -> None:
+    """Where transformers changes things itself."""
+    model, seen = build(SERVED["llama"]), []
+    record(model, seen)
+    with pytest.raises(UnsupportedAttention, match="changes what outlives the call"):
+        PagedModel(model, EAGER)
+    assert seen == []
+
+
+LLAMA = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                                 num_attention_heads=4, num_labels=3, pad_token_id=0)
+
+
+@pytest.mark.parametrize("kind, message", [
+    ("LlamaForTokenClassification", "has no language-model head: it gives 3 logits per token, and its vocabulary has 64"),
+    ("LlamaForSequenceClassification", "no language-model head: its logits are not"),
+    ("LlamaModel", "no language-model head: its result has no logits"),
+])
+def test_models_without_a_head(kind, message) -> None:
+    with pytest.raises(UnsupportedAttention, match=message):
+        PagedModel(getattr(transformers, kind)(LLAMA).eval(), EAGER)
+
+
+def test_checkpoints_without_a_head(tmp_path) -> None:
+    """transformers loads them, with a random head."""
+    for kind, served in (("LlamaForTokenClassification", False), ("LlamaModel", False), ("LlamaForCausalLM", True)):
+        getattr(transformers, kind)(LLAMA).save_pretrained(tmp_path / kind)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind).eval()
+        if served:
+            PagedModel(model, EAGER).close()
+        else:
+            with pytest.raises(UnsupportedAttention, match=f"is of {kind}, without the weights of a language-model head"):
+                PagedModel(model, EAGER)
+
+
+class IgnoresKeep(Tiny):
+    def forward(self, input_ids, position_ids, logits_to_keep=0):
+        return super().forward(input_ids, position_ids)
+
+
+def test_logits_to_keep_that_is_ignored() -> None:
+    model = IgnoresKeep(Attention(4, 2, is_causal=True)).eval()
+    paged, ids = PagedModel(model, EAGER), torch.arange(6)
+    cache = PagedKVCache.for_sites(paged.sites, num_pages=3, page_size=8, device="cpu")
+    meta = CommonAttentionMetadata.build([6], [6], [[1]], page_size=8)
+    got = paged(Step(cache, meta), ids, meta.positions, torch.tensor([5, 2]))
+    with torch.no_grad():
+        want = model(ids[None], ids[None])[0, [5, 2]]
+    assert got.shape == want.shape and (got - want).abs().max() <= 1e-5
 
 
 def test_hooks_that_change_outputs_are_not_refused() -> None:

@@ -1,0 +1,44 @@
+"""Refuses transformers models without a language-model head: their logits are no tokens."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from quire.attn_ops.backend import UnsupportedAttention
+
+#: Classes of checkpoints without the weights of a language-model head. ``GPT2LMHeadModel`` has them.
+_HEADLESS = re.compile(r".*(For(Token|Sequence)Classification|ForQuestionAnswering|ForMultipleChoice|RewardModel"
+                       r"|(?<!Head)(?<!Heads)Model)")
+
+
+def check_checkpoint(model: torch.nn.Module) -> None:
+    """Refuse a model that was loaded from a checkpoint of another kind, as its head then has random weights.
+
+    Raises:
+        UnsupportedAttention: names the kinds.
+    """
+    config: Any = getattr(model, "config", None)
+    names = getattr(config, "architectures", None) or []
+    loaded = bool(getattr(config, "_name_or_path", "")) and not getattr(config, "tie_word_embeddings", False)
+    if loaded and names and type(model).__name__ not in names and all(map(_HEADLESS.fullmatch, names)):
+        raise UnsupportedAttention(f"the checkpoint {config._name_or_path} is of {', '.join(names)}, without the weights of a "
+                                   f"language-model head: that of this {type(model).__name__} is random.")
+
+
+def check_logits(model: torch.nn.Module, width: int) -> None:
+    """Refuse a transformers model whose logits, ``width`` per token, are not over its vocabulary.
+
+    Raises:
+        UnsupportedAttention: names the class.
+    """
+    head, embedding = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_input_embeddings"))
+    rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
+    if getattr(model, "config", None) is not None and head is None and rows is not None and width != rows:
+        raise UnsupportedAttention(f"{type(model).__name__} has no language-model head: it gives {width} logits per token, and "
+                                   f"its vocabulary has {rows} tokens.")
+
+
+__all__ = ["check_checkpoint", "check_logits"]
