@@ -68,6 +68,7 @@ class PagedGraph:
         tokens = self.traced.num_tokens(args)
         if tokens is not None:
             check_step(step, tokens)
+        self.traced.raised.meta["quire_stored_masks"].check(args)
         if not compiled.fused.hold(args):
             if not self._warned:
                 self._warned = True

@@ -50,7 +50,7 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 
     Returns:
         (number raised, reason by module path of each one refused). Layers are numbered by order in the graph.
-        ``gm.meta["quire_mask_tensors"]`` holds the names of the placeholders whose values the proofs of masks rest on.
+        ``gm.meta["quire_stored_masks"]`` checks in each call that stored masks are those of the proof.
     """
     raised, refusals = 0, {}
     nodes = find_sdpa(gm.graph)
@@ -62,7 +62,8 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
             raised += 1
         except Refusal as why:
             refusals[where] = str(why)
-    gm.meta["quire_mask_tensors"] = frozenset(prover.used)
+    gm.meta["quire_stored_masks"] = prover.stored()
+    prover.erase_dead_writes()
     if raised or refusals:
         logger.info("raise_sdpa: %d raised, %d refused", raised, len(refusals))
     return raised, refusals

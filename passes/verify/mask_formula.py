@@ -369,7 +369,8 @@ def exact(term: Term, dtype: torch.dtype) -> Term:
             info = torch.iinfo(dtype)
             fits = whole and scale == 1 and info.min <= low and high <= info.max
         if not fits:
-            raise Unprovable(f"its arithmetic on positions in {dtype} is not exact for long sequences (use int64)")
+            raise Unprovable(f"its arithmetic on positions in {dtype} is not exact for long sequences (use int64; "
+                             "ALiBi and other biases are not supported)")
         return leaf
 
     return map_leaves(term, one)

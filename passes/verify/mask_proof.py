@@ -14,6 +14,8 @@ from __future__ import annotations
 import builtins
 import operator
 import re
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -21,13 +23,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.passes.fx import ancestors, evaluate, is_module_tensor, module_path, source_name, symbolic, value, written_by
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fx import (
+    ancestors,
+    erase_dead,
+    evaluate,
+    is_module_tensor,
+    module_path,
+    placeholders,
+    source_name,
+    symbolic,
+    value,
+    written_by,
+)
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import agree, first_hidden
 from quire.passes.verify.mask_formula import Condition, Term, Unprovable
 from quire.passes.verify.mask_rules import RULES
 
 _MAX_HEADS = 1024
+_SMALL = 2**20  # entries of a stored tensor up to which a copy on the CPU is compared with it
 _STATIC = frozenset("""
     add iadd sub isub rsub mul imul truediv div floordiv floor_divide mod remainder neg abs pow exp exp2 log log2 sqrt rsqrt floor ceil
     round clamp eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
@@ -62,6 +77,32 @@ class MaskKind:
         return keep
 
 
+class StoredMasks:
+    """Notices that a stored tensor has other values than those a mask was proven with.
+
+    Args:
+        tensors: (place among the graph's inputs, tensor). Not kept alive.
+    """
+
+    def __init__(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
+        self._seen = [(place, weakref.ref(t), _version(t), t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL
+                       else None) for place, t in tensors]
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raises UnsupportedAttention if the graph is called with other values."""
+        for place, ref, version, copy in self._seen:
+            now = args[place]
+            same = (ref() is now and _version(now) == version) if copy is None else torch.equal(copy, now)
+            if not same:
+                raise UnsupportedAttention(
+                    f"a stored tensor of shape {tuple(now.shape)} that an attention mask is made of has changed since the model "
+                    "was traced; call torch._dynamo.reset(), or make a new engine, after changing it")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass
 class MaskProver:
     """Proves the masks of one graph.
@@ -77,6 +118,21 @@ class MaskProver:
     tokens: Any
     inputs: dict[str, Any]
     used: set[str] = field(default_factory=set)
+
+    def stored(self) -> StoredMasks:
+        """What the proofs so far rest on."""
+        return StoredMasks([(k, self.inputs[n.name]) for k, n in enumerate(placeholders(self.graph)) if n.name in self.used])
+
+    def erase_dead_writes(self) -> None:
+        """Erase what is only written to, in place, and read by nobody now that the masks are gone."""
+        for storage, writes in self._writes.items():
+            group = {n for n in self.graph.nodes if n in writes or (isinstance(value(n), torch.Tensor) and _storage(n) == storage)}
+            outside = [n for n in group if n.op == "placeholder" or not set(n.users) <= group or not set(written_by(n)) <= group]
+            if not outside:
+                inputs = [i for n in group for i in n.all_input_nodes if i not in group]
+                for node in sorted(group, key=self._order.__getitem__, reverse=True):
+                    self.graph.erase_node(node)
+                erase_dead(self.graph, inputs)
 
     def __post_init__(self) -> None:
         self._order = {n: k for k, n in enumerate(self.graph.nodes)}
@@ -288,9 +344,9 @@ def _classify(keep: Condition) -> MaskKind:
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether a placeholder is a parameter, buffer or attribute of a module, and not an argument of the call."""
+    """Whether a placeholder is held by a module or a global name, and not an argument of the call."""
     name = source_name(node)
-    return is_module_tensor(node) or re.match(r"L\['self'\]\.|[LG]\['\w+'\]\._modules\b", name) is not None
+    return is_module_tensor(node) or re.match(r"G\[|L\['self'\]\.|L\['\w+'\]\._modules\b", name) is not None
 
 
 def _storage(node: fx.Node) -> int:
@@ -311,4 +367,4 @@ def _name(node: fx.Node) -> str:
 
 
 
-__all__ = ["MaskKind", "MaskProver", "Refusal"]
+__all__ = ["MaskKind", "MaskProver", "Refusal", "StoredMasks"]
