@@ -35,7 +35,9 @@ from quire.passes.fusions.base import FusedWeights
 from quire.passes.fx import value, with_own_code
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import PagedGraph
+from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import stage
+from quire.passes.verify.positions import check_model
 from quire.passes.verify.sites import check_config
 
 # Sizes of the traced batch. All different, none 0 or 1 (Dynamo would make them constants or one symbol).
@@ -144,6 +146,7 @@ class PagedModel:
         self.model, self.config, self.draws = model, getattr(model, "config", None), draws
         if self.config is not None:
             check_config(self.config, options.max_model_len)
+        check_model(model, options.max_model_len)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
@@ -349,10 +352,13 @@ def _reason(text: str) -> str:
     return f" ({'; '.join(found)})" if found else ""
 
 
-def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
-    """The attention sites of ``model``, found by tracing it; nothing is compiled or computed."""
+def find_sites(model: torch.nn.Module, *, uncompiled: bool = False) -> list[AttentionSite]:
+    """The attention sites of ``model``, found by tracing it; nothing is compiled or computed. ``uncompiled``: refuse one that
+    is right only when it is compiled."""
     paged = PagedModel(model, QuireOptions(compiler="eager"))
     try:
+        if uncompiled:
+            check_uncompiled(paged.graph.traced.raised)
         return paged.sites
     finally:
         paged.close()

@@ -21,6 +21,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, shape_conditions, symbolic, value
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
+from quire.passes.verify.positions import check_reductions, use_short_frequencies
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.sites import check_mixing, check_positions, site_nodes, site_of, verify
 
@@ -92,7 +93,9 @@ class TracedGraph:
             self._check_one_row(gm, found)
         if self.config is not None:
             use_given_positions(gm, tokens)
+            use_short_frequencies(gm, self.config)
         check_positions(gm.graph, tokens, self.config is not None)
+        check_reductions(gm.graph, tokens)
         check_mixing(gm.graph, tokens)
         check_rows(gm.graph, real)
         if raised or self.any_shape:

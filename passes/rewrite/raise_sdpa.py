@@ -14,8 +14,8 @@ Nothing is matched by its spelling. The mask is read as a condition on positions
 mask (``passes/verify/mask_proof.py``). The repeat is recognized by running the chain of views from k to k_rep on random numbers
 and comparing with ``repeat_interleave``.
 
-Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that is not proven to be of a
-known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat.
+Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that is not proven to be of
+a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 
 def _tokens(nodes: list[fx.Node]) -> Any:
     """The size of the token dimension."""
-    shape = value(nodes[0].args[0] if nodes[0].args else nodes[0].kwargs["query"]).shape if nodes else ()
-    return shape[-2] if len(shape) > 1 else None
+    query = [value(n.args[0] if n.args else n.kwargs["query"]) for n in nodes[:1]]
+    return query[0].shape[-2] if query and query[0].dim() > 1 else None
 
 
 def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:

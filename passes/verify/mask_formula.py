@@ -1,8 +1,8 @@
 """Conditions on a query position i and a key position j, as data.
 
 A *term* is a number: a linear ``Form`` in positions, floors and table entries, an ``Infinite``, or a ``Choice`` between two
-terms. A *condition* is True, False, a ``Compare`` of a form with 0, or ``Not``, ``All``, ``Either`` of conditions. Positions are
-``Var``s, named by the dimension of the tensor that they run along, counted from the right: the mask's i is -2 and its j is -1.
+terms. A *condition* is True, False, a ``Compare`` of a form with 0, or ``Not``, ``All``, ``Either`` of conditions. Positions
+are ``Var``s, named by the dimension that they run along, counted from the right: the mask's i is -2 and its j is -1.
 """
 
 from __future__ import annotations
@@ -399,7 +399,7 @@ def entry(tensor: torch.Tensor) -> Any:
     return look_up(Table(data), index)
 
 
-__all__ = ["LARGE", "MAX_POSITIONS", "All", "Choice", "Compare", "Condition", "Either", "Floor", "Form", "Infinite", "Lookup", "Not",
-           "Table", "Term", "Unprovable", "Var", "add", "as_term", "axes", "both", "bounds", "choose", "compare", "either", "entry",
-           "exact", "floor", "is_condition", "is_whole", "leaves", "look_up", "map_leaves", "minus", "negate", "number", "parts",
-           "select", "substitute", "times", "var"]
+__all__ = ["LARGE", "MAX_POSITIONS", "All", "Choice", "Compare", "Condition", "Either", "Floor", "Form", "Infinite", "Lookup",
+           "Not", "Table", "Term", "Unprovable", "Var", "add", "as_term", "axes", "both", "bounds", "choose", "compare",
+           "either", "entry", "exact", "floor", "is_condition", "is_whole", "leaves", "look_up", "map_leaves", "minus",
+           "negate", "number", "parts", "select", "substitute", "times", "var"]

@@ -1,9 +1,10 @@
 """What an attention mask means, derived from the graph that builds it.
 
-``prove_mask`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``), for
-one sequence at positions 0, 1, 2, ..., and compares it with the causal, sliding-window and chunked masks for all positions. In the
-forward of one sequence, ``arange`` over its tokens and ``position_ids`` are the same. Only operators with a rule below are
-understood; what depends on token ids, activations, other arguments of the call, or the number of tokens is refused.
+``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``),
+for one sequence at positions 0, 1, 2, ..., and compares it with the causal, sliding-window and chunked masks for all positions
+(``passes/verify/mask_decision.py``). In the forward of one sequence, ``arange`` over its tokens and ``position_ids`` are the
+same. Only operators with a rule (``passes/verify/mask_rules.py``) are understood; what depends on token ids, activations, other
+arguments of the call, or the number of tokens is refused.
 
 A float mask must be 0 where a key is visible and hide it everywhere else: -inf, or no more than half the least number of its
 dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_POSITIONS`` positions.
@@ -44,12 +45,12 @@ from quire.passes.verify.mask_rules import RULES
 _MAX_HEADS = 1024
 _SMALL = 2**20  # entries of a stored tensor up to which a copy on the CPU is compared with it
 _STATIC = frozenset("""
-    add iadd sub isub rsub mul imul truediv div floordiv floor_divide mod remainder neg abs pow exp exp2 log log2 sqrt rsqrt floor ceil
-    round clamp eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
+    add iadd sub isub rsub mul imul truediv div floordiv floor_divide mod remainder neg abs pow exp exp2 log log2 sqrt rsqrt
+    floor ceil round clamp eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
     bitwise_not where masked_fill arange linspace full full_like ones ones_like zeros zeros_like new_full new_ones new_zeros
-    new_tensor tensor as_tensor eye tril triu cat stack getitem view reshape unsqueeze squeeze expand expand_as transpose permute
-    flatten t repeat repeat_interleave cumsum cumprod flip roll outer to float bool long int half bfloat16 double type type_as clone
-    contiguous detach index_select gather isin max min maximum minimum sum any all argsort sort
+    new_tensor tensor as_tensor eye tril triu cat stack getitem view reshape unsqueeze squeeze expand expand_as transpose
+    permute flatten t repeat repeat_interleave cumsum cumprod flip roll outer to float bool long int half bfloat16 double type
+    type_as clone contiguous detach index_select gather isin max min maximum minimum sum any all argsort sort
 """.split())
 
 
@@ -95,8 +96,8 @@ class StoredMasks:
             same = (ref() is now and _version(now) == version) if copy is None else torch.equal(copy, now)
             if not same:
                 raise UnsupportedAttention(
-                    f"a stored tensor of shape {tuple(now.shape)} that an attention mask is made of has changed since the model "
-                    "was traced; call torch._dynamo.reset(), or make a new engine, after changing it")
+                    f"a stored tensor of shape {tuple(now.shape)} that an attention mask is made of has changed since the "
+                    "model was traced; call torch._dynamo.reset(), or make a new engine, after changing it")
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -125,10 +126,10 @@ class MaskProver:
 
     def erase_dead_writes(self) -> None:
         """Erase what is only written to, in place, and read by nobody now that the masks are gone."""
-        for storage, writes in self._writes.items():
-            group = {n for n in self.graph.nodes if n in writes or (isinstance(value(n), torch.Tensor) and _storage(n) == storage)}
-            outside = [n for n in group if n.op == "placeholder" or not set(n.users) <= group or not set(written_by(n)) <= group]
-            if not outside:
+        for storage in self._read_from & set(self._writes):
+            group = {n for n in self.graph.nodes if isinstance(value(n), torch.Tensor) and _storage(n) == storage}
+            group |= set(self._writes[storage])
+            if all(n.op != "placeholder" and set(n.users) <= group and set(written_by(n)) <= group for n in group):
                 inputs = [i for n in group for i in n.all_input_nodes if i not in group]
                 for node in sorted(group, key=self._order.__getitem__, reverse=True):
                     self.graph.erase_node(node)
@@ -139,6 +140,7 @@ class MaskProver:
         self._kinds: dict[fx.Node, MaskKind] = {}
         self._known: dict[tuple[fx.Node, fx.Node | None], Any] = {}
         self._writes: dict[int, list[fx.Node]] = {}
+        self._read_from: set[int] = set()
         for node in self.graph.nodes:
             for written in written_by(node):
                 if isinstance(value(written), torch.Tensor):
@@ -167,8 +169,8 @@ class MaskProver:
             node = self._at or mask
             where = module_path(node)
             raise Refusal(f"its mask is not proven to be one of positions: {why} (node {node.name}"
-                          f"{f' of {where}' if where else ''}); a causal, sliding-window or chunked mask made of position_ids and "
-                          "constants can be served") from None
+                          f"{f' of {where}' if where else ''}); a causal, sliding-window or chunked mask made of position_ids "
+                          "and constants can be served") from None
         if any(kind != kinds[0] for kind in kinds):
             raise Refusal("its mask differs between heads (ALiBi, or a window per head?)")
         return kinds[0]
@@ -191,8 +193,8 @@ class MaskProver:
                 hidden = formula.compare(one, "le", formula.number(torch.finfo(dtype).min / 2))
                 keep = formula.compare(one, "eq", formula.number(0))
                 if not agree(formula.either(keep, hidden), True):
-                    raise Unprovable("it adds a bias to the scores (ALiBi, relative positions, or hidden keys that are not at -inf "
-                                     f"or torch.finfo({dtype}).min, which a large score would outweigh)")
+                    raise Unprovable("it adds a bias to the scores (ALiBi, relative positions, or hidden keys that are not at "
+                                     f"-inf or torch.finfo({dtype}).min, which a large score would outweigh)")
                 one = keep
             if one not in found:
                 found.append(one)
@@ -206,9 +208,10 @@ class MaskProver:
         val = value(node)
         if not isinstance(node, fx.Node) or not isinstance(val, torch.Tensor):
             self._at = node if isinstance(node, fx.Node) else at
-            raise Unprovable("it depends on the number of tokens" if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
-                             else f"it depends on {node}")
+            size = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
+            raise Unprovable(f"it depends on {'the number of tokens' if size else node}")
         end = self._order[at] if at is not None else len(self._order)
+        self._read_from.add(_storage(node))
         writes = [w for w in self._writes.get(_storage(node), ()) if self._order[node] < self._order[w] < end]
         if any(node not in written_by(w) for w in writes) or (writes and node.op == "placeholder"):
             self._at = writes[0]
@@ -304,7 +307,7 @@ class MaskProver:
             expr = number.node.shape_env.replace(number.node.expr)
             if expr.is_number:
                 return int(expr) if isinstance(number, torch.SymInt) else float(expr)
-            source = arg.args[0] if isinstance(arg, fx.Node) and _name(arg) == "item" else None
+            source: Any = arg.args[0] if isinstance(arg, fx.Node) and _name(arg) == "item" else None
             stored = self.inputs.get(source.name) if isinstance(source, fx.Node) and _is_stored(source) else None
             if not isinstance(stored, torch.Tensor):
                 raise Unprovable("it depends on the number of tokens")

@@ -318,7 +318,7 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
         items[at : at + 1] = [slice(None)] * (len(shape) - taken)
     items += [slice(None)] * (len(shape) - sum(i is not None for i in items))
     tensors = [k for k, i in enumerate(items) if isinstance(value(i), torch.Tensor)]
-    if tensors and (tensors != list(range(tensors[0], tensors[-1] + 1)) or any(value(items[k]).dtype == torch.bool for k in tensors)):
+    if tensors and (tensors[-1] - tensors[0] >= len(tensors) or any(value(items[k]).dtype == torch.bool for k in tensors)):
         raise Unprovable("it is indexed in a way that is not understood")
     wide = max((value(items[k]).dim() for k in tensors), default=0)
     values: dict[int, Term] = {}
@@ -334,7 +334,8 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
             values[source - len(shape)] = _in_range(p, term, size, node)
             result += wide if k == tensors[-1] else 0
         elif isinstance(item, slice):
-            values[source - len(shape)] = formula.add(formula.var(result - rank), formula.number(_start(p, item, size, node, result)))
+            start = formula.number(_start(p, item, value(node).shape[result]))
+            values[source - len(shape)] = formula.add(formula.var(result - rank), start)
             result += 1
         else:
             place = p.constant(item)
@@ -345,11 +346,11 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
     return formula.substitute(p.element(x), values)
 
 
-def _start(p: MaskProver, cut: slice, size: Any, node: fx.Node, result: int) -> int:
+def _start(p: MaskProver, cut: slice, kept: Any) -> int:
+    """Where a slice begins that keeps ``kept`` places."""
     start = 0 if cut.start is None else p.constant(cut.start)
     if (cut.step is not None and p.constant(cut.step) != 1) or start < 0:
         raise Unprovable("it is cut from the end, or with a step")
-    kept: Any = value(node).shape[result]
     if symbolic(kept) and not p.is_row(kept):
         raise Unprovable("it cuts the row of tokens")
     return start

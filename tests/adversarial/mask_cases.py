@@ -32,12 +32,12 @@ Mask = Callable[["Model", torch.Tensor, torch.Tensor], Any]  # (model, input_ids
 
 
 class Model(nn.Module):
-    """A causal LM of one layer. Its buffers are there for masks to use."""
+    """A causal LM of one layer. Its buffers are there for masks to use. ``before(model, x, position_ids)`` changes x."""
 
-    def __init__(self, mask: Mask, is_causal: bool = False, **buffers: torch.Tensor) -> None:
+    def __init__(self, mask: Mask, is_causal: bool = False, before: Mask | None = None, **buffers: torch.Tensor) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mask, self.is_causal = mask, is_causal
+        self.mask, self.is_causal, self.before = mask, is_causal, before
         self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(REACH, HIDDEN)
         self.qkv, self.head = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
         for name, tensor in buffers.items():
@@ -45,6 +45,8 @@ class Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.place(position_ids)
+        if self.before is not None:
+            x = self.before(self, x, position_ids)
         q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         mask = self.mask(self, input_ids, position_ids)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.is_causal)
@@ -211,17 +213,20 @@ def spoilers(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor
     n, row = tree.number, ids[0]
     return {
         "prefix": lambda: j < n, "ids": lambda: (row > 40)[None], "isin": lambda: torch.isin(row, m.blocks[:4])[None],
-        "kinds": lambda: m.kinds[row][None] == 0, "document": lambda: (row == 5).cumsum(-1)[:, None] == (row == 5).cumsum(-1)[None],
+        "kinds": lambda: m.kinds[row][None] == 0,
+        "document": lambda: (row == 5).cumsum(-1)[:, None] == (row == 5).cumsum(-1)[None],
         "hash": lambda: (row * 2654435761 % 16 != 3)[None], "length": lambda: i - j < ids.shape[1] // 2,
         "dilated": lambda: (i - j) % 2 == 0, "table": lambda: m.late[:ids.shape[1]][None] == 0,
-        "late": lambda: i < 40, "per_head": lambda: i - j < m.per_head, "holes": lambda: m.holes[0, 0, :ids.shape[1], :ids.shape[1]],
-        "sink": lambda: (i - j < max(n, 2)) | (j < 2), "first": lambda: j != 0, "hidden": lambda: m.embed(ids)[0, :, 0][None] < 1,
+        "late": lambda: i < 40, "per_head": lambda: i - j < m.per_head,
+        "holes": lambda: m.holes[0, 0, :ids.shape[1], :ids.shape[1]],
+        "sink": lambda: (i - j < max(n, 2)) | (j < 2), "first": lambda: j != 0,
+        "hidden": lambda: m.embed(ids)[0, :, 0][None] < 1,
         "buckets": lambda: torch.bucketize((i - j).clamp(min=0), m.blocks[::8]) < 3,
     }[name]()
 
 
-SPOILERS = ("prefix", "ids", "isin", "kinds", "document", "hash", "length", "dilated", "table", "late", "per_head", "holes", "sink",
-            "first", "hidden", "buckets")
+SPOILERS = ("prefix", "ids", "isin", "kinds", "document", "hash", "length", "dilated", "table", "late", "per_head", "holes",
+            "sink", "first", "hidden", "buckets")
 HARMLESS = ("true", "past", "nonnegative", "stored_triangle", "stored_band", "same_heads", "size", "size2d", "blocks")
 
 

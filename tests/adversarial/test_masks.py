@@ -22,8 +22,8 @@ from tests.adversarial.mask_cases import (
     Model,
     Report,
     Tree,
-    build,
     buffers,
+    build,
     is_a_known_kind,
     outcome,
     paged,
@@ -64,7 +64,7 @@ def per_head(windows):
 
 
 def filled(value):
-    return lambda m, ids, p: torch.zeros(p.shape[1], p.shape[1]).masked_fill(AHEAD[: p.shape[1], : p.shape[1]] > 0, value)
+    return lambda m, ids, p: torch.zeros(p.shape[1], p.shape[1]).masked_fill(pair(p[0])[1] > pair(p[0])[0], value)
 
 
 def written(m, ids, p):
@@ -159,16 +159,16 @@ REFUSED = {
     "bucketed": (of(lambda m, i, j: (j <= i) & (torch.log2((i - j).clamp(min=1).float()).floor() < 5)), {}),
     "whole batch": (of(lambda m, i, j: j >= 0), {}),
     # Lengths.
-    "half of the length": (lambda m, ids, p: (causal(m, *pair(p)) & (pair(p)[0] - pair(p)[1] < p.shape[1] // 2 + 1))[:, None], {}),
+    "half of the length": (lambda m, ids, p: (causal(m, *pair(p)) & (pair(p)[0] - pair(p)[1] < p.shape[1] // 2 + 1))[:, None],
+                           {}),
     "longest position": (lambda m, ids, p: (causal(m, *pair(p)) & (pair(p)[1] >= p.max() - 20))[:, None], {}),
     "from the end": (lambda m, ids, p: (causal(m, *pair(p)) & (p.shape[1] - pair(p)[1] < 40))[:, None], {}),
     "long sequences only": (lambda m, ids, p: (causal(m, *pair(p)) & ((pair(p)[0] - pair(p)[1] < 8) | (torch.full(
         (1,), p.shape[1]) < 40)))[:, None], {}),
     # Biases.
-    "alibi": (of(causal) and (lambda m, ids, p: slopes(m, *pair(p))), {"slopes": torch.rand(HEADS, 1, 1)}),
+    "alibi": (lambda m, ids, p: slopes(m, *pair(p)), {"slopes": torch.rand(HEADS, 1, 1)}),
     "relative bias": (of(lambda m, i, j: torch.where(j <= i, (j - i) * 0.1, -math.inf)), {}),
-    "bias by bucket": (lambda m, ids, p: torch.where(causal(m, *pair(p)), m.t[(pair(p)[0] - pair(p)[1]).clamp(0, 31)], -math.inf)[
-        :, None], {"t": torch.randn(32)}),
+    "bias by bucket": (of(lambda m, i, j: torch.where(j <= i, m.t[(i - j).clamp(0, 31)], -math.inf)), {"t": torch.randn(32)}),
     "-1e4": (filled(-1e4), {}),
     "soft": (filled(-2.0), {}),
     "scaled by a learned gate": (lambda m, ids, p: filled(-1.0)(m, ids, p) * m.gate, {"gate": torch.tensor(1e5)}),
