@@ -83,7 +83,8 @@ def check_uncompiled(gm: fx.GraphModule) -> None:
     if own:
         raise UnsupportedAttention(
             f"{own[0]} numbers the tokens of the row itself, instead of using position_ids, so an uncompiled paged step "
-            "would be wrong for all sequences but the first. quire.Engine and quire.paged's generate() compile the model, and serve it.")
+            "would be wrong for all sequences but the first. quire.Engine and quire.paged's generate() compile the model, and "
+            "serve it.")
 
 
 def _is_row(node: fx.Node, tokens: Any) -> bool:

@@ -158,7 +158,7 @@ def _value(term: Term, env: Mapping[int, torch.Tensor]) -> torch.Tensor:
 def _numerator(form: Form, env: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """The values of ``form`` times a positive integer, and that integer."""
     scale = math.lcm(form.const.denominator, *(f.denominator for _, f in form.terms))
-    if max(scale, abs(form.const * scale), *(abs(f * scale) for _, f in form.terms), 0) > LARGE:
+    if any(abs(x * scale) > LARGE for x in (Fraction(1), form.const, *(f for _, f in form.terms))):
         raise Unprovable("its numbers are too large")
     total = torch.tensor(int(form.const * scale))
     for basis, factor in form.terms:

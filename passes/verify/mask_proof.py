@@ -45,9 +45,9 @@ from quire.passes.verify.mask_rules import RULES
 _MAX_HEADS = 1024
 _SMALL = 2**20  # entries of a stored tensor up to which a copy on the CPU is compared with it
 _STATIC = frozenset("""
-    add iadd sub isub rsub mul imul truediv div floordiv floor_divide mod remainder neg abs pow exp exp2 log log2 sqrt rsqrt
-    floor ceil round clamp eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
-    bitwise_not where masked_fill arange linspace full full_like ones ones_like zeros zeros_like new_full new_ones new_zeros
+    add iadd sub isub rsub mul imul truediv div floordiv floor_divide mod remainder neg abs pow exp exp2 log log2 sqrt
+    rsqrt floor ceil round clamp eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not logical_xor
+    bitwise_and bitwise_or bitwise_not where masked_fill arange linspace full full_like ones ones_like zeros zeros_like new_full new_ones new_zeros
     new_tensor tensor as_tensor eye tril triu cat stack getitem view reshape unsqueeze squeeze expand expand_as transpose
     permute flatten t repeat repeat_interleave cumsum cumprod flip roll outer to float bool long int half bfloat16 double type
     type_as clone contiguous detach index_select gather isin max min maximum minimum sum any all argsort sort
@@ -93,14 +93,14 @@ class StoredMasks:
         """Raises UnsupportedAttention if the graph is called with other values."""
         for place, ref, version, copy in self._seen:
             now = args[place]
-            same = (ref() is now and _version(now) == version) if copy is None else torch.equal(copy, now)
+            same = torch.equal(copy, now) if copy is not None else ref() is now and _version(now) == version
             if not same:
                 raise UnsupportedAttention(
                     f"a stored tensor of shape {tuple(now.shape)} that an attention mask is made of has changed since the "
                     "model was traced; call torch._dynamo.reset(), or make a new engine, after changing it")
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version(tensor: Any) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

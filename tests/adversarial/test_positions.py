@@ -96,14 +96,14 @@ def test_a_nested_config_is_checked() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped], ids=["plain", "wrapped"])
 def test_longrope_by_torch_compile_is_refused(wrap) -> None:
-    """No length is known, so the choice between the frequencies stays in the graph."""
+    """No length is known, so the choice between the frequencies stays; Dynamo puts it into a graph of its own."""
     model = wrap(phi3())
     backend = QuireBackend(QuireOptions(compiler="eager"))
     options = {} if isinstance(model, Wrapped) else {"use_cache": False}
     with torch.no_grad():
         torch.compile(model, backend=backend, dynamic=True)(
             input_ids=torch.arange(23)[None], position_ids=torch.arange(23)[None], **options)
-    with pytest.raises(UnsupportedAttention, match="positions along the batch|mixes|depend"):
+    with pytest.raises(UnsupportedAttention, match="positions along the batch|no attention was found"):
         _ = [g.traced.sites for g in backend.graphs]
 
 
@@ -112,8 +112,8 @@ def test_longrope_below_its_short_length_is_exact() -> None:
     batch = reference(model)
     paged = PagedModel(model, QuireOptions(compiler="eager", max_model_len=SHORT))
     try:
-        names = [getattr(n.target, "__name__", n.target) for n in paged.graph.traced.raised.graph.nodes]
-        assert "max" not in names, "the frequencies still depend on the batch"
+        over_all = [n for n in paged.graph.traced.raised.graph.nodes if n.target in ("max", torch.max) and not n.kwargs]
+        assert not over_all, "the frequencies still depend on the batch"
         assert error(serve(paged, batch, page_size=4, attention="torch_native"), batch) <= TOLERANCE
     finally:
         paged.close()
