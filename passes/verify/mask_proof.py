@@ -47,10 +47,11 @@ _SMALL = 2**20  # entries of a stored tensor up to which a copy on the CPU is co
 _STATIC = frozenset("""
     add iadd sub isub rsub mul imul truediv div floordiv floor_divide mod remainder neg abs pow exp exp2 log log2 sqrt
     rsqrt floor ceil round clamp eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not logical_xor
-    bitwise_and bitwise_or bitwise_not where masked_fill arange linspace full full_like ones ones_like zeros zeros_like new_full new_ones new_zeros
-    new_tensor tensor as_tensor eye tril triu cat stack getitem view reshape unsqueeze squeeze expand expand_as transpose
-    permute flatten t repeat repeat_interleave cumsum cumprod flip roll outer to float bool long int half bfloat16 double type
-    type_as clone contiguous detach index_select gather isin max min maximum minimum sum any all argsort sort
+    bitwise_and bitwise_or bitwise_not where masked_fill arange linspace full full_like ones ones_like zeros zeros_like
+    new_full new_ones new_zeros new_tensor tensor as_tensor eye tril triu cat stack getitem view reshape unsqueeze squeeze
+    expand expand_as transpose permute flatten t repeat repeat_interleave cumsum cumprod flip roll outer to float bool
+    long int half bfloat16 double type type_as clone contiguous detach index_select gather isin max min maximum minimum
+    sum any all argsort sort
 """.split())
 
 
