@@ -160,8 +160,8 @@ class MaskProver:
 
     def _prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
         if not symbolic(self.tokens):
-            raise Refusal(f"the graph was traced for {self.tokens} tokens exactly, too few to tell a window from plain causal; "
-                          "compile with dynamic=True")
+            raise Refusal(f"the graph was traced for exactly {self.tokens} tokens, too few to tell what its mask means for "
+                          "longer sequences; compile with dynamic=True")
         self._at = None
         try:
             kinds = [_classify(keep) for keep in self._of_each_head(mask, self._read(mask, at))]

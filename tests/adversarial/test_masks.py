@@ -115,6 +115,7 @@ EXACT = {
     "stored triangle per head": (cut("t"), {"t": (AHEAD <= 0).expand(1, HEADS, REACH, REACH).clone()}),
     "stored window": (cut("t"), {"t": band(8)}),
     "rows of a stored triangle": (lambda m, ids, p: m.t[p[0]][:, p[0]], {"t": AHEAD <= 0}),
+    "from the first position on": (lambda m, ids, p: (causal(m, *pair(p)) & (p >= p[:, :1])[:, None])[:, None], {}),
     "-inf": (filled(-math.inf), {}),
     "dtype min": (filled(MIN), {}),
     "two float masks added": (lambda m, ids, p: filled(MIN)(m, ids, p) + filled(-math.inf)(m, ids, p), {}),
@@ -152,6 +153,13 @@ REFUSED = {
     "one head another window": (lambda m, ids, p: (pair(p)[1] <= pair(p)[0])[:, None] & (
         (pair(p)[0] - pair(p)[1])[:, None] < m.w), {"w": per_head([8, 8, 8, 9])}),
     "positions hidden by a table": (lambda m, ids, p: (causal(m, *pair(p)) & m.t[p][:, None, :])[:, None], {"t": N != 37}),
+    "a table at negative places": (lambda m, ids, p: (causal(m, *pair(p)) & m.t[p - 1][:, None, :])[:, None], {
+        "t": N != REACH - 1}),
+    "an arange buffer at negative places": (lambda m, ids, p: (causal(m, *pair(p)) & (m.t[p - 1][:, None] <= pair(p)[0]))[:, None], {
+        "t": N}),
+    "only early queries": (lambda m, ids, p: ((pair(p)[1] <= pair(p)[0]) & ((pair(p)[0] - p[:, :1, None] < 8) | (
+        pair(p)[0] == pair(p)[1])))[:, None], {}),
+    "the later half": (of(lambda m, i, j: (j <= i) & (i - 2 * j <= 20)), {}),
     "stored triangle with a hole": (cut("t"), {"t": (AHEAD <= 0) & ~((N[:, None] == 60) & (N[None] == 11))}),
     "stored, one head with a hole": (cut("t"), {"t": torch.stack([AHEAD <= 0] * 3 + [(AHEAD <= 0) & (AHEAD != -40)])[None]}),
     "stored float, soft": (cut("t"), {"t": torch.zeros(REACH, REACH).masked_fill(AHEAD > 0, -math.inf).masked_fill(

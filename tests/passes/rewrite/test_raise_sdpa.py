@@ -367,7 +367,7 @@ def test_a_stored_mask_too_large_to_check_is_refused() -> None:
 
 def test_static_trace_is_refused() -> None:
     """A trace for 23 tokens only: a window of 31 would look like plain causal."""
-    refused(tiny(mask=window(31)), "traced for 23 tokens exactly.*compile with dynamic=True", dynamic=False)
+    refused(tiny(mask=window(31)), "traced for exactly 23 tokens.*compile with dynamic=True", dynamic=False)
     refused(tiny(), "the graph was traced for exactly 23 tokens", dynamic=False)
 
 
@@ -435,6 +435,28 @@ def test_positions_made_by_the_model_are_refused() -> None:
 
     refused(NanoGPT(Attention(4, 2, is_causal=True)).eval(), "the model makes positions of its own")
     refused(SlicedTable(Attention(4, 2, is_causal=True)).eval(), "the model makes positions of its own")
+
+
+def test_a_mask_changed_in_place() -> None:
+    """Nodes that write do not lie on the way to the mask, and count nevertheless."""
+
+    def column(module, position_ids):
+        keep = causal_from_shape(module, position_ids)
+        keep[:, 3] = True
+        return keep
+
+    def by_a_view(module, position_ids):
+        keep = causal_from_shape(module, position_ids)
+        keep[2:].fill_(True)
+        return keep
+
+    def whole(module, position_ids):
+        return torch.zeros(*[position_ids.shape[1]] * 2).masked_fill_(~causal_from_shape(module, position_ids), -math.inf)
+
+    refused(tiny(mask=column), "a part of it is overwritten")
+    refused(tiny(mask=by_a_view), "a tensor that it is made of is changed in place")
+    graph = trace(model := tiny(mask=whole))
+    assert {(s.window, s.chunk) for s in graph.traced.sites} == {(None, None)} and served(graph, model) <= TOLERANCE
 
 
 # The pass itself.
