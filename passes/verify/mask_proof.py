@@ -138,7 +138,7 @@ class MaskProver:
 
     def __post_init__(self) -> None:
         self._order = {n: k for k, n in enumerate(self.graph.nodes)}
-        self._kinds: dict[fx.Node, MaskKind] = {}
+        self._kinds: dict[tuple[fx.Node, int], MaskKind] = {}
         self._known: dict[tuple[fx.Node, fx.Node | None], Any] = {}
         self._writes: dict[int, list[fx.Node]] = {}
         self._read_from: set[int] = set()
@@ -154,9 +154,11 @@ class MaskProver:
         Raises:
             Refusal: it is not proven to be one of causal, sliding window, chunk, or all visible.
         """
-        if mask not in self._kinds:
-            self._kinds[mask] = self._prove(mask, at)
-        return self._kinds[mask]
+        writes = [w for w in self._writes.get(_storage(mask), ()) if self._order[w] < self._order[at]]
+        key = mask, len(writes)
+        if key not in self._kinds:
+            self._kinds[key] = self._prove(mask, at)
+        return self._kinds[key]
 
     def _prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
         if not symbolic(self.tokens):
@@ -240,9 +242,10 @@ class MaskProver:
         val, name = value(node), source_name(node)
         if _is_stored(node):
             raise Unprovable(f"it depends on {name}, whose values are not known")
-        last = re.findall(r"'(\w+)'\]$|^(\w+)$", name)
         shape = [str(s) for s in val.shape]
-        if last and {"position_ids", "cache_position", "positions"} & set(last[0]):
+        given = {_last_key(n) for n in placeholders(self.graph)}
+        names = {"position_ids", "cache_position"} if "position_ids" in given else {"positions", "cache_position"}
+        if _last_key(node) in names:
             if not val.is_floating_point() and shape and shape[-1] == str(self.tokens) and len(shape) <= 2:
                 return formula.var(-1)
             raise Unprovable(f"it depends on {name} of shape {tuple(val.shape)}")
@@ -351,6 +354,12 @@ def _is_stored(node: fx.Node) -> bool:
     """Whether a placeholder is held by a module or a global name, and not an argument of the call."""
     name = source_name(node)
     return is_module_tensor(node) or re.match(r"G\[|L\['self'\]\.|L\['\w+'\]\._modules\b", name) is not None
+
+
+def _last_key(node: fx.Node) -> str:
+    """The name of an argument of the call: ``position_ids`` of ``L['kwargs']['position_ids']``."""
+    found = re.search(r"'(\w+)'\]$|^(\w+)$", source_name(node))
+    return (found[1] or found[2]) if found else ""
 
 
 def _storage(node: fx.Node) -> int:

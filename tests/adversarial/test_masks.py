@@ -155,8 +155,8 @@ REFUSED = {
     "positions hidden by a table": (lambda m, ids, p: (causal(m, *pair(p)) & m.t[p][:, None, :])[:, None], {"t": N != 37}),
     "a table at negative places": (lambda m, ids, p: (causal(m, *pair(p)) & m.t[p - 1][:, None, :])[:, None], {
         "t": N != REACH - 1}),
-    "an arange buffer at negative places": (lambda m, ids, p: (causal(m, *pair(p)) & (m.t[p - 1][:, None] <= pair(p)[0]))[:, None], {
-        "t": N}),
+    "an arange buffer at negative places": (lambda m, ids, p: (causal(m, *pair(p)) & (m.t[p - 1][:, None] <= pair(p)[0]))[
+        :, None], {"t": N}),
     "only early queries": (lambda m, ids, p: ((pair(p)[1] <= pair(p)[0]) & ((pair(p)[0] - p[:, :1, None] < 8) | (
         pair(p)[0] == pair(p)[1])))[:, None], {}),
     "the later half": (of(lambda m, i, j: (j <= i) & (i - 2 * j <= 20)), {}),

@@ -459,6 +459,24 @@ def test_a_mask_changed_in_place() -> None:
     assert {(s.window, s.chunk) for s in graph.traced.sites} == {(None, None)} and served(graph, model) <= TOLERANCE
 
 
+def test_a_mask_changed_between_two_layers() -> None:
+    class Between(Tiny):
+        def forward(self, input_ids, position_ids):
+            x = self.embed(input_ids) + self.place(position_ids)
+            keep = causal(self, position_ids)
+            x = x + self.layers[0](x, position_ids, {"keep": keep})
+            keep.fill_(True)
+            return self.head(x + self.layers[1](x, position_ids, {"keep": keep}))
+
+    model = Between(*(Attention(4, 2, mask=lambda module, p, keep: keep) for _ in range(2))).eval()
+    assert [s.causal for s in trace(model).traced.sites] == [True, False]
+
+
+def test_other_positions_of_the_call_are_not_those_of_the_tokens() -> None:
+    model = tiny(mask=lambda module, p, positions: (positions[:, None] <= p[..., None])[:, None])
+    refused(model, "it depends on L.*positions", positions=torch.arange(23)[None])
+
+
 # The pass itself.
 
 
