@@ -321,7 +321,7 @@ def is_a_known_kind(model: Model) -> bool:
 
 
 class Report:
-    """Counts outcomes; ``QUIRE_MASK_REPORT`` names a JSON file to write them to."""
+    """Counts outcomes; ``QUIRE_MASK_REPORT`` names a JSON file that always has the latest counts."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -331,6 +331,8 @@ class Report:
         self.counts[f"{'harmless' if harmless else 'other'}, {found.partition(':')[0]}"] += 1
         if harmless and found != "exact":
             self.refused[found.partition("positions: ")[2].partition(" (node")[0] or found[:150]] += 1
+        if path := os.environ.get("QUIRE_MASK_REPORT"):
+            Path(path).write_text(str(self))
 
     @property
     def share_refused(self) -> float:
@@ -338,8 +340,6 @@ class Report:
         refused, served = self.counts["harmless, refused"], self.counts["harmless, exact"]
         return refused / max(refused + served, 1)
 
-    def write(self) -> None:
+    def __str__(self) -> str:
         found = {**self.counts, "share of harmless masks refused": round(self.share_refused, 4), "why": dict(self.refused)}
-        print(json.dumps(found, indent=1))
-        if path := os.environ.get("QUIRE_MASK_REPORT"):
-            Path(path).write_text(json.dumps(found, indent=1))
+        return json.dumps(found, indent=1)
