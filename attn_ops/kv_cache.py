@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -14,10 +14,11 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 Layout = Literal["NHD", "HND"]
 
 SiteFinder = Callable[[Any], list[AttentionSite]]
+Finder = TypeVar("Finder", bound=Callable[..., list[AttentionSite]])
 site_finders: list[SiteFinder] = []
 
 
-def register_site_finder(find: SiteFinder) -> SiteFinder:
+def register_site_finder(find: Finder) -> Finder:
     """Decorator: ``PagedKVCache.for_model`` finds a model's attention sites with ``find``; the last one registered counts."""
     site_finders.append(find)
     return find

@@ -62,7 +62,7 @@ def paged(model: Any = None, **options: Any) -> Any:
         if not hasattr(type(model), "generate"):
             raise TypeError(f"{type(model).__name__} has no generate(); decorate its forward with quire.paged, or use "
                             "quire.Engine(model)")
-        EngineConfig.of({name: value for name, value in options.items() if name != "tokenizer"})  # now, not at the first generate
+        EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})  # checked now, not at the first generate
         if isinstance(model.generate, PagedGenerate):
             model.generate.close()
         object.__setattr__(model, "generate", PagedGenerate(model, options))
@@ -238,8 +238,8 @@ class PagedGenerate(OnInstance):
             if output.error is not None:
                 raise ValueError(f"row {output.index // params.n}: {output.error}")
             if output.finish_reason == "abort":  # the engine was closed meanwhile: the row is incomplete
-                raise RuntimeError(f"row {output.index // params.n} was aborted after {len(output.token_ids)} tokens: the engine was "
-                                   "closed or replaced while generate() ran")
+                raise RuntimeError(f"row {output.index // params.n} was aborted after {len(output.token_ids)} tokens: the "
+                                   "engine was closed or replaced while generate() ran")
         longest = max(len(o.token_ids) for o in outputs)
         new = torch.full((len(outputs), longest), pad)
         for i, output in enumerate(outputs):

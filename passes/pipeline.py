@@ -30,6 +30,7 @@ from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
+from quire.passes.verify.positions import check_reductions, use_short_frequencies
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.sites import check_mixing, check_positions, site_nodes, site_of, verify
 
@@ -64,7 +65,9 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         _check_one_row(gm, sites)
     if config is not None:
         use_given_positions(gm, tokens)
+        use_short_frequencies(gm, config)
     check_positions(gm.graph, tokens, config is not None)
+    check_reductions(gm.graph, tokens)
     check_mixing(gm.graph, tokens)
     check_rows(gm.graph, real)
     if raised or any_shape:

@@ -39,7 +39,9 @@ from quire.passes.compile.ahead import CompileAhead
 from quire.passes.fusions.base import FusedWeights
 from quire.passes.fx import value, with_own_code
 from quire.passes.options import QuireOptions
+from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
+from quire.passes.verify.positions import check_model
 from quire.passes.verify.sites import check_config
 
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -70,6 +72,7 @@ class PagedModel:
         if self.config is not None:
             check_config(self.config, self.options.max_model_len)
             check_checkpoint(model)
+        check_model(model, self.options.max_model_len)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
@@ -305,10 +308,13 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @register_site_finder
-def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
-    """The attention sites of ``model``, found by tracing it; nothing is compiled or computed."""
+def find_sites(model: torch.nn.Module, *, uncompiled: bool = False) -> list[AttentionSite]:
+    """The attention sites of ``model``, found by tracing it; nothing is compiled or computed. ``uncompiled``: refuse a model
+    that is right only when it is compiled."""
     paged = PagedModel(model, QuireOptions(compiler="eager"))
     try:
+        if uncompiled:
+            check_uncompiled(paged.graph.raised)
         return paged.sites
     finally:
         paged.close()

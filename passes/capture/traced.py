@@ -118,6 +118,7 @@ class TracedGraph:
         tokens = self.num_tokens(args)
         if tokens is not None:
             check_step(step, tokens)
+        self.raised.meta["quire_stored_masks"].check(args)
         if not compiled.fused.hold(args):
             if not self._warned:
                 self._warned = True

@@ -1,8 +1,8 @@
-"""Numbers of tokens that a transformers model makes itself, though it is given positions.
+"""Numbers of tokens that a model makes itself, though it is given positions.
 
-Llama 4 scales queries by their position, and takes ``arange`` of the row's length for it, whatever ``position_ids`` say. Run on
-a sequence from its start the two are the same. In a ragged row only ``position_ids`` are right, so they take the place of an
-``arange`` that the model computes with. One that only picks rows of a tensor stays: it means the row.
+Llama 4 scales queries by their position, and takes ``arange`` of the row's length for it, whatever ``position_ids`` say. In the
+forward of one sequence the two are the same. In a ragged row only ``position_ids`` are right, so they replace an ``arange``
+that the model computes with. One that only picks rows of a tensor stays: it means the row.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import compute_value, module_path, placeholders, source_name, value
+from quire.passes.fx import compute_value, module_path, placeholders, source_name, symbolic, value
 
-#: What neither computes with a number nor picks by it: (functions and methods by name).
+#: Functions and methods that pass numbers on as they are.
 _PASSED_ON = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "to", "long", "int", "contiguous",
                         "clone", "detach", "type", "transpose", "permute", "repeat_interleave", "expand_as", "view_as"})
-_PICKING = frozenset({"index_select", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_",
-                      "index_copy", "index_copy_", "index_put", "index_put_", "take_along_dim", "index_fill", "setitem"})
+#: Those that index a dimension: where the dimension and the index stand among the arguments.
+_PICKING = {"index_select": (1, 2), "gather": (1, 2), "scatter": (1, 2), "scatter_": (1, 2), "scatter_add": (1, 2),
+            "scatter_add_": (1, 2), "index_add": (1, 2), "index_add_": (1, 2), "index_copy": (1, 2), "index_copy_": (1, 2),
+            "index_fill": (1, 2), "take_along_dim": (2, 1)}
+_OWN = "quire_own_positions"
 
 
 def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
@@ -35,10 +38,10 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
     graph = gm.graph
     given = next((n for n in placeholders(graph) if n.users and "pos" in source_name(n) and _is_row(n, tokens)), None)
     if given is None:
-        return 0  # whoever makes positions, and reads none, is refused: passes/verify/sites.py
+        return 0  # a model that makes positions and reads none is refused: passes/verify/sites.py
     found = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "__name__", "") == "arange" and n.users
              and tuple(map(str, value(n).shape)) == (str(tokens),)]
-    replaced = 0
+    replaced: list[str] = []
     for node in found:
         picks, counts = _uses(node)
         if not counts:
@@ -49,7 +52,7 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
             raise UnsupportedAttention(
                 f"{where} numbers the tokens of the row ({node.format_node()}) " + (
                     "and uses the numbers both to compute and to pick rows" if picks else "other than 0, 1, 2, ...")
-                + "; in a ragged row every sequence has positions of its own, and quire cannot tell how to put them in.")
+                + "; in a ragged row every sequence has positions of its own. Compute with position_ids instead.")
         with graph.inserting_before(node):
             flat = graph.call_method("reshape", (given, -1))
             compute_value(flat)
@@ -59,11 +62,29 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
         flat.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         node.replace_all_uses_with(flat)
         graph.erase_node(node)
-        replaced += 1
+        replaced.append(where)
     if replaced:
+        gm.meta[_OWN] = replaced
         graph.lint()
         gm.recompile()
-    return replaced
+    return len(replaced)
+
+
+def check_uncompiled(gm: fx.GraphModule) -> None:
+    """Refuse to run a model uncompiled if its graph needed ``use_given_positions``.
+
+    Args:
+        gm: the model's graph, after ``use_given_positions``.
+
+    Raises:
+        UnsupportedAttention: names the module that numbers tokens itself.
+    """
+    own = gm.meta.get(_OWN)
+    if own:
+        raise UnsupportedAttention(
+            f"{own[0]} numbers the tokens of the row itself, instead of using position_ids, so an uncompiled paged step "
+            "would be wrong for all sequences but the first. quire.Engine and quire.paged's generate() compile the model, and "
+            "serve it.")
 
 
 def _is_row(node: fx.Node, tokens: Any) -> bool:
@@ -79,7 +100,7 @@ def _start_and_step(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _uses(node: fx.Node) -> tuple[bool, bool]:
-    """Are the numbers used to pick rows, and are they used to compute?"""
+    """Whether the numbers, or whole numbers computed from them, pick rows; and whether anything is computed from them."""
     picks = counts = False
     todo, seen = [node], set()
     while todo:
@@ -89,19 +110,48 @@ def _uses(node: fx.Node) -> tuple[bool, bool]:
         seen.add(n)
         for user in n.users:
             name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-            if name == "getitem" and user.args[0] is n or name in _PASSED_ON and user.args[0] is n:
-                todo.append(user)
-            elif name in _PICKING or name == "getitem":
-                picks = True
-            elif name in ("add", "sub") and _adds_zero(user):
-                todo.append(user)
-            else:
+            data = user.args[0] if user.args else None
+            indexing = name in ("getitem", "setitem", "index_put", "index_put_", *_PICKING)
+            if indexing and data is not n and _indexes(user, name, n):
+                if _picks_rows(user, name, n):
+                    picks = True
+                else:
+                    counts = True  # looks a table up
+                continue
+            if not (name == "getitem" or name in _PASSED_ON or (name in ("add", "sub") and _adds_zero(user))):
                 counts = True
+            result = value(user)
+            if isinstance(result, torch.Tensor) and (not result.is_floating_point() or _of_numbers(user, seen)):
+                todo.append(user)
     return picks, counts
+
+
+def _indexes(user: fx.Node, name: str, index: fx.Node) -> bool:
+    """Whether ``index`` is among the indices of ``user``, and not its data."""
+    at = _PICKING[name][1] if name in _PICKING else 1
+    given = user.args[at] if len(user.args) > at else user.kwargs.get("indices" if name.startswith("index_put") else "index")
+    return index in (given if isinstance(given, (tuple, list)) else (given,))
+
+
+def _picks_rows(user: fx.Node, name: str, index: fx.Node) -> bool:
+    """Whether ``user`` indexes a dimension as long as the row, or a multiple of it; a table's has a fixed size."""
+    shape = value(user.args[0]).shape
+    if name in _PICKING:
+        dim = user.args[_PICKING[name][0]] if len(user.args) > _PICKING[name][0] else user.kwargs.get("dim")
+        return symbolic(shape[dim]) if isinstance(dim, int) else True
+    items = user.args[1] if isinstance(user.args[1], (tuple, list)) else [user.args[1]]
+    if any(i is Ellipsis or i is None for i in items):
+        return True
+    return any(i is index and symbolic(shape[k]) for k, i in enumerate(items))
+
+
+def _of_numbers(node: fx.Node, numbers: set[fx.Node]) -> bool:
+    """Whether a float tensor is computed from nothing but the numbers and constants."""
+    return all(n in numbers for n in node.all_input_nodes if isinstance(value(n), torch.Tensor))
 
 
 def _adds_zero(node: fx.Node) -> bool:
     return any(isinstance(a, int) and a == 0 for a in node.args)
 
 
-__all__ = ["use_given_positions"]
+__all__ = ["check_uncompiled", "use_given_positions"]

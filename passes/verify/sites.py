@@ -12,6 +12,7 @@ from quire.attn_ops.attention import AttentionSite, attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import ancestors, constant, module_path, placeholders, source_name, symbolic, value
 from quire.passes.rewrite.raise_sdpa import find_sdpa
+from quire.passes.verify.positions import check_rope
 
 #: Layer types of a transformers config that keep no state beside keys and values.
 STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -206,17 +207,7 @@ def check_config(config: Any, max_length: int | None = None) -> None:
             f"attention), which a packed batch would leak between sequences. quire serves {sorted(STATELESS_LAYERS)}.")
     if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedAttention(f"{kind} is configured with bidirectional attention; quire serves causal models.")
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for each in [rope, *(r for r in rope.values() if isinstance(r, dict))] if isinstance(rope, dict) else []:
-        name = each.get("rope_type") or each.get("type")
-        if name == "dynamic":
-            raise UnsupportedAttention(f"{kind} has rope_type 'dynamic', whose frequencies depend on the longest sequence of "
-                                       "the batch; set another rope_type (yarn, linear, llama3) to serve it.")
-        short = each.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-        if name == "longrope" and (max_length is None or short is None or max_length > short):
-            raise UnsupportedAttention(
-                f"{kind} has rope_type 'longrope', which takes other frequencies for all sequences of a batch once one of them "
-                f"is longer than {short} tokens; quire serves it up to that length: max_model_len={short}.")
+    check_rope(config, max_length)
 
 
 def text_config(config: Any) -> Any:

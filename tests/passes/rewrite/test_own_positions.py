@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import copy_graph, placeholders, value
-from quire.passes.rewrite.own_positions import use_given_positions
+from quire.passes.rewrite.own_positions import check_uncompiled, use_given_positions
 
 WIDTH = 4
 
@@ -106,3 +106,32 @@ def test_refused(compute: Any, why: str) -> None:
     gm, tokens, _ = traced(Model(compute).eval())
     with pytest.raises(UnsupportedAttention, match=why):
         use_given_positions(gm, tokens)
+
+
+def offsets(x: torch.Tensor) -> torch.Tensor:
+    """Rows of a flattened tensor, by a number computed from the row's."""
+    flat = x.repeat_interleave(2, dim=1).flatten(0, 1)
+    return x + flat[torch.arange(x.shape[1]) * 2 + 1]
+
+
+def table(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.linspace(1, 2, 64)[torch.arange(x.shape[1]).clamp(max=63)][None, :, None]
+
+
+def test_numbers_that_pick_rows_after_arithmetic_are_refused() -> None:
+    gm, tokens, _ = traced(Model(offsets).eval())
+    with pytest.raises(UnsupportedAttention, match="both to compute and to pick rows"):
+        use_given_positions(gm, tokens)
+
+
+def test_numbers_that_look_up_a_table_become_positions() -> None:
+    gm, tokens, _ = traced(Model(table).eval())
+    assert use_given_positions(gm, tokens) == 1 and not aranges(gm)
+
+
+def test_uncompiled() -> None:
+    gm, tokens, _ = traced(Model(scaled).eval())
+    check_uncompiled(gm)
+    use_given_positions(gm, tokens)
+    with pytest.raises(UnsupportedAttention, match="numbers the tokens of the row itself"):
+        check_uncompiled(gm)

@@ -1,0 +1,383 @@
+"""What an attention mask means, derived from the graph that builds it.
+
+``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``),
+for one sequence at positions 0, 1, 2, ..., and compares it with the causal, sliding-window and chunked masks for all positions
+(``passes/verify/mask_decision.py``). In the forward of one sequence, ``arange`` over its tokens and ``position_ids`` are the
+same. Only operators with a rule (``passes/verify/mask_rules.py``) are understood; what depends on token ids, activations, other
+arguments of the call, or the number of tokens is refused.
+
+A float mask must be 0 where a key is visible and hide it everywhere else: -inf, or no more than half the least number of its
+dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_POSITIONS`` positions.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fx import (
+    ancestors,
+    erase_dead,
+    evaluate,
+    is_module_tensor,
+    module_path,
+    placeholders,
+    source_name,
+    symbolic,
+    value,
+    written_by,
+)
+from quire.passes.verify import mask_formula as formula
+from quire.passes.verify.mask_decision import agree, first_hidden
+from quire.passes.verify.mask_formula import Condition, Term, Unprovable
+from quire.passes.verify.mask_rules import RULES
+
+_MAX_HEADS = 1024
+_SMALL = 2**20  # entries of a stored tensor up to which a copy on the CPU is compared with it
+_STATIC = frozenset("""
+    add iadd sub isub rsub mul imul truediv div floordiv floor_divide mod remainder neg abs pow exp exp2 log log2 sqrt
+    rsqrt floor ceil round clamp eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not logical_xor
+    bitwise_and bitwise_or bitwise_not where masked_fill arange linspace full full_like ones ones_like zeros zeros_like
+    new_full new_ones new_zeros new_tensor tensor as_tensor eye tril triu cat stack getitem view reshape unsqueeze squeeze
+    expand expand_as transpose permute flatten t repeat repeat_interleave cumsum cumprod flip roll outer to float bool
+    long int half bfloat16 double type type_as clone contiguous detach index_select gather isin max min maximum minimum
+    sum any all argsort sort
+""".split())
+
+
+class Refusal(Exception):
+    """The mask, or the attention call, cannot be raised; the text says why."""
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What a mask was proven to mean."""
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def condition(self) -> Condition:
+        """The same on positions -2 (query) and -1 (key)."""
+        query, key = formula.var(-2), formula.var(-1)
+        keep: Condition = formula.compare(key, "le", query) if self.causal else True
+        if self.window is not None:
+            keep = formula.both(keep, formula.compare(formula.minus(query, key), "lt", formula.number(self.window)))
+        if self.chunk is not None:
+            of = [formula.floor(formula.times(p, formula.number(Fraction(1, self.chunk)))) for p in (query, key)]
+            keep = formula.both(keep, formula.compare(of[0], "eq", of[1]))
+        return keep
+
+
+class StoredMasks:
+    """Notices that a stored tensor has other values than those a mask was proven with.
+
+    Args:
+        tensors: (place among the graph's inputs, tensor). Not kept alive.
+    """
+
+    def __init__(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
+        self._seen = [(place, weakref.ref(t), _version(t), t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL
+                       else None) for place, t in tensors]
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raises UnsupportedAttention if the graph is called with other values."""
+        for place, ref, version, copy in self._seen:
+            now = args[place]
+            same = torch.equal(copy, now) if copy is not None else ref() is now and _version(now) == version
+            if not same:
+                raise UnsupportedAttention(
+                    f"a stored tensor of shape {tuple(now.shape)} that an attention mask is made of has changed since the "
+                    "model was traced; call torch._dynamo.reset(), or make a new engine, after changing it")
+
+
+def _version(tensor: Any) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass
+class MaskProver:
+    """Proves the masks of one graph.
+
+    Args:
+        graph: traced by Dynamo; its nodes carry fake values.
+        tokens: the symbolic size of the token dimension.
+        inputs: real tensors of placeholders by node name, for stored masks and numbers.
+        used: filled with the names of the stored tensors that proofs rest on.
+    """
+
+    graph: fx.Graph
+    tokens: Any
+    inputs: dict[str, Any]
+    used: set[str] = field(default_factory=set)
+
+    def stored(self) -> StoredMasks:
+        """What the proofs so far rest on."""
+        return StoredMasks([(k, self.inputs[n.name]) for k, n in enumerate(placeholders(self.graph)) if n.name in self.used])
+
+    def erase_dead_writes(self) -> None:
+        """Erase what is only written to, in place, and read by nobody now that the masks are gone."""
+        for storage in self._read_from & set(self._writes):
+            group = {n for n in self.graph.nodes if isinstance(value(n), torch.Tensor) and _storage(n) == storage}
+            group |= set(self._writes[storage])
+            if all(n.op != "placeholder" and set(n.users) <= group and set(written_by(n)) <= group for n in group):
+                inputs = [i for n in group for i in n.all_input_nodes if i not in group]
+                for node in sorted(group, key=self._order.__getitem__, reverse=True):
+                    self.graph.erase_node(node)
+                erase_dead(self.graph, inputs)
+
+    def __post_init__(self) -> None:
+        self._order = {n: k for k, n in enumerate(self.graph.nodes)}
+        self._kinds: dict[tuple[fx.Node, int], MaskKind] = {}
+        self._known: dict[tuple[fx.Node, fx.Node | None], Any] = {}
+        self._writes: dict[int, list[fx.Node]] = {}
+        self._read_from: set[int] = set()
+        for node in self.graph.nodes:
+            for written in written_by(node):
+                if isinstance(value(written), torch.Tensor):
+                    self._writes.setdefault(_storage(written), []).append(node)
+        self._at: fx.Node | None = None
+
+    def prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
+        """The kind of ``mask`` as the node ``at`` reads it.
+
+        Raises:
+            Refusal: it is not proven to be one of causal, sliding window, chunk, or all visible.
+        """
+        writes = [w for w in self._writes.get(_storage(mask), ()) if self._order[w] < self._order[at]]
+        key = mask, len(writes)
+        if key not in self._kinds:
+            self._kinds[key] = self._prove(mask, at)
+        return self._kinds[key]
+
+    def _prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
+        if not symbolic(self.tokens):
+            raise Refusal(f"the graph was traced for exactly {self.tokens} tokens, too few to tell what its mask means for "
+                          "longer sequences; compile with dynamic=True")
+        self._at = None
+        try:
+            kinds = [_classify(keep) for keep in self._of_each_head(mask, self._read(mask, at))]
+        except Exception as error:  # an operator called in a way that its rule does not know
+            why = str(error) if isinstance(error, Unprovable) else f"it could not be read ({type(error).__name__}: {error})"
+            node = self._at or mask
+            where = module_path(node)
+            raise Refusal(f"its mask is not proven to be one of positions: {why} (node {node.name}"
+                          f"{f' of {where}' if where else ''}); a causal, sliding-window or chunked mask made of position_ids "
+                          "and constants can be served") from None
+        if any(kind != kinds[0] for kind in kinds):
+            raise Refusal("its mask differs between heads (ALiBi, or a window per head?)")
+        return kinds[0]
+
+    def _of_each_head(self, mask: fx.Node, element: Any) -> list[Condition]:
+        """The conditions under which a key is visible, for each head or other leading index that the mask depends on."""
+        dtype, shape = value(mask).dtype, value(mask).shape
+        if len(shape) < 2 or not all(self.is_row(s) or self._is_one(s) for s in shape[-2:]):
+            raise Unprovable(f"it has shape {tuple(shape)}, not (..., {self.tokens}, {self.tokens})")
+        heads: list[dict[int, Term]] = [{}]
+        for axis in sorted(formula.axes(element) - {-2, -1}):
+            size = shape[axis]
+            if symbolic(size) or size * len(heads) > _MAX_HEADS:
+                raise Unprovable("it differs between sequences")
+            heads = [{**h, axis: formula.number(k)} for h in heads for k in range(size)]
+        found: list[Condition] = []
+        for each in heads:
+            one = formula.substitute(element, each)
+            if dtype != torch.bool:
+                hidden = formula.compare(one, "le", formula.number(torch.finfo(dtype).min / 2))
+                keep = formula.compare(one, "eq", formula.number(0))
+                if not agree(formula.either(keep, hidden), True):
+                    raise Unprovable("it adds a bias to the scores (ALiBi, relative positions, or hidden keys that are not at "
+                                     f"-inf or torch.finfo({dtype}).min, which a large score would outweigh)")
+                one = keep
+            if one not in found:
+                found.append(one)
+        return found
+
+    def element(self, node: fx.Node) -> Any:
+        """An element of a node's tensor, as a term or condition on its indices, as ``self._at`` reads it."""
+        return self._read(node, self._at)
+
+    def _read(self, node: fx.Node, at: fx.Node | None) -> Any:
+        val = value(node)
+        if not isinstance(node, fx.Node) or not isinstance(val, torch.Tensor):
+            self._at = node if isinstance(node, fx.Node) else at
+            size = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
+            raise Unprovable(f"it depends on {'the number of tokens' if size else node}")
+        end = self._order[at] if at is not None else len(self._order)
+        self._read_from.add(_storage(node))
+        writes = [w for w in self._writes.get(_storage(node), ()) if self._order[node] < self._order[w] < end]
+        if any(node not in written_by(w) for w in writes) or (writes and node.op == "placeholder"):
+            self._at = writes[0]
+            raise Unprovable("a tensor that it is made of is changed in place")
+        by = writes[-1] if writes else node
+        if (by, node) not in self._known:
+            before, self._at = self._at, by
+            self._known[by, node] = self._checked(by, node)
+            self._at = before
+        return self._known[by, node]
+
+    def _checked(self, by: fx.Node, node: fx.Node) -> Any:
+        """What ``by`` computes, or writes to ``node``; its numbers exact in their dtype."""
+        found = self._stored(by) if by is node else None
+        if found is None:
+            found = self._input(by) if by.op == "placeholder" else self._call(by)
+        dtype = value(node).dtype
+        single = {axis: formula.number(0) for axis in formula.axes(found) if self._is_one(value(node).shape[axis])}
+        found = formula.substitute(found, single) if single else found
+        if dtype == torch.bool:
+            return found if formula.is_condition(found) else formula.compare(found, "ne", formula.number(0))
+        return formula.exact(formula.as_term(found), dtype)
+
+    def _input(self, node: fx.Node) -> Any:
+        val, name = value(node), source_name(node)
+        if _is_stored(node):
+            raise Unprovable(f"it depends on {name}, whose values are not known")
+        shape = [str(s) for s in val.shape]
+        given = {_last_key(n) for n in placeholders(self.graph)}
+        names = {"position_ids", "cache_position"} if "position_ids" in given else {"positions", "cache_position"}
+        if _last_key(node) in names:
+            if not val.is_floating_point() and shape and shape[-1] == str(self.tokens) and len(shape) <= 2:
+                return formula.var(-1)
+            raise Unprovable(f"it depends on {name} of shape {tuple(val.shape)}")
+        if "attention_mask" in name:
+            raise Unprovable("an attention_mask was passed; a paged batch is ragged and takes none")
+        raise Unprovable(f"it depends on {name}" + (", token ids" if "ids" in name else ""))
+
+    def _stored(self, node: fx.Node) -> Any:
+        """An entry of a tensor that is the same in every call: a buffer, a constant, or computed from such; else None."""
+        val = value(node)
+        if any(symbolic(s) for s in val.shape):
+            return None
+        nodes = ancestors(node)
+        env: dict[fx.Node, Any] = {}
+        for n in nodes:
+            if n.op == "placeholder":
+                if not _is_stored(n) or not isinstance(self.inputs.get(n.name), torch.Tensor):
+                    return None
+                if self._writes.get(_storage(n)):
+                    raise Unprovable(f"{source_name(n)} is changed in place")
+                env[n] = self.inputs[n.name].detach()
+            elif n.op != "get_attr" and (_name(n) not in _STATIC or written_by(n)):
+                return None
+            elif isinstance(value(n), torch.Tensor) and self._writes.get(_storage(n)):
+                return None
+        try:
+            with torch.no_grad():
+                evaluate(nodes, env)
+        except Exception as error:
+            raise Unprovable(f"its constants could not be computed ({type(error).__name__}: {error})") from error
+        self.used |= {n.name for n in nodes if n.op == "placeholder"}
+        return formula.entry(env[node])
+
+    def _call(self, node: fx.Node) -> Any:
+        rule = RULES.get(_name(node)) if node.op.startswith("call") else None
+        if rule is None:
+            tensors = [n for n in ancestors(node) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)]
+            ids = next((n for n in tensors if "input_ids" in source_name(n)), None)
+            raise Unprovable(f"it uses {_name(node) or node.op}" + (", on token ids" if ids is not None else
+                             ", which is not known to keep to positions"))
+        return rule(self, node, *node.args, **node.kwargs)
+
+    # For the rules.
+
+    def term(self, arg: Any, dtype: torch.dtype | None = None) -> Term:
+        """An argument as a number: a tensor's element or a constant; as it is after conversion to ``dtype``."""
+        if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
+            found = formula.as_term(self.element(arg))
+            return found if dtype is None else formula.exact(found, dtype)
+        return formula.number(self.constant(arg))
+
+    def condition(self, arg: Any) -> Condition:
+        """An argument as a truth."""
+        if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
+            found = self.element(arg)
+            return found if formula.is_condition(found) else formula.compare(found, "ne", formula.number(0))
+        return bool(self.constant(arg))
+
+    def constant(self, arg: Any) -> Any:
+        """A Python number that is the same in every call."""
+        number = value(arg)
+        if isinstance(number, (torch.SymInt, torch.SymFloat)):
+            expr = number.node.shape_env.replace(number.node.expr)
+            if expr.is_number:
+                return int(expr) if isinstance(number, torch.SymInt) else float(expr)
+            source: Any = arg.args[0] if isinstance(arg, fx.Node) and _name(arg) == "item" else None
+            stored = self.inputs.get(source.name) if isinstance(source, fx.Node) and _is_stored(source) else None
+            if not isinstance(stored, torch.Tensor):
+                raise Unprovable("it depends on the number of tokens")
+            self.used.add(source.name)  # a float that a module holds, which Dynamo passes as a tensor
+            number = stored.item()
+        if not isinstance(number, (int, float)):
+            raise Unprovable(f"it depends on {arg}, which is not constant")
+        return number
+
+    @staticmethod
+    def _is_one(size: Any) -> bool:
+        return not symbolic(size) and size == 1
+
+    def is_row(self, size: Any) -> bool:
+        return str(size) == str(self.tokens)
+
+    def result_dtype(self, *args: Any) -> torch.dtype:
+        """What operands are converted to before they are compared."""
+        first, *rest = [value(a) for a in args]
+        for other in rest:
+            first = torch.empty((0,) * 2 if any(isinstance(x, torch.Tensor) and x.dim() for x in (first, other)) else (),
+                                dtype=torch.result_type(first, other))
+        return first.dtype
+
+
+def _classify(keep: Condition) -> MaskKind:
+    candidates = [MaskKind()]
+    hidden = first_hidden(keep)
+    if hidden:
+        candidates = [MaskKind(window=hidden), MaskKind(chunk=hidden)]
+    elif hidden == 0:
+        candidates = []
+    for kind in (*candidates, MaskKind(causal=False)):
+        if agree(keep, kind.condition()):
+            return kind
+    raise Unprovable("it is none of causal, sliding window, chunk")
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether a placeholder is held by a module or a global name, and not an argument of the call."""
+    name = source_name(node)
+    return is_module_tensor(node) or re.match(r"G\[|L\['self'\]\.|L\['\w+'\]\._modules\b", name) is not None
+
+
+def _last_key(node: fx.Node) -> str:
+    """The name of an argument of the call: ``position_ids`` of ``L['kwargs']['position_ids']``."""
+    found = re.search(r"'(\w+)'\]$|^(\w+)$", source_name(node))
+    return (found[1] or found[2]) if found else ""
+
+
+def _storage(node: fx.Node) -> int:
+    """Which memory a node's tensor is in."""
+    try:
+        return value(node).untyped_storage()._cdata
+    except NotImplementedError:  # sparse
+        return -1
+
+
+def _name(node: fx.Node) -> str:
+    """The name of the torch function, operator or method that a node calls; empty for any other function."""
+    if isinstance(node.target, str):
+        return node.target if node.op == "call_method" else ""
+    name = getattr(node.target, "__name__", "")
+    owners = (operator, torch, torch.Tensor, torch.nn.functional, torch._C._nn, builtins)
+    return name if any(getattr(owner, name, None) is node.target for owner in owners) else ""
+
+
+
+__all__ = ["MaskKind", "MaskProver", "Refusal", "StoredMasks"]

@@ -1,0 +1,410 @@
+"""One rule per operator for reading a mask (``passes/verify/mask_proof.py``).
+
+A rule takes the prover, the node and the node's arguments, and returns an element of the result: a term or condition whose
+variables are the result's indices, named by dimension from the right, so that broadcasting needs no work. What a rule does not
+understand raises ``Unprovable``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from quire.passes.fx import symbolic, value
+from quire.passes.verify import mask_formula as formula
+from quire.passes.verify.mask_decision import never
+from quire.passes.verify.mask_formula import Condition, Form, Infinite, Term, Unprovable
+
+if TYPE_CHECKING:
+    from quire.passes.verify.mask_proof import MaskProver
+
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+def _rule(*names: str) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+# Arithmetic.
+
+
+@_rule("add", "iadd")
+def _add(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    if value(node).dtype == torch.bool:
+        return formula.either(p.condition(a), p.condition(b))
+    return formula.add(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
+
+
+@_rule("sub", "isub", "subtract")
+def _sub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    return formula.minus(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
+
+
+@_rule("rsub")
+def _rsub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    return _sub(p, node, b, a)
+
+
+@_rule("neg", "negative")
+def _neg(p: MaskProver, node: fx.Node, a: Any) -> Any:
+    return formula.times(p.term(a), formula.number(-1))
+
+
+@_rule("mul", "imul", "multiply")
+def _mul(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    if value(node).dtype == torch.bool:
+        return formula.both(p.condition(a), p.condition(b))
+    return formula.times(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
+
+
+def _quotient(p: MaskProver, node: fx.Node, a: Any, b: Any) -> tuple[Term, int]:
+    """The quotient by a positive whole number, not rounded, and that number."""
+    by = p.term(b)
+    if not isinstance(by, Form) or not by.is_const or by.const < 1 or by.const.denominator != 1:
+        raise Unprovable("it divides positions by something that is not a positive whole constant")
+    dividend = p.term(a, value(node).dtype)
+    return formula.times(dividend, formula.number(1 / by.const)), int(by.const)
+
+
+@_rule("floordiv", "floor_divide", "ifloordiv")
+def _floor_divide(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    return formula.floor(_quotient(p, node, a, b)[0])
+
+
+@_rule("div", "divide", "truediv", "itruediv", "true_divide")
+def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
+    quotient, by = _quotient(p, node, a, b)
+    if rounding_mode is None:
+        if by & (by - 1):
+            raise Unprovable("it divides positions with rounding (use // on integers)")
+        return quotient
+    return formula.floor(quotient) if rounding_mode == "floor" else _truncated(quotient)
+
+
+@_rule("rshift", "bitwise_right_shift", "__rshift__")
+def _right_shift(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    return formula.floor(formula.times(p.term(a), formula.number(Fraction(1, 2 ** int(p.constant(b))))))
+
+
+@_rule("mod", "remainder")
+def _remainder(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    quotient, by = _quotient(p, node, a, b)
+    return formula.minus(p.term(a), formula.times(formula.floor(quotient), formula.number(by)))
+
+
+@_rule("floor")
+def _floor(p: MaskProver, node: fx.Node, a: Any) -> Any:
+    return formula.floor(p.term(a))
+
+
+@_rule("trunc", "fix")
+def _trunc(p: MaskProver, node: fx.Node, a: Any) -> Any:
+    return _truncated(p.term(a))
+
+
+def _truncated(term: Term) -> Term:
+    if any(isinstance(leaf, Infinite) for leaf in formula.leaves(term)):
+        raise Unprovable("it rounds an infinity")
+    if term == formula.floor(term) or never(formula.compare(term, "lt", formula.number(0))):
+        return formula.floor(term)
+    below = formula.compare(term, "lt", formula.number(0))
+    minus_one = formula.number(-1)
+    return formula.choose(below, formula.times(formula.floor(formula.times(term, minus_one)), minus_one), formula.floor(term))
+
+
+@_rule("abs", "absolute", "__abs__")
+def _abs(p: MaskProver, node: fx.Node, a: Any) -> Any:
+    term = p.term(a)
+    return formula.choose(formula.compare(term, "lt", formula.number(0)), formula.times(term, formula.number(-1)), term)
+
+
+def _greater(a: Term, b: Term) -> Term:
+    return formula.choose(formula.compare(a, "lt", b), b, a)
+
+
+def _lesser(a: Term, b: Term) -> Term:
+    return formula.choose(formula.compare(a, "lt", b), a, b)
+
+
+@_rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_", "relu")
+def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
+    name = str(getattr(node.target, "__name__", node.target))
+    if name == "clamp_max":
+        min, max = None, min
+    dtype = value(node).dtype
+    term = p.term(a, dtype)
+    term = term if min is None and name != "relu" else _greater(term, p.term(0 if min is None else min, dtype))
+    return term if max is None else _lesser(term, p.term(max, dtype))
+
+
+@_rule("maximum", "minimum", "max", "min", "fmax", "fmin")
+def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
+    if not isinstance(value(b), torch.Tensor):
+        raise Unprovable("it takes a maximum over positions")
+    smaller = "min" in str(getattr(node.target, "__name__", node.target))
+    return (_lesser if smaller else _greater)(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
+
+
+# Comparisons and logic.
+
+
+def _comparison(op: str) -> None:
+    def compare(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Condition:
+        dtype = p.result_dtype(a, b)
+        if dtype == torch.bool:
+            left, right = p.condition(a), p.condition(b)
+            if op in ("eq", "ne"):
+                same = formula.select(left, right, formula.negate(right))
+                return same if op == "eq" else formula.negate(same)
+            return formula.compare(formula.as_term(left), op, formula.as_term(right))
+        return formula.compare(formula.exact(p.term(a), dtype), op, formula.exact(p.term(b), dtype))
+
+    RULES.update(dict.fromkeys((op, f"__{op}__"), compare))
+
+
+for _op in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _comparison(_op)
+RULES |= {"less": RULES["lt"], "less_equal": RULES["le"], "greater": RULES["gt"], "greater_equal": RULES["ge"],
+          "not_equal": RULES["ne"]}
+
+
+def _logic(names: Sequence[str], combine: Callable[[Condition, Condition], Condition]) -> None:
+    def logic(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Condition:
+        if value(node).dtype != torch.bool:
+            raise Unprovable("it combines the bits of positions")
+        return combine(p.condition(a), p.condition(b))
+
+    RULES.update(dict.fromkeys(names, logic))
+
+
+_logic(("and_", "iand", "__and__", "logical_and", "bitwise_and", "logical_and_"), formula.both)
+_logic(("or_", "ior", "__or__", "logical_or", "bitwise_or", "logical_or_"), formula.either)
+_logic(("xor", "ixor", "__xor__", "logical_xor", "bitwise_xor"), lambda a, b: formula.select(a, formula.negate(b), b))
+
+
+@_rule("invert", "__invert__", "logical_not", "bitwise_not", "logical_not_")
+def _not(p: MaskProver, node: fx.Node, a: Any) -> Condition:
+    if value(node).dtype != torch.bool:
+        raise Unprovable("it inverts the bits of positions")
+    return formula.negate(p.condition(a))
+
+
+def _choose(p: MaskProver, node: fx.Node, condition: Any, yes: Any, no: Any) -> Any:
+    if value(node).dtype == torch.bool:
+        return formula.select(p.condition(condition), p.condition(yes), p.condition(no))
+    return formula.choose(p.condition(condition), p.term(yes), p.term(no))
+
+
+@_rule("where")
+def _where(p: MaskProver, node: fx.Node, condition: Any, input: Any, other: Any) -> Any:
+    if node.op == "call_method":  # x.where(condition, other)
+        condition, input = input, condition
+    return _choose(p, node, condition, input, other)
+
+
+@_rule("masked_fill", "masked_fill_")
+def _masked_fill(p: MaskProver, node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
+    return _choose(p, node, mask, value, x)
+
+
+# Making tensors.
+
+
+@_rule("arange")
+def _arange(p: MaskProver, node: fx.Node, *numbers: Any, **options: Any) -> Any:
+    start = options.get("start", numbers[0] if len(numbers) > 1 else 0)
+    step = options.get("step", numbers[2] if len(numbers) > 2 else 1)
+    return formula.add(formula.times(formula.var(-1), formula.number(p.constant(step))), formula.number(p.constant(start)))
+
+
+def _filled(names: Sequence[str], number: Callable[[MaskProver, Any, dict[str, Any]], Term]) -> None:
+    def fill(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
+        return number(p, args, options)
+
+    RULES.update(dict.fromkeys(names, fill))
+
+
+_filled(("ones", "ones_like", "new_ones"), lambda p, args, options: formula.number(1))
+_filled(("zeros", "zeros_like", "new_zeros"), lambda p, args, options: formula.number(0))
+_filled(("full", "full_like"), lambda p, args, options: p.term(options.get("fill_value", args[1] if len(args) > 1 else None)))
+_filled(("new_full",), lambda p, args, options: p.term(options.get("fill_value", args[2] if len(args) > 2 else None)))
+_filled(("fill_", "fill"), lambda p, args, options: p.term(args[1]))
+_filled(("zero_",), lambda p, args, options: formula.number(0))
+
+
+@_rule("eye")
+def _eye(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
+    return formula.compare(formula.var(-1), "eq", formula.var(-2))
+
+
+@_rule("tril", "tril_", "triu", "triu_")
+def _triangle(p: MaskProver, node: fx.Node, x: Any, diagonal: Any = 0) -> Any:
+    ahead = formula.minus(formula.var(-1), formula.var(-2))
+    lower = "tril" in str(getattr(node.target, "__name__", node.target))
+    keep = formula.compare(ahead, "le" if lower else "ge", formula.number(p.constant(diagonal)))
+    element = p.element(x)
+    return formula.both(keep, element) if formula.is_condition(element) else formula.choose(keep, element, formula.number(0))
+
+
+# Types and shapes.
+
+
+@_rule("to", "type", "type_as", "bool", "float", "long", "int", "half", "bfloat16", "double")
+def _to(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
+    element = p.element(x)
+    if not formula.is_condition(element) and value(x).is_floating_point() and not value(node).is_floating_point() and (
+            value(node).dtype != torch.bool):
+        return _truncated(element)
+    return element
+
+
+@_rule("clone", "contiguous", "detach", "expand", "expand_as", "broadcast_to", "lift_fresh", "detach_")
+def _same(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
+    return p.element(x)
+
+
+@_rule("unsqueeze", "squeeze", "view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "unflatten")
+def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
+    """Dimensions of size 1 may come and go; the others keep their order, and none is split, joined or repeated."""
+    old, new = ([(k - t.dim(), n) for k, n in enumerate(t.shape) if symbolic(n) or n != 1] for t in (value(x), value(node)))
+    element = p.element(x)
+    if str(node.target) == "repeat":
+        used = formula.axes(element)
+        if any(str(value(x).shape[a]) != str(value(node).shape[a]) for a in used):
+            raise Unprovable("it repeats positions")
+        return element
+    if [str(n) for _, n in old] != [str(n) for _, n in new]:
+        raise Unprovable(f"it changes shape from {tuple(value(x).shape)} to {tuple(value(node).shape)}")
+    return formula.substitute(element, {a: formula.var(b) for (a, _), (b, _) in zip(old, new, strict=True)})
+
+
+@_rule("transpose", "permute", "t", "swapaxes", "movedim", "getattr")
+def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any) -> Any:
+    rank, name = value(x).dim(), str(getattr(node.target, "__name__", node.target))
+    if name == "getattr":
+        if dims[0] not in ("T", "mT") or rank < 2 or (dims[0] == "T" and rank > 2):
+            raise Unprovable(f"it reads .{dims[0]}")
+        dims = (-2, -1)
+    if name == "t":
+        dims = (-2, -1)
+    if options or name == "movedim":
+        raise Unprovable("it moves dimensions in a way that is not understood")
+    order = list(range(rank))
+    if name == "permute":
+        order = [d % rank for d in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+    elif rank > 1:
+        a, b = (d % rank for d in dims)
+        order[a], order[b] = order[b], order[a]
+    return formula.substitute(p.element(x), {old - rank: formula.var(new - rank) for new, old in enumerate(order)})
+
+
+@_rule("getitem", "__getitem__")
+def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
+    if not isinstance(value(x), torch.Tensor):
+        raise Unprovable("it uses a part of a tuple")
+    shape, rank = value(x).shape, value(node).dim()
+    items = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [i for i in items if not isinstance(i, fx.Node)]:
+        at = next(k for k, i in enumerate(items) if i is Ellipsis)
+        taken = sum(i is not None and i is not Ellipsis for i in items)
+        items[at : at + 1] = [slice(None)] * (len(shape) - taken)
+    items += [slice(None)] * (len(shape) - sum(i is not None for i in items))
+    tensors = [k for k, i in enumerate(items) if isinstance(value(i), torch.Tensor)]
+    if tensors and (tensors[-1] - tensors[0] >= len(tensors) or any(value(items[k]).dtype == torch.bool for k in tensors)):
+        raise Unprovable("it is indexed in a way that is not understood")
+    wide = max((value(items[k]).dim() for k in tensors), default=0)
+    values: dict[int, Term] = {}
+    source = result = 0
+    for k, item in enumerate(items):
+        if item is None:
+            result += 1
+            continue
+        size: Any = shape[source]
+        if k in tensors:
+            axis = result + wide - rank  # the index's last dimension is this one's left neighbour
+            term = formula.substitute(p.term(item), {a: formula.var(a + axis) for a in range(-wide, 0)})
+            values[source - len(shape)] = _in_range(p, term, size, node)
+            result += wide if k == tensors[-1] else 0
+        elif isinstance(item, slice):
+            start = formula.number(_start(p, item, value(node).shape[result]))
+            values[source - len(shape)] = formula.add(formula.var(result - rank), start)
+            result += 1
+        else:
+            place = p.constant(item)
+            if place < 0 and symbolic(size):
+                raise Unprovable("it takes the last position")
+            values[source - len(shape)] = formula.number(place if place >= 0 else place + size)
+        source += 1
+    return formula.substitute(p.element(x), values)
+
+
+def _start(p: MaskProver, cut: slice, kept: Any) -> int:
+    """Where a slice begins that keeps ``kept`` places."""
+    start = 0 if cut.start is None else p.constant(cut.start)
+    if (cut.step is not None and p.constant(cut.step) != 1) or start < 0:
+        raise Unprovable("it is cut from the end, or with a step")
+    if symbolic(kept) and not p.is_row(kept):
+        raise Unprovable("it cuts the row of tokens")
+    return start
+
+
+def _in_range(p: MaskProver, index: Term, size: Any, node: fx.Node) -> Term:
+    """The index, proven not to be negative, and below the number of tokens where it indexes those."""
+    if not never(formula.compare(index, "lt", formula.number(0))):
+        raise Unprovable("it is indexed with negative places")
+    if symbolic(size):
+        place = next(iter(formula.axes(index)), None)
+        constant = isinstance(index, Form) and index.is_const and index.const == 0
+        if not constant and (place is None or index != formula.var(place) or not p.is_row(value(node).shape[place])):
+            raise Unprovable("it takes other positions than those of the queries and keys")
+    return index
+
+
+@_rule("index_select")
+def _index_select(p: MaskProver, node: fx.Node, x: Any, dim: int, index: Any) -> Any:
+    items: list[Any] = [slice(None)] * value(x).dim()
+    items[dim] = index
+    return _getitem(p, node, x, tuple(items))
+
+
+@_rule("setitem")
+def _setitem(p: MaskProver, node: fx.Node, x: Any, index: Any, new: Any) -> Any:
+    if not isinstance(index, fx.Node) or value(index).dtype != torch.bool or value(index).dim() != value(x).dim() or (
+            isinstance(value(new), torch.Tensor) and value(new).dim()):
+        raise Unprovable("a part of it is overwritten")
+    element = p.element(x)
+    if formula.is_condition(element):
+        return formula.select(p.condition(index), p.condition(new), element)
+    return formula.choose(p.condition(index), p.term(new), element)
+
+
+@_rule("cumsum")
+def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> Any:
+    element, axis = formula.as_term(p.element(x)), dim % value(x).dim() - value(x).dim()
+    if axis in formula.axes(element):
+        raise Unprovable("it sums over positions")
+    return formula.times(element, formula.add(formula.var(axis), formula.number(1)))
+
+
+@_rule("diff")
+def _diff(p: MaskProver, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Differences of neighbours, as transformers takes them of the positions to find packed sequences."""
+    if n != 1 or append is not None or prepend is None or value(prepend).shape[dim] != 1:
+        raise Unprovable("it takes differences along the row")
+    axis = dim % value(x).dim() - value(x).dim()
+    element, first = p.term(x), formula.substitute(p.term(prepend), {axis: formula.number(0)})
+    before = formula.substitute(element, {axis: formula.add(formula.var(axis), formula.number(-1))})
+    if formula.substitute(before, {axis: formula.number(0)}) != first:
+        before = formula.choose(formula.compare(formula.var(axis), "eq", formula.number(0)), first, before)
+    return formula.minus(element, before)
+
+
+__all__ = ["RULES"]

@@ -1,0 +1,345 @@
+"""A model whose attention mask is an argument, the routes by which quire serves it, and random masks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import nn
+
+import quire
+from quire.attn_ops.kv_cache import PagedKVCache, pages_for
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, running
+from quire.passes.backend import QuireBackend
+from quire.passes.capture.paged_model import PagedModel
+from quire.passes.options import QuireOptions
+
+VOCAB, HIDDEN, HEADS, REACH = 64, 16, 4, 128
+LENGTHS, STEPS = (61, 9, 30), ((30, 4, 1), (31, 5, 29))  # chunks of a prefill, of three sequences at once
+#: Logits are of order 1; both sides compute in float32 and differ in the order of sums over 61 terms at most.
+TOLERANCE = 1e-5
+Mask = Callable[["Model", torch.Tensor, torch.Tensor], Any]  # (model, input_ids, position_ids) -> attn_mask
+
+
+class Model(nn.Module):
+    """A causal LM of one layer. Its buffers are there for masks to use. ``before(model, x, position_ids)`` changes x."""
+
+    def __init__(self, mask: Mask, is_causal: bool = False, before: Mask | None = None, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.is_causal, self.before = mask, is_causal, before
+        self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(REACH, HIDDEN)
+        self.qkv, self.head = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        if self.before is not None:
+            x = self.before(self, x, position_ids)
+        q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        mask = self.mask(self, input_ids, position_ids)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.is_causal)
+        return self.head(x + out.transpose(1, 2).flatten(2))
+
+
+class Decorated(Model):
+    forward = quire.paged(compiler="eager")(Model.forward)
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCAB, (n,), generator=generator) for n in LENGTHS]
+
+
+def plain(model: Model) -> list[torch.Tensor]:
+    """Logits of each sequence alone."""
+    with torch.no_grad():
+        return [Model.forward(model, s[None], torch.arange(len(s))[None])[0] for s in sequences()]
+
+
+def paged(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of the sequences in two ragged steps; ``run(step, ids, positions)`` gives those of one."""
+    page_size = 4
+    pages = iter(range(1, 100))
+    table = [[next(pages) for _ in range(pages_for(n, page_size))] for n in LENGTHS]
+    cache = PagedKVCache(num_layers=1, num_pages=64, page_size=page_size, num_kv_heads=HEADS, head_dim=HIDDEN // HEADS,
+                         dtype=torch.float32, device="cpu")
+    done, found = [0] * len(LENGTHS), [[] for _ in LENGTHS]
+    for counts in STEPS:
+        ids = torch.cat([s[d : d + n] for s, d, n in zip(sequences(), done, counts, strict=True)])
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+        meta = CommonAttentionMetadata.build(list(counts), done, table, page_size=page_size)
+        with torch.no_grad():
+            logits = run(cache, meta, ids, meta.positions)
+        for row, part in zip(found, logits.split(list(counts)), strict=True):
+            row.append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+def by_compile(model: Model) -> list[torch.Tensor]:
+    compiled = torch.compile(model, backend=QuireBackend(QuireOptions(compiler="eager")), fullgraph=True)
+
+    def run(cache: Any, meta: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with quire.step(cache, meta):
+            return compiled(input_ids=ids[None], position_ids=positions[None])[0]
+
+    return paged(run)
+
+
+def by_decorator(model: Model) -> list[torch.Tensor]:
+    model.__class__ = Decorated
+
+    def run(cache: Any, meta: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with quire.step(cache, meta):
+            return model(input_ids=ids[None], position_ids=positions[None])[0]
+
+    try:
+        return paged(run)
+    finally:
+        model.__class__ = Model
+
+
+def by_engine(model: Model) -> list[torch.Tensor]:
+    """What an engine runs, without its scheduler."""
+    served = PagedModel(model, QuireOptions(compiler="eager", page_size=4))
+
+    def run(cache: Any, meta: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with running(step := Step(cache, meta)):
+            return served(step, ids, positions, torch.arange(len(ids)))
+
+    try:
+        return paged(run)
+    finally:
+        served.close()
+
+
+ROUTES = {"compile": by_compile, "decorator": by_decorator, "engine": by_engine}
+
+
+def outcome(model: Model, route: str) -> str:
+    """"exact", or "refused: why".
+
+    Raises:
+        AssertionError: the model was served, and gave other logits than alone.
+    """
+    expected = plain(model)
+    torch._dynamo.reset()
+    try:
+        got = ROUTES[route](model)
+    except quire.UnsupportedAttention as why:
+        return f"refused: {why}"
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, quire.UnsupportedAttention):
+            return f"refused: {error.inner_exception}"
+        raise
+    worst = max((g - w).abs().max().item() for g, w in zip(got, expected, strict=True))
+    assert worst <= TOLERANCE, f"served by {route}, and wrong by {worst:.2g}"
+    return "exact"
+
+
+# Random masks: a tree of operators, drawn by hypothesis and run in the model's forward.
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A mask as data: the operator, its number, and what it is made of."""
+
+    op: str
+    number: int = 0
+    inside: tuple[Tree, ...] = ()
+
+    def __str__(self) -> str:
+        arguments = [*([str(self.number)] if self.number else []), *map(str, self.inside)]
+        return f"{self.op}({', '.join(arguments)})"
+
+
+def buffers(number: int) -> dict[str, torch.Tensor]:
+    """What a random mask may look up."""
+    n = torch.arange(REACH)
+    ahead = n[None] - n[:, None]
+    return {
+        "kinds": (torch.arange(VOCAB) * 7 % 11 > 8).long(),  # by token id
+        "blocks": n // max(number, 1),  # by position
+        "late": (n >= 40).long(),  # by position
+        "triangle": (ahead <= 0)[None, None],
+        "band": ((ahead <= 0) & (ahead > -max(number, 1)))[None, None],
+        "holes": ((ahead <= 0) & (n % 13 != 5))[None, None],
+        "size": torch.tensor(number), "size2d": torch.tensor([[number]]),
+        "per_head": torch.tensor([number, number, number, number + 2]).view(1, HEADS, 1, 1),
+        "same_heads": torch.full((1, HEADS, 1, 1), number),
+    }
+
+
+def numbers(kind: str, model: Model, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of queries (..., S, 1) and keys (..., 1, S), in some spelling."""
+    row = {"ids": lambda: positions[0], "arange": lambda: torch.arange(ids.shape[1]), "float": lambda: positions[0].float(),
+           "cumsum": lambda: torch.ones_like(ids[0]).cumsum(-1) - 1, "int32": lambda: positions[0].int(),
+           "shifted": lambda: positions[0] + 3}[kind]()
+    return row[:, None], row[None, :]
+
+
+SPELLINGS = ("ids", "arange", "cumsum", "float", "int32", "shifted")
+CAUSAL = {
+    "le": lambda i, j: j <= i, "not_gt": lambda i, j: ~(j > i), "difference": lambda i, j: i - j >= 0,
+    "clamped": lambda i, j: (j - i).clamp(min=0) == 0, "tril": lambda i, j: torch.ones_like(i - j, dtype=torch.bool).tril(),
+    "triu": lambda i, j: torch.ones_like(i - j).triu(1) == 0, "maximum": lambda i, j: torch.maximum(i, j) == i,
+}
+WINDOW = {
+    "gt": lambda i, j, w: j > i - w, "difference": lambda i, j, w: i - j < w, "le": lambda i, j, w: i - j <= w - 1,
+    "clamp": lambda i, j, w: j >= (i - w + 1).clamp(min=0), "triu": lambda i, j, w: torch.ones_like(i - j).triu(1 - w) > 0,
+    "abs": lambda i, j, w: (i - j).abs() < w, "not": lambda i, j, w: torch.logical_not(j + w <= i),
+}
+CHUNK = {
+    "floordiv": lambda i, j, c: i // c == j // c, "floor": lambda i, j, c: j >= (i // c) * c,
+    "mod": lambda i, j, c: i - i % c == j - j % c, "div": lambda i, j, c: (
+        torch.div(i, c, rounding_mode="floor") - torch.div(j, c, rounding_mode="floor")) == 0,
+    "shifted": lambda i, j, c: (i + 1) // c == (j + 1) // c,
+}
+
+
+def spoilers(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """Conditions that are none of causal, window and chunk."""
+    n, row = tree.number, ids[0]
+    return {
+        "prefix": lambda: j < n, "ids": lambda: (row > 40)[None], "isin": lambda: torch.isin(row, m.blocks[:4])[None],
+        "kinds": lambda: m.kinds[row][None] == 0,
+        "document": lambda: (row == 5).cumsum(-1)[:, None] == (row == 5).cumsum(-1)[None],
+        "hash": lambda: (row * 2654435761 % 16 != 3)[None], "length": lambda: i - j < ids.shape[1] // 2,
+        "dilated": lambda: (i - j) % 2 == 0, "table": lambda: m.late[:ids.shape[1]][None] == 0,
+        "late": lambda: i < 40, "per_head": lambda: i - j < m.per_head,
+        "holes": lambda: m.holes[0, 0, :ids.shape[1], :ids.shape[1]],
+        "sink": lambda: (i - j < max(n, 2)) | (j < 2), "first": lambda: j != 0,
+        "hidden": lambda: m.embed(ids)[0, :, 0][None] < 1,
+        "buckets": lambda: torch.bucketize((i - j).clamp(min=0), m.blocks[::8]) < 3,
+    }[name]()
+
+
+SPOILERS = ("prefix", "ids", "isin", "kinds", "document", "hash", "length", "dilated", "table", "late", "per_head", "holes",
+            "sink", "first", "hidden", "buckets")
+HARMLESS = ("true", "past", "nonnegative", "stored_triangle", "stored_band", "same_heads", "size", "size2d", "blocks")
+
+
+def harmless(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """Conditions that are true of all pairs, or of a known kind, in less usual ways."""
+    s = ids.shape[1]
+    return {
+        "true": lambda: torch.ones(s, s, dtype=torch.bool), "past": lambda: (i >= j) | (i < j), "nonnegative": lambda: j >= 0,
+        "stored_triangle": lambda: m.triangle[:, :, :s, :s], "stored_band": lambda: m.band[:, :, :s, :s],
+        "same_heads": lambda: i - j < m.same_heads, "size": lambda: i - j < m.size, "size2d": lambda: i - j < m.size2d,
+        "blocks": lambda: m.blocks[:s][:, None] == m.blocks[:s][None],
+    }[name]()
+
+
+def build(tree: Tree, m: Model, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The boolean mask of a tree."""
+    kind, _, name = tree.op.partition(":")
+    if kind in ("and", "or"):
+        a, b = (build(t, m, ids, positions) for t in tree.inside)
+        return {"and": torch.logical_and, "or": torch.logical_or}[kind](a, b) if name else a & b if kind == "and" else a | b
+    if kind == "not_not":
+        return ~(~build(tree.inside[0], m, ids, positions))
+    spelling, _, name = name.partition(":")
+    i, j = numbers(spelling, m, ids, positions)
+    if kind in ("causal", "window", "chunk"):
+        shape = {"causal": CAUSAL, "window": WINDOW, "chunk": CHUNK}[kind][name]
+        return shape(i, j) if kind == "causal" else shape(i, j, tree.number)
+    return (spoilers if kind == "spoil" else harmless)(name, tree, m, ids, i, j)
+
+
+FINISHES = ("bool", "inf", "min", "masked_fill", "product", "minus_10000", "in_place", "soft")
+
+
+def finish(how: str, keep: torch.Tensor) -> torch.Tensor:
+    low = torch.finfo(torch.float32).min
+    keep = keep if keep.dim() == 4 else keep[(None,) * (4 - keep.dim())]
+    if how == "in_place":
+        return torch.zeros_like(keep, dtype=torch.float32).masked_fill_(~keep, low)
+    return {
+        "bool": lambda: keep, "inf": lambda: torch.where(keep, 0.0, -math.inf), "min": lambda: torch.where(keep, 0.0, low),
+        "masked_fill": lambda: torch.zeros_like(keep, dtype=torch.float32).masked_fill(~keep, -math.inf),
+        "product": lambda: (1.0 - keep.float()) * torch.finfo(torch.float32).min,
+        "minus_10000": lambda: (1.0 - keep.float()) * -10000.0, "soft": lambda: torch.where(keep, 0.0, -3.0),
+    }[how]()
+
+
+_size = st.integers(1, 24)
+_spelling = st.sampled_from(SPELLINGS)
+
+
+def _leaf(kind: str, names: Any) -> st.SearchStrategy[Tree]:
+    return st.builds(lambda s, n, k: Tree(f"{kind}:{s}:{n}", k), _spelling, st.sampled_from(sorted(names)), _size)
+
+
+_causal, _shape = _leaf("causal", CAUSAL), st.one_of(_leaf("window", WINDOW), _leaf("chunk", CHUNK))
+_any = st.one_of(_causal, _shape, _leaf("spoil", SPOILERS), _leaf("fine", HARMLESS))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[Tree, str, int]:
+    """A causal mask and up to two more conditions; how it is handed to attention; the number of the buffers."""
+    tree = draw(_causal)
+    for _ in range(draw(st.integers(0, 2))):
+        other = draw(st.one_of(_shape, _leaf("fine", HARMLESS), _any))
+        op = draw(st.sampled_from(("and:", "and:f", "and:", "and:f", "or:")))
+        tree = Tree(op, 0, draw(st.permutations((tree, other)).map(tuple)))
+        if draw(st.integers(0, 4)) == 0:
+            tree = Tree("not_not", 0, (tree,))
+    return tree, draw(st.sampled_from(FINISHES[:3] + FINISHES)), draw(_size)
+
+
+def random_model(tree: Tree, how: str, number: int) -> Model:
+    return Model(lambda m, ids, positions: finish(how, build(tree, m, ids, positions)), **buffers(number))
+
+
+def is_a_known_kind(model: Model) -> bool:
+    """Whether the mask is causal, a window or a chunk for a few lengths and token ids: it would be harmless to serve."""
+    seen: set[tuple[str, int]] | None = None
+    for length in (7, 31, 64, 101):
+        ids = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
+        at = torch.arange(length)
+        mask = model.mask(model, ids, at[None]).expand(1, HEADS, length, length)
+        keep = mask if mask.dtype == torch.bool else mask == 0
+        if mask.dtype != torch.bool and not bool((keep | (mask < -1e30)).all()):
+            return False
+        ahead, causal = at[:, None] - at[None], at[None] <= at[:, None]
+        kinds = {("causal", 0): causal} | {("window", w): causal & (ahead < w) for w in range(1, 40)} | {
+            ("chunk", c): causal & (at[:, None] // c == at[None] // c) for c in range(1, 40)}
+        now = {kind for kind, is_kind in kinds.items() if bool((keep == is_kind).all())}
+        seen = now if seen is None else seen & now
+    return bool(seen)
+
+
+class Report:
+    """Counts outcomes; ``QUIRE_MASK_REPORT`` names a JSON file that always has the latest counts."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+
+    def add(self, harmless: bool, found: str) -> None:
+        self.counts[f"{'harmless' if harmless else 'other'}, {found.partition(':')[0]}"] += 1
+        if harmless and found != "exact":
+            self.refused[found.partition("positions: ")[2].partition(" (node")[0] or found[:150]] += 1
+        if path := os.environ.get("QUIRE_MASK_REPORT"):
+            Path(path).write_text(str(self))
+
+    @property
+    def share_refused(self) -> float:
+        """Of the harmless masks, the share that was refused."""
+        refused, served = self.counts["harmless, refused"], self.counts["harmless, exact"]
+        return refused / max(refused + served, 1)
+
+    def __str__(self) -> str:
+        found = {**self.counts, "share of harmless masks refused": round(self.share_refused, 4), "why": dict(self.refused)}
+        return json.dumps(found, indent=1)
