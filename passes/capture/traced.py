@@ -22,7 +22,8 @@ from quire.passes.fx import copy_graph, is_module_tensor, placeholders, shape_co
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.verify.quantized import check_rows
-from quire.passes.verify.sites import check_mixing, check_positions, site_nodes, site_of, verify
+from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
+from quire.passes.verify.tokens import check_tokens
 
 
 class TracedGraph:
@@ -93,7 +94,7 @@ class TracedGraph:
         if self.config is not None:
             use_given_positions(gm, tokens)
         check_positions(gm.graph, tokens, self.config is not None)
-        check_mixing(gm.graph, tokens)
+        check_tokens(gm.graph, tokens)
         check_rows(gm.graph, real)
         if raised or self.any_shape:
             self._check_shape_conditions(gm, raised > 0)
