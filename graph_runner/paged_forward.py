@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import copyreg
 import functools
@@ -15,8 +16,10 @@ import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import current_step
+from quire.graph_runner.model_guard import ModelWatch
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
+from quire.passes.capture.paged_model import find_sites
 from quire.passes.verify.sites import check_config
 
 
@@ -87,10 +90,24 @@ def set_own_copies(model: torch.nn.Module, own: bool) -> None:
 class PagedForward(OnInstance):
     """Stands in ``model.__dict__["forward"]``; what stood there before (a forward patched on the instance) runs inside it."""
 
+    _proved: ModelWatch | None = None  # of the model, as it was when it was verified
+
     def __init__(self, model: torch.nn.Module, attention: str) -> None:
         self.model, self.attention = model, attention
         self.original = model.__dict__.get("forward")
         functools.update_wrapper(self, type(model).forward)
+
+    def _prove(self) -> None:
+        """Trace the model once, and again when it has changed: a graph is what shows whether tokens meet outside attention.
+
+        Raises:
+            UnsupportedAttention: they do, or the model cannot be traced.
+        """
+        if self._proved is not None and self._proved.change() is None:
+            return
+        with own_forward(self.model), torch._dynamo.config.patch(assume_static_by_default=True):
+            contextvars.Context().run(find_sites, self.model)  # with no step in progress
+        self._proved = ModelWatch(self.model, addresses=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without the wrapped function's looks."""
@@ -116,6 +133,7 @@ class PagedForward(OnInstance):
         if given.get("position_ids") is None and "position_ids" in self.__signature__.parameters:
             raise UnsupportedAttention("no position_ids in a paged step: the model would count the row from 0, and every "
                                        "sequence has positions of its own; pass position_ids=metadata.positions[None]")
+        self._prove()
         if step.attention == "auto":
             step.attention = self.attention
         with interface_active(self.model), experts_active(self.model), torch.no_grad():  # attention to a cache has no gradient

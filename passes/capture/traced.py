@@ -23,7 +23,7 @@ from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
-from quire.passes.verify.tokens import check_tokens
+from quire.passes.verify.tokens import check_tokens, note_breaks
 
 
 class TracedGraph:
@@ -45,6 +45,7 @@ class TracedGraph:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Any = None, any_shape: bool = False) -> None:
         self.gm, self.config, self.any_shape = gm, config, any_shape
+        note_breaks(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
         self.context = TracingContext.try_get()

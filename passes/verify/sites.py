@@ -100,7 +100,7 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         cut = name in ("getitem", "narrow") and isinstance(value(node.args[0]), torch.Tensor)  # of a stored table
         made = (cut or name in ("arange", "linspace")) and not any(long_as_row(n) for n in node.all_input_nodes)
-        if node.op.startswith("call") and node.users and long_as_row(node) and (made or name == "cumsum"):
+        if node.op.startswith("call") and node.users and long_as_row(node) and made:
             raise UnsupportedAttention(
                 f"the model makes positions of its own ({name} at {module_path(node) or node.name}); in a "
                 "ragged batch every sequence has its own. Its forward must take position_ids and use them.")

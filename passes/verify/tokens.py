@@ -17,6 +17,8 @@ an auxiliary loss that is thrown away costs nothing.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,10 +39,11 @@ from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import is_module_tensor, module_path, symbolic, value, written_by
 from quire.passes.verify.row_index import of_order
-from quire.passes.verify.row_rules import RULES, Call, elementwise
+from quire.passes.verify.row_rules import RULES, Call, elementwise, no_lengths
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape, settled
 
 logger = logging.getLogger(__name__)
+_BROKEN = "quire_broken"
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 _LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
@@ -105,11 +108,13 @@ class _Proof(TorchDispatchMode):
             return
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise Mixes("it draws random numbers (call model.eval())")
+        call = Call(op, name, given, result, self.known, self.axes)
         if name in RULES:
-            found = RULES[name](Call(op, name, given, result, self.known, self.axes))
+            found = RULES[name](call)
         elif _is_elementwise(op):
-            found = elementwise(Call(op, name, given, result, self.known, self.axes))
+            found = elementwise(call)
         elif constant:
+            no_lengths(call)
             found = [CONST] * len(outputs)
         else:
             raise Mixes(f"quire has no rule for {op}")
@@ -432,6 +437,11 @@ def check_tokens(graph: fx.Graph, tokens: Any) -> None:
     Raises:
         UnsupportedAttention: names the operation and the module.
     """
+    broken = getattr(graph.owning_module, "meta", {}).get(_BROKEN)
+    if broken:
+        raise UnsupportedAttention(
+            f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
+            "graph (torch._dynamo.explain, or fullgraph=True, says where)")
     if not symbolic(tokens):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; compile "
@@ -439,6 +449,40 @@ def check_tokens(graph: fx.Graph, tokens: Any) -> None:
     expr = tokens.node.expr
     rows = dict.fromkeys(s.node.expr for n in graph.find_nodes(op="placeholder") if _is_pick(n) for s in value(n).shape)
     TokenPass(expr, [r for r in rows if r != expr]).check(graph)
+
+
+def note_breaks(gm: fx.GraphModule) -> None:
+    """Called by a Dynamo backend with its graph: note whether it is a part of the traced function only, for ``check_tokens``."""
+    try:
+        tx: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:  # not from inside Dynamo
+        return
+    reason = tx.output.compile_subgraph_reason
+    if reason is not None and reason.graph_break:
+        gm.meta[_BROKEN] = f"graph break in {tx.f_code.co_name}: {reason.reason.splitlines()[0]}"
+    elif tx.f_code.co_name.startswith("torch_dynamo_resume_in_"):
+        gm.meta[_BROKEN] = f"the graph begins behind a break in {tx.f_code.co_name.removeprefix('torch_dynamo_resume_in_')}"
+    elif (caller := _untraced_caller()) is not None:
+        gm.meta[_BROKEN] = f"{caller} runs uncompiled"
+
+
+def _untraced_caller() -> str | None:
+    """The Python function that called the one being traced, if it is not torch.compile's own wrapper: Dynamo gave it up."""
+    frame: Any = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "__call__" and _is_in(frame, "_dynamo", "convert_frame.py")
+                                     and not _is_in(frame.f_back, "_dynamo", "convert_frame.py")):
+        frame = frame.f_back
+    frame = frame.f_back if frame is not None else None
+    while frame is not None and _is_in(frame, "nn", "modules", "module.py"):  # of the compiled module: its call, and hooks
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and (module._forward_hooks or module._forward_pre_hooks):
+            return f"a hook of {type(module).__name__}"
+        frame = frame.f_back
+    return None if frame is None or _is_in(frame, "_dynamo", "") else str(frame.f_code.co_qualname)
+
+
+def _is_in(frame: Any, *path: str) -> bool:
+    return frame is not None and os.path.join(os.sep, "torch", *path) in frame.f_code.co_filename
 
 
 def _is_pick(node: fx.Node) -> bool:
@@ -467,4 +511,4 @@ def _has_order(found: Any) -> bool:
         k.holds is not None and (k.holds.order or k.holds.ids) is not None))) for k in tree_leaves(found, is_leaf=_is_known))
 
 
-__all__ = ["TokenPass", "check_tokens"]
+__all__ = ["TokenPass", "check_tokens", "note_breaks"]
