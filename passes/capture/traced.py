@@ -21,9 +21,10 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, shape_conditions, symbolic, value
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
+from quire.passes.verify.breaks import note_breaks
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
-from quire.passes.verify.tokens import check_tokens, note_breaks
+from quire.passes.verify.tokens import check_tokens
 
 
 class TracedGraph:

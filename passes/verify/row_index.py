@@ -235,7 +235,8 @@ def of_order(counts: Counts, order: Order | None) -> bool:
 
 @rule("grouped_mm_fallback _grouped_mm")
 def _grouped_mm(call: Call) -> Known:
-    x, weight = call.rows("input" if "input" in call.given else "self"), call.rows("weight" if "weight" in call.given else "mat2")
+    left, right = ("input", "weight") if call.name == "grouped_mm_fallback" else ("self", "mat2")
+    x, weight = call.rows(left), call.rows(right)
     offsets, bias = call.of("offs"), call.rows("bias")
     if x is None or weight is not None or bias is not None or x.dim != 0 or x.order is None:
         raise Mixes("it multiplies groups of tokens")

@@ -28,7 +28,8 @@ class Call:
         axes: the symbols of the numbers of tokens, and of rows asked for.
     """
 
-    def __init__(self, op: Any, name: str, given: dict[str, Any], result: Any, known: Callable[[Any], Known], axes: Any) -> None:
+    def __init__(self, op: Any, name: str, given: dict[str, Any], result: Any, known: Callable[[Any], Known], axes: Any
+                 ) -> None:
         self.op, self.name, self.given, self.result, self.known, self.axes = op, name, given, result, known, axes
 
     def __getitem__(self, argument: str) -> Any:
@@ -113,6 +114,8 @@ def broadcast(call: Call, operands: Sequence[Any], ndim: int) -> Rows | None:
 
 
 def elementwise(call: Call) -> Known | list[Known]:
+    if call.name in ("add", "sub") and type(call["other"]) is int and call["other"] == 0:
+        return call.of("self")
     no_lengths(call, but=("size", "dtype", "memory_format"))
     result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
     rows = broadcast(call, call.tensors(), result.dim())
@@ -179,8 +182,8 @@ def _first(call: Call) -> str:
     return next(name for name, x in call.given.items() if isinstance(x, torch.Tensor))
 
 
-@rule("sum nansum mean prod amax amin any all var std var_mean std_mean logsumexp norm linalg_vector_norm argmax argmin max min "
-      "median nanmedian mode kthvalue count_nonzero aminmax")
+@rule("sum nansum mean prod amax amin any all var std var_mean std_mean logsumexp norm linalg_vector_norm argmax argmin max "
+      "min median nanmedian mode kthvalue count_nonzero aminmax")
 def _reduction(call: Call) -> Known | list[Known]:
     """Some dimensions become one number each; ``max(x, y)`` is elementwise."""
     if call["other"] is not None:
@@ -206,7 +209,7 @@ def _index(rows: Rows, ids: Ids | None = None) -> Rows:
     return Rows(rows.dim, rows.axis, rows.inner, rows.outer, rows.order, Holds("index", ids=ids))
 
 
-@rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod cummax cummin _cummax_helper logcumsumexp flip roll "
+@rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod cummax cummin logcumsumexp flip roll "
       "topk _fft_r2c _fft_c2c _fft_c2r glu linalg_cross")
 def _along(call: Call) -> Known | list[Known]:
     """Numbers of one row along some dimensions, which keep their places; their sizes may change."""
@@ -221,7 +224,7 @@ def _along(call: Call) -> Known | list[Known]:
     dims = call.dims("dims" if "dims" in call.given else "dim", x)
     if dims is None or rows.dim in dims:
         raise Mixes("it goes along the tokens")
-    return [rows, _index(rows, Ids())][: call.num_results] if call.name in ("topk", "cummax", "cummin") else rows
+    return [rows, _index(rows, Ids())] if call.name in ("topk", "cummax", "cummin") else rows
 
 
 @rule("sort")
@@ -276,10 +279,9 @@ def _matrix_product(call: Call) -> Known:
     left, right = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"), "mv": ("self", "vec"),
                    "dot": ("self", "tensor"), "vdot": ("self", "other")}.get(call.name, ("self", "mat2"))
     product = _product(call, left, right, batched=call.name in ("bmm", "baddbmm"))
-    added = call["self"] if left != "self" else None
-    rows = call.rows("self") if added is not None else None
-    if rows is not None:
-        rows = rows.at(rows.dim + call.result.dim() - added.dim())
+    rows = call.rows("self") if left != "self" else None
+    if rows is not None:  # added to the product
+        rows = rows.at(rows.dim + call.result.dim() - call["self"].dim())
     return same([product, rows]) or CONST
 
 
@@ -338,8 +340,8 @@ def _batch_norm(call: Call) -> list[Known]:
 
 
 _SPATIAL = {name: n for n in (1, 2, 3) for name in (
-    f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d", f"adaptive_max_pool{n}d",
-    f"reflection_pad{n}d", f"replication_pad{n}d", f"max_pool{n}d")}
+    f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d",
+    f"adaptive_max_pool{n}d", f"reflection_pad{n}d", f"replication_pad{n}d", f"max_pool{n}d")}
 
 
 @rule(*_SPATIAL)

@@ -5,7 +5,7 @@ compute each token's row from that row alone. The pass walks the graph and keeps
 (``rows.py``). Each node of the Dynamo graph is run once more on fake tensors with a symbolic T, under a dispatch mode that sees
 the ATen operations which it consists of and applies a rule to each (``row_rules.py``, ``row_views.py``, ``row_index.py``).
 
-Why ATen: Dynamo's graphs hold hundreds of functions and methods, each with its own spelling of ``dim``. Below them is one closed
+Why ATen: Dynamo graphs hold hundreds of functions and methods, each with its own spelling of ``dim``. Below them is one closed
 set with schemas, which say what each argument is and what is written; elementwise operations are tagged; composite operations
 take themselves apart; the rest have a rule, a registered decomposition, or are refused. Why node by node: equal nodes of equal
 layers are run once, so that the proof of a deep model takes as long as that of one layer.
@@ -17,8 +17,6 @@ an auxiliary loss that is thrown away costs nothing.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,174 +24,21 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-import quire.passes.verify.row_views  # noqa: F401  (adds its rules)
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import is_module_tensor, module_path, symbolic, value, written_by
+from quire.passes.verify.breaks import break_of
+from quire.passes.verify.proof import Proof, Sizes
 from quire.passes.verify.row_index import of_order
-from quire.passes.verify.row_rules import RULES, Call, elementwise, no_lengths
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape, settled
+from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
 logger = logging.getLogger(__name__)
-_BROKEN = "quire_broken"
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
-_LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
-
-
-class _Proof(TorchDispatchMode):
-    """Applies the rules to the operations that run inside. ``known``: of tensors, by id; ``kept`` keeps them alive."""
-
-    def __init__(self, axes: tuple[Any, ...], lengths: bool) -> None:
-        super().__init__()
-        self.axes, self.lengths = axes, lengths
-        self._known: dict[int, Known] = {}
-        self._kept: list[torch.Tensor] = []
-        self.written: list[torch.Tensor] = []
-
-    def learn(self, tensor: torch.Tensor, known: Known) -> None:
-        self._kept.append(tensor)
-        self._known[id(tensor)] = known
-
-    def known(self, tensor: torch.Tensor) -> Known:
-        return self._known.get(id(tensor), CONST)
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._known
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = _functional(op)
-        inputs = [x for x in tree_leaves([args, kwargs]) if isinstance(x, torch.Tensor)]
-        mutable = op._schema.is_mutable
-        if name in _SIZES:
-            return op(*args, **kwargs)
-        if name not in RULES and not _is_elementwise(op):
-            if not mutable:
-                result = op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
-                if result is not NotImplemented:
-                    return result
-            constant = not any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
-            table = torch._decomp.decomposition_table
-            if not constant and not mutable and op in table and op.namespace in ("aten", "prims"):
-                with self:
-                    return table[op](*args, **kwargs)
-        result = op(*args, **kwargs)
-        self._prove(op, name, args, kwargs, inputs, result)
-        return result
-
-    def _prove(self, op: Any, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], result: Any) -> None:
-        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        schema = op._schema.arguments
-        given = {a.name: a.default_value if a.has_default_value() else None for a in schema}
-        given |= dict(zip([a.name for a in schema], args, strict=False)) | kwargs
-        written = [given[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
-        self.written += written
-        if self.lengths and not all(map(self.knows, inputs)):
-            raise Mixes("arithmetic with the length of the row")  # torch.tensor(T)
-        if any(isinstance(self.known(x), Mixed) for x in inputs):
-            raise Mixes(next(k.why for x in inputs if isinstance(k := self.known(x), Mixed)))
-        constant = not any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
-        if not outputs:
-            if not constant and result is not None:
-                raise Mixes("the forward reads values of the tokens on the host")
-            return
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            raise Mixes("it draws random numbers (call model.eval())")
-        call = Call(op, name, given, result, self.known, self.axes)
-        if name in RULES:
-            found = RULES[name](call)
-        elif _is_elementwise(op):
-            found = elementwise(call)
-        elif constant:
-            no_lengths(call)
-            found = [CONST] * len(outputs)
-        else:
-            raise Mixes(f"quire has no rule for {op}")
-        each = found if isinstance(found, list) else [found] * len(outputs)
-        for tensor, known in zip(outputs, each, strict=True):
-            known = settled(known, tensor, self.axes)
-            if any(tensor is w for w in written):
-                known = _stored(self.known(tensor), known, tensor)
-            self.learn(tensor, known)
-
-
-_SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
-                    "storage_offset", "is_contiguous", "is_same_size"})
-
-
-def _functional(op: Any) -> str:
-    """The name of the operation, or of the one that it does in place."""
-    name = op._schema.name.partition("::")[2]
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
-
-
-def _is_elementwise(op: Any) -> bool:
-    return torch.Tag.pointwise in op.tags and op.namespace in ("aten", "prims")
-
-
-def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
-    """What is known of a tensor that was written to: its cells must belong to whom they belonged to, or views of it would be
-    something else. Raises Mixes."""
-    if isinstance(before, Rows) and isinstance(new, (Rows, Const)):
-        if symbolic(tensor.stride(before.dim)) is False and tensor.stride(before.dim) == 0:
-            raise Mixes("all tokens write to the same memory")
-        if isinstance(new, Const):
-            return replace(before, holds=None)
-        if new.dim == before.dim and (new.same_rows(before) or before.holds == Holds("blank")):
-            return new
-    if isinstance(before, Const) and isinstance(new, Const):
-        return CONST
-    raise Mixes("tokens are written into what all share, or to the rows of others")
-
-
-# -- the graph --------------------------------------------------------------------------------------------------------------
-
-
-class _Sizes:
-    """Fake tensors in an environment of its own, so that the proof adds no guard to the trace."""
-
-    def __init__(self) -> None:
-        self.env = ShapeEnv()
-        self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self._symbols: dict[Any, Any] = {}
-        self.of_axis: dict[Any, Any] = {}
-
-    def symbol(self, expr: Any) -> Any:
-        """The size here that a symbol of the trace stands for."""
-        if expr not in self._symbols:
-            hint = _LENGTHS[len(self._symbols) % len(_LENGTHS)] + 6 * len(self._symbols)
-            like = torch.empty(hint, device="meta")
-            context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-            sizes, _, _ = self.env.create_symbolic_sizes_strides_storage_offset(
-                like, ConstantSource(f"quire_size_{len(self._symbols)}"), symbolic_context=context)
-            self._symbols[expr] = self.of_axis[sizes[0].node.expr] = sizes[0]
-        return self._symbols[expr]
-
-    def of(self, number: Any) -> Any:
-        """A size of the trace, here."""
-        if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return number
-        expr = number.node.expr
-        if expr.is_Symbol:
-            return self.symbol(expr)
-        return sympy_interp(PythonReferenceAnalysis, {s: self.symbol(s) for s in expr.free_symbols}, expr)
-
-    def tensor(self, like: torch.Tensor, known: Known = CONST) -> torch.Tensor:
-        """A fake like one of the trace, with the tokens where they are known to be."""
-        with self.fake:
-            shape, strides = [self.of(s) for s in like.shape], [self.of(s) for s in like.stride()]
-            if isinstance(known, Rows):
-                shape[known.dim] = self.of_axis[known.axis] * (known.inner * known.outer)
-            return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
 
 class TokenPass:
@@ -205,7 +50,7 @@ class TokenPass:
     """
 
     def __init__(self, tokens: Any, rows: Sequence[Any] = ()) -> None:
-        self.sizes = _Sizes()
+        self.sizes = Sizes()
         self.axes = tuple(self.sizes.symbol(s).node.expr for s in (tokens, *rows))
         self.known: dict[fx.Node, Any] = {}
         self._seen: dict[Any, Any] = {}
@@ -223,6 +68,14 @@ class TokenPass:
                     for t in tree_leaves(value(node)):
                         if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t):
                             self._memory.setdefault(_storage(t), []).append(node)
+
+    def proved(self, node: fx.Node) -> Any:
+        """What is known of the result of one operation; None if it mixes tokens. ``known`` must have its operands."""
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return self._run(node)[0]
+            except Exception:
+                return None
 
     # -- one node -----------------------------------------------------------------------------------------------------------
 
@@ -272,7 +125,7 @@ class TokenPass:
             return _mixed(str(why), node)
         if isinstance(known, Const):
             self._state.add(_storage(val))
-        elif known.axis != self.axes[0] and val.dtype == torch.int64 and val.dim() == 1:
+        elif isinstance(known, Rows) and known.axis != self.axes[0] and val.dtype == torch.int64 and val.dim() == 1:
             return replace(known, holds=Holds("picks"))
         return known
 
@@ -341,7 +194,7 @@ class TokenPass:
 
     def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
         """What is known of the result, and of the inputs that were written to."""
-        proof = _Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in node.all_input_nodes))
+        proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in node.all_input_nodes))
         fakes: dict[fx.Node, Any] = {}
         for x in node.all_input_nodes:
             flat, spec = tree_flatten(value(x))
@@ -374,6 +227,10 @@ class TokenPass:
         if proof.lengths and any(isinstance(t, torch.Tensor) and not proof.knows(t) for t in leaves):
             raise Mixes("a tensor made of the length of the row")
         found: list[Known] = [proof.known(t) if isinstance(t, torch.Tensor) else CONST for t in leaves]
+        mixed = next((k for k in found if isinstance(k, Mixed)), None)
+        if mixed is not None and len(found) == 1:
+            raise Mixes(mixed.why)
+        found = [_mixed(k.why, node) if isinstance(k, Mixed) else k for k in found]
         return (found[0] if len(found) == 1 and not isinstance(value(node), (tuple, list)) else found), changes
 
     def _flat_known(self, node: fx.Node, count: int) -> list[Known]:
@@ -421,10 +278,10 @@ class TokenPass:
 
     def _refuse(self, node: fx.Node, mixed: Mixed, how: str) -> None:
         raise UnsupportedAttention(
-            f"{mixed.module or 'the model'} mixes the tokens of the batch outside attention ({mixed.node}: {mixed.why}), or quire "
-            f"cannot prove that it does not, so sequences of a packed batch would see each other: the result {how} "
-            f"({node.name}). Tokens may meet in F.scaled_dot_product_attention and transformers' attention interface; convolutions "
-            "over tokens, SSMs, linear attention and recurrences cannot be served.")
+            f"{mixed.module or 'the model'} mixes the tokens of the batch outside attention ({mixed.node}: {mixed.why}), or "
+            f"quire cannot prove that it does not, so sequences of a packed batch would see each other: the result {how} "
+            f"({node.name}). Tokens may meet in F.scaled_dot_product_attention and transformers' attention interface; "
+            "convolutions over tokens, SSMs, linear attention and recurrences cannot be served.")
 
 
 def check_tokens(graph: fx.Graph, tokens: Any) -> None:
@@ -437,59 +294,25 @@ def check_tokens(graph: fx.Graph, tokens: Any) -> None:
     Raises:
         UnsupportedAttention: names the operation and the module.
     """
-    broken = getattr(graph.owning_module, "meta", {}).get(_BROKEN)
+    broken = break_of(graph)
     if broken:
         raise UnsupportedAttention(
             f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
             "graph (torch._dynamo.explain, or fullgraph=True, says where)")
     if not symbolic(tokens):
         raise UnsupportedAttention(
-            f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; compile "
-            "with dynamic=True and give at least 2 tokens")
+            f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; "
+            "compile with dynamic=True and give at least 2 tokens")
     expr = tokens.node.expr
     rows = dict.fromkeys(s.node.expr for n in graph.find_nodes(op="placeholder") if _is_pick(n) for s in value(n).shape)
     TokenPass(expr, [r for r in rows if r != expr]).check(graph)
 
 
-def note_breaks(gm: fx.GraphModule) -> None:
-    """Called by a Dynamo backend with its graph: note whether it is a part of the traced function only, for ``check_tokens``."""
-    try:
-        tx: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    except AttributeError:  # not from inside Dynamo
-        return
-    reason = tx.output.compile_subgraph_reason
-    if reason is not None and reason.graph_break:
-        gm.meta[_BROKEN] = f"graph break in {tx.f_code.co_name}: {reason.reason.splitlines()[0]}"
-    elif tx.f_code.co_name.startswith("torch_dynamo_resume_in_"):
-        gm.meta[_BROKEN] = f"the graph begins behind a break in {tx.f_code.co_name.removeprefix('torch_dynamo_resume_in_')}"
-    elif (caller := _untraced_caller()) is not None:
-        gm.meta[_BROKEN] = f"{caller} runs uncompiled"
-
-
-def _untraced_caller() -> str | None:
-    """The Python function that called the one being traced, if it is not torch.compile's own wrapper: Dynamo gave it up."""
-    frame: Any = sys._getframe()
-    while frame is not None and not (frame.f_code.co_name == "__call__" and _is_in(frame, "_dynamo", "convert_frame.py")
-                                     and not _is_in(frame.f_back, "_dynamo", "convert_frame.py")):
-        frame = frame.f_back
-    frame = frame.f_back if frame is not None else None
-    while frame is not None and _is_in(frame, "nn", "modules", "module.py"):  # of the compiled module: its call, and hooks
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module) and (module._forward_hooks or module._forward_pre_hooks):
-            return f"a hook of {type(module).__name__}"
-        frame = frame.f_back
-    return None if frame is None or _is_in(frame, "_dynamo", "") else str(frame.f_code.co_qualname)
-
-
-def _is_in(frame: Any, *path: str) -> bool:
-    return frame is not None and os.path.join(os.sep, "torch", *path) in frame.f_code.co_filename
-
-
 def _is_pick(node: fx.Node) -> bool:
     """An input of one symbolic dimension: numbers of rows, or one number for each of them."""
     val = value(node)
-    return isinstance(val, torch.Tensor) and not is_module_tensor(node) and val.dim() == 1 and symbolic(val.shape[0]) \
-        and val.shape[0].node.expr.is_Symbol
+    size: Any = val.shape[0] if isinstance(val, torch.Tensor) and val.dim() == 1 else None
+    return not is_module_tensor(node) and symbolic(size) and size.node.expr.is_Symbol
 
 
 def _mixed(why: str, node: fx.Node) -> Mixed:
@@ -511,4 +334,4 @@ def _has_order(found: Any) -> bool:
         k.holds is not None and (k.holds.order or k.holds.ids) is not None))) for k in tree_leaves(found, is_leaf=_is_known))
 
 
-__all__ = ["TokenPass", "check_tokens", "note_breaks"]
+__all__ = ["TokenPass", "check_tokens"]

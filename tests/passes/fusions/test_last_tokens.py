@@ -419,7 +419,7 @@ class TellsHidden(Decoder):
 
 
 def test_other_readers_keep_all_rows(monkeypatch) -> None:
-    monkeypatch.setattr("quire.passes.capture.traced.check_mixing", lambda *args: None)  # it refuses amax over tokens
+    monkeypatch.setattr("quire.passes.capture.traced.check_tokens", lambda *args: None)  # it refuses amax over tokens
     matches, graph = rewritten(TellsHidden())
     assert (matches, "".join(sizes_of_products(graph))) == (1, "TTTTTB")
     (largest,) = [n for n in graph.nodes if n.target == "amax"]
