@@ -2,9 +2,9 @@
 
 Engines pack sequences into one row of tokens, and only attention knows where each begins. The passes refuse graphs that are
 not proved to keep tokens apart (``passes/verify/tokens.py``); this second check knows no operations. It runs two short
-sequences, of lengths drawn at random, through the compiled model: as they are, with the later tokens of the first one changed, with the
-first one made of a single token, the one with the largest embedding (for what happens rarely), and in the other order, so that
-the longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
+sequences, of lengths drawn at random, through the compiled model: as they are; with the later tokens of the first one changed;
+with the first one made of a single token, the one with the largest embedding (for what happens rarely); and in the other order,
+so that the longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
 
 Equal kernels on equal shapes give equal bits, so that in any dtype the logits of a sequence beside another neighbour of its
 length are the same to the last bit. Where the order of sums depends on other rows (a mixture of experts gathers tokens by

@@ -40,7 +40,7 @@ class Proof(TorchDispatchMode):
         self._known[id(tensor)] = known
 
     def known(self, tensor: torch.Tensor) -> Known:
-        """A fake of which nothing was seen comes from an operation below the mode: unless nothing here has tokens, it may mix."""
+        """What is known. A fake that was not seen was made below the mode: it may mix, unless nothing here has tokens."""
         hidden = self._rows and isinstance(tensor, FakeTensor)
         return self._known.get(id(tensor), Mixed("quire cannot follow it") if hidden else CONST)
 
