@@ -92,13 +92,14 @@ class PagedForward(OnInstance):
 
     _proved: ModelGuard | None = None  # of the model, as it was when it was verified
 
+
     def __init__(self, model: torch.nn.Module, attention: str) -> None:
         self.model, self.attention = model, attention
         self.original = model.__dict__.get("forward")
         functools.update_wrapper(self, type(model).forward)
 
     def _prove(self) -> None:
-        """Trace the model once, and again when it has changed: a graph shows what numbers the model makes of its own.
+        """Trace the model once, and again when it has changed: its graph shows whether tokens meet outside attention.
 
         Raises:
             UnsupportedAttention: an uncompiled step would be wrong, or the model cannot be traced.

@@ -32,7 +32,8 @@ from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
 from quire.passes.verify.positions import check_reductions, use_short_frequencies
 from quire.passes.verify.quantized import check_rows
-from quire.passes.verify.sites import check_mixing, check_positions, site_nodes, site_of, verify
+from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
+from quire.passes.verify.tokens import check_tokens
 
 
 def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool
@@ -68,7 +69,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         use_short_frequencies(gm, config)
     check_positions(gm.graph, tokens, config is not None)
     check_reductions(gm.graph, tokens)
-    check_mixing(gm.graph, tokens)
+    check_tokens(gm.graph, tokens)
     check_rows(gm.graph, real)
     if raised or any_shape:
         _check_shape_conditions(gm, inputs, tokens, raised > 0)

@@ -32,6 +32,7 @@ from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
+from quire.passes.verify.breaks import note_breaks
 from quire.passes.verify.sites import site_nodes
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class TracedGraph:
         self.gm, self.options, self.weights = gm, options, weights
         self.config, self.any_shape, self.ahead = config, any_shape, ahead
         self.compilations: dict[Any, CompiledGraph] = {}
+        note_breaks(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
         self._call = call if is_static(gm) else None

@@ -59,12 +59,6 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
     doubled = sorted({n for n in layers if layers.count(n) > 1})
     if doubled:
         raise UnsupportedAttention(f"layers {doubled} attend more than once in one forward; quire keeps one KV cache a layer")
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", str(node.target))
-        if node.op == "call_function" and name.startswith(("conv1d", "conv_transpose1d", "causal_conv1d")):
-            raise UnsupportedAttention(
-                f"{module_path(node) or node.name} is a convolution over tokens: its state would leak between the "
-                "sequences of a packed batch. Models with convolution, SSM or linear-attention layers are not supported.")
     if config is None:
         if not sites:
             raise UnsupportedAttention("no attention was found: the model neither calls F.scaled_dot_product_attention nor "
@@ -107,7 +101,7 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         cut = name in ("getitem", "narrow") and isinstance(value(node.args[0]), torch.Tensor)  # of a stored table
         made = (cut or name in ("arange", "linspace")) and not any(long_as_row(n) for n in node.all_input_nodes)
-        if node.op.startswith("call") and node.users and long_as_row(node) and (made or name == "cumsum"):
+        if node.op.startswith("call") and node.users and long_as_row(node) and made:
             raise UnsupportedAttention(
                 f"the model makes positions of its own ({name} at {module_path(node) or node.name}); in a "
                 "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
@@ -115,75 +109,6 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
 
 def _argument(node: fx.Node, index: int, name: str) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name)
-
-
-_ALONG = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip", "sort", "argsort", "softmax",
-                    "log_softmax", "diff", "unfold", "mean", "sum", "amax", "amin", "prod", "std", "var", "norm", "logsumexp",
-                    "median", "max", "min", "aminmax"})
-_ARITHMETIC = frozenset({"add", "iadd", "sub", "isub", "rsub", "mul", "imul", "div", "truediv", "itruediv", "pow"})
-
-
-def check_mixing(graph: fx.Graph, tokens: Any) -> None:
-    """Refuse a graph in which tokens of the row still meet outside the attention sites: sequences would see each other.
-
-    Seen are: a tensor of (tokens, tokens); sums, means, scans, sorts and shifts along the row; a row cut, padded or
-    lengthened; arithmetic with the length of the row.
-
-    Args:
-        graph: the traced graph after raising, when what only served a mask is gone.
-        tokens: the size of the token dimension; nothing can be told if it is a number.
-
-    Raises:
-        UnsupportedAttention: names the operation and the module.
-    """
-    if not symbolic(tokens):
-        return
-    for node in graph.nodes:
-        if node.op.startswith("call") and node.users and (how := _mixes(node, tokens)) is not None:
-            raise UnsupportedAttention(
-                f"{module_path(node) or 'the model'} mixes the tokens of the batch outside attention ({node.name}: {how}), so "
-                "sequences of a packed batch would see each other. Is it attention, a convolution or a recurrence by hand?")
-
-
-def _mixes(node: fx.Node, tokens: Any) -> str | None:
-    """How an operation makes tokens of the row meet; None if it treats each token for itself, as far as can be seen."""
-    val = value(node)
-    symbol = tokens.node.expr
-    if isinstance(val, torch.Tensor):
-        if sum(str(s) == str(tokens) for s in val.shape) > 1:
-            return f"shape {tuple(val.shape)}"
-        size: Any
-        for size in val.shape:
-            if symbolic(size) and symbol in size.node.expr.free_symbols and (size.node.expr / symbol).free_symbols:
-                return f"a row of {size} tokens"
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    data = node.args[0] if node.args else None
-    before = value(data) if isinstance(data, fx.Node) else None
-    if not isinstance(before, torch.Tensor):
-        return None
-    along = [d for d, size in enumerate(before.shape) if str(size) == str(tokens)]
-    if not along:
-        return None
-    if name in _ALONG and before.is_floating_point() | (name in ("roll", "cumsum", "flip", "diff")):
-        given = node.kwargs.get("dim", node.kwargs.get("dims", node.kwargs.get("dimension")))
-        if name in ("max", "min") and len(node.args) > 1 and isinstance(value(node.args[1]), torch.Tensor):
-            return None  # the larger one of two tensors, element by element
-        place = 2 if name in ("roll", "diff") else 1
-        given = node.args[place] if given is None and len(node.args) > place else given
-        dims = [given] if isinstance(given, int) else list(given) if isinstance(given, (list, tuple)) else None
-        if dims is None or any(isinstance(d, int) and d % before.dim() in along for d in dims):
-            return f"{name} along the row"
-    if name == "getitem" and isinstance(val, torch.Tensor):
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        if Ellipsis not in index and not any(isinstance(i, fx.Node) for i in index) and None not in index:
-            at = index[along[0]] if along[0] < len(index) else slice(None)
-            if isinstance(at, int) or (isinstance(at, slice) and (at.start, at.stop, at.step) != (None, None, None)
-                                       and not any(str(s) == str(tokens) for s in val.shape)):
-                return "one token taken for the whole row"
-    numbers = [value(a) for a in node.args if isinstance(value(a), (torch.SymInt, torch.SymFloat))]
-    if name in _ARITHMETIC and any(symbol in n.node.expr.free_symbols for n in numbers):  # not a scale that is a symbol
-        return "arithmetic with the length of the row"
-    return None
 
 
 def check_config(config: Any, max_length: int | None = None) -> None:
@@ -252,4 +177,4 @@ def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None 
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
 
 
-__all__ = ["check_config", "check_mixing", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]
+__all__ = ["check_config", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]

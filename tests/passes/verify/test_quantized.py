@@ -184,7 +184,7 @@ def test_the_largest_of_a_row_taken_over_all_rows_is_seen(mix: str) -> None:
 
     model = tiny()
     model.head = ByHand(model.head.weight)
-    with pytest.raises(UnsupportedAttention, match=rf"head mixes the tokens of the batch outside attention \(\w+: {mix} along"):
+    with pytest.raises(UnsupportedAttention, match=rf"head mixes the tokens of the batch outside attention \([\w, ]*{mix}"):
         PagedModel(model, QuireOptions(compiler="eager"))
 
 

@@ -1,0 +1,54 @@
+"""Notes in a Dynamo graph that it is only a part of the compiled function: what runs between parts cannot be checked."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import fx
+
+_KEY = "quire_broken"
+
+
+def break_of(graph: fx.Graph) -> str | None:
+    """Why the graph is not the whole function; None if it is. Of a graph that ``note_breaks`` saw, or a copy."""
+    return getattr(graph.owning_module, "meta", {}).get(_KEY)
+
+
+def note_breaks(gm: fx.GraphModule) -> None:
+    """Called by a Dynamo backend with its graph: note whether it is a part of the traced function only."""
+    try:
+        tx: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    except AttributeError:  # not from inside Dynamo
+        return
+    reason = tx.output.compile_subgraph_reason
+    if reason is not None and reason.graph_break:
+        gm.meta[_KEY] = f"graph break in {tx.f_code.co_name}: {reason.reason.splitlines()[0]}"
+    elif tx.f_code.co_name.startswith("torch_dynamo_resume_in_"):
+        gm.meta[_KEY] = f"the graph begins behind a break in {tx.f_code.co_name.removeprefix('torch_dynamo_resume_in_')}"
+    elif (caller := _untraced_caller()) is not None:
+        gm.meta[_KEY] = f"{caller} runs uncompiled"
+
+
+def _untraced_caller() -> str | None:
+    """The Python function that called the one being traced, if it is not torch.compile's own wrapper: Dynamo gave it up."""
+    frame: Any = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "__call__" and _is_in(frame, "_dynamo", "convert_frame.py")
+                                     and not _is_in(frame.f_back, "_dynamo", "convert_frame.py")):
+        frame = frame.f_back
+    frame = frame.f_back if frame is not None else None
+    while frame is not None and _is_in(frame, "nn", "modules", "module.py"):  # of the compiled module: its call, and hooks
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and (module._forward_hooks or module._forward_pre_hooks):
+            return f"a hook of {type(module).__name__}"
+        frame = frame.f_back
+    return None if frame is None or _is_in(frame, "_dynamo", "") else str(frame.f_code.co_qualname)
+
+
+def _is_in(frame: Any, *path: str) -> bool:
+    return frame is not None and os.path.join(os.sep, "torch", *path) in frame.f_code.co_filename
+
+
+__all__ = ["break_of", "note_breaks"]

@@ -1,0 +1,186 @@
+"""Runs operations on fake tensors with a symbolic number of tokens, and applies a rule to each (``tokens.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+import quire.passes.verify.row_index
+import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
+from quire.passes.fx import symbolic
+from quire.passes.verify.row_rules import RULES, Call, elementwise, no_lengths
+from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, settled
+
+_LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
+
+
+class Proof(TorchDispatchMode):
+    """Applies the rules to the operations that run inside. ``known``: of tensors, by id; ``kept`` keeps them alive."""
+
+    def __init__(self, axes: tuple[Any, ...], lengths: bool) -> None:
+        super().__init__()
+        self.axes, self.lengths = axes, lengths
+        self._known: dict[int, Known] = {}
+        self._kept: list[torch.Tensor] = []
+        self._rows = False
+        self.written: list[torch.Tensor] = []
+
+    def learn(self, tensor: torch.Tensor, known: Known) -> None:
+        self._kept.append(tensor)
+        self._rows = self._rows or not isinstance(known, Const)
+        self._known[id(tensor)] = known
+
+    def known(self, tensor: torch.Tensor) -> Known:
+        """What is known. A fake that was not seen was made below the mode: it may mix, unless nothing here has tokens."""
+        hidden = self._rows and isinstance(tensor, FakeTensor)
+        return self._known.get(id(tensor), Mixed("quire cannot follow it") if hidden else CONST)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._known
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _functional(op)
+        inputs = [x for x in tree_leaves([args, kwargs]) if isinstance(x, torch.Tensor)]
+        mutable = op._schema.is_mutable
+        if name in _SIZES:
+            return op(*args, **kwargs)
+        if name not in RULES and not _is_elementwise(op):
+            if not mutable:
+                result = op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
+                if result is not NotImplemented:
+                    return result
+            constant = not any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
+            table = torch._decomp.decomposition_table
+            if not constant and not mutable and op in table and op.namespace in ("aten", "prims"):
+                with self:
+                    return table[op](*args, **kwargs)
+        result = op(*args, **kwargs)
+        self._prove(op, name, args, kwargs, inputs, result)
+        return result
+
+    def _prove(self, op: Any, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], result: Any) -> None:
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        schema = op._schema.arguments
+        given = {a.name: a.default_value if a.has_default_value() else None for a in schema}
+        given |= dict(zip([a.name for a in schema], args, strict=False)) | kwargs
+        written: list[Any] = [given[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
+        self.written += written
+        try:
+            each = self._found(op, name, given, inputs, outputs, result)
+        except Mixes as why:
+            if written or (not outputs and result is not None):
+                raise
+            each = [Mixed(str(why))] * len(outputs)  # which may be thrown away
+        for tensor, known in zip(outputs, each, strict=True):
+            if any(tensor is w for w in written):
+                known = _stored(self.known(tensor), known, tensor)
+            self.learn(tensor, known)
+
+    def _found(self, op: Any, name: str, given: dict[str, Any], inputs: list[torch.Tensor], outputs: list[torch.Tensor],
+               result: Any) -> list[Known]:
+        """What is known of each result. Raises Mixes."""
+        if self.lengths and not all(map(self.knows, inputs)):
+            raise Mixes("arithmetic with the length of the row")  # torch.tensor(T)
+        mixed = next((k for x in inputs if isinstance(k := self.known(x), Mixed)), None)
+        if mixed is not None:
+            raise Mixes(mixed.why)
+        constant = not any(isinstance(self.known(x), (Rows, Counts, Group)) for x in inputs)
+        if not outputs:
+            if not constant and result is not None:
+                raise Mixes("the forward reads values of the tokens on the host")
+            return []
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            raise Mixes("it draws random numbers (call model.eval())")
+        call = Call(op, name, given, result, self.known, self.axes)
+        if name in RULES:
+            found = RULES[name](call)
+        elif _is_elementwise(op):
+            found = elementwise(call)
+        elif constant:
+            no_lengths(call)
+            found = [CONST] * len(outputs)
+        else:
+            raise Mixes(f"quire has no rule for {op}")
+        each = found if isinstance(found, list) else [found] * len(outputs)
+        return [settled(k, t, self.axes) for k, t in zip(each, outputs, strict=True)]
+
+
+_SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "numel", "device", "dim",
+                    "storage_offset", "is_contiguous", "is_same_size"})
+
+
+def _functional(op: Any) -> str:
+    """The name of the operation, or of the one that it does in place."""
+    name = op._schema.name.partition("::")[2]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def _is_elementwise(op: Any) -> bool:
+    return torch.Tag.pointwise in op.tags and op.namespace in ("aten", "prims")
+
+
+def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
+    """What is known of a tensor that was written to: its cells must belong to whom they belonged to, or views of it would be
+    something else. Raises Mixes."""
+    if isinstance(before, Rows) and isinstance(new, (Rows, Const)):
+        if symbolic(tensor.stride(before.dim)) is False and tensor.stride(before.dim) == 0:
+            raise Mixes("all tokens write to the same memory")
+        if isinstance(new, Const):
+            return replace(before, holds=None)
+        if new.dim == before.dim and (new.same_rows(before) or before.holds == Holds("blank")):
+            return new
+    if isinstance(before, Const) and isinstance(new, Const):
+        return CONST
+    raise Mixes("tokens are written into what all share, or to the rows of others")
+
+
+class Sizes:
+    """Fake tensors in an environment of its own, so that the proof adds no guard to the trace."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self._symbols: dict[Any, Any] = {}
+        self.of_axis: dict[Any, Any] = {}
+
+    def symbol(self, expr: Any) -> Any:
+        """The size here that a symbol of the trace stands for."""
+        if expr not in self._symbols:
+            hint = _LENGTHS[len(self._symbols) % len(_LENGTHS)] + 6 * len(self._symbols)
+            like = torch.empty(hint, device="meta")
+            context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+            sizes: Any
+            sizes, _, _ = self.env.create_symbolic_sizes_strides_storage_offset(
+                like, ConstantSource(f"quire_size_{len(self._symbols)}"), symbolic_context=context)
+            self._symbols[expr] = self.of_axis[sizes[0].node.expr] = sizes[0]
+        return self._symbols[expr]
+
+    def of(self, number: Any) -> Any:
+        """A size of the trace, here."""
+        if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return number
+        expr = number.node.expr
+        if expr.is_Symbol:
+            return self.symbol(expr)
+        return sympy_interp(PythonReferenceAnalysis, {s: self.symbol(s) for s in expr.free_symbols}, expr)
+
+    def tensor(self, like: torch.Tensor, known: Known = CONST) -> torch.Tensor:
+        """A fake like one of the trace, with the tokens where they are known to be."""
+        with self.fake:
+            shape, strides = [self.of(s) for s in like.shape], [self.of(s) for s in like.stride()]
+            if isinstance(known, Rows):
+                shape[known.dim] = self.of_axis[known.axis] * (known.inner * known.outer)
+            return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+
+__all__ = ["Proof", "Sizes"]

@@ -1,0 +1,385 @@
+"""Which ATen operations are row-wise, by rules: elementwise, along dimensions, products, norms, constructors.
+
+A rule gets a ``Call`` and says what is known of its results, or raises ``Mixes``. It proves that each cell of a result depends
+on cells of one token only. An operation without a rule is decomposed (``passes/verify/tokens.py``), or not row-wise.
+Rules for views are in ``row_views.py``, for indexing and routing in ``row_index.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from quire.passes.fx import symbolic
+from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Ids, Known, Mixed, Mixes, Order, Rows, of_shape
+
+
+class Call:
+    """One call of an ATen operation on fake tensors.
+
+    Attributes:
+        name: of the operation, without overload and without the underscore of those that work in place.
+        given: its arguments by the names of the schema, defaults included.
+        result: what it returned.
+        axes: the symbols of the numbers of tokens, and of rows asked for.
+    """
+
+    def __init__(self, op: Any, name: str, given: dict[str, Any], result: Any, known: Callable[[Any], Known], axes: Any
+                 ) -> None:
+        self.op, self.name, self.given, self.result, self.known, self.axes = op, name, given, result, known, axes
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.given.get(argument)
+
+    def of(self, argument: str) -> Known:
+        """What is known of a tensor argument; of a number, that it is constant."""
+        x = self.given.get(argument)
+        return self.known(x) if isinstance(x, torch.Tensor) else CONST
+
+    def rows(self, argument: str) -> Rows | None:
+        """The tensor argument as data; None if it is constant. Raises Mixes."""
+        return as_data(self.of(argument))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [x for x in tree_leaves(list(self.given.values())) if isinstance(x, torch.Tensor)]
+
+    @property
+    def num_results(self) -> int:
+        return len(self.result) if isinstance(self.result, (tuple, list)) else 1
+
+    def dims(self, argument: str, of: torch.Tensor) -> list[int] | None:
+        """The dimensions in an argument, counted from 0; None if it is left out."""
+        found = self.given.get(argument)
+        if found is None or (isinstance(found, (tuple, list)) and not found):
+            return None
+        return [int(d) % max(1, of.dim()) for d in (found if isinstance(found, (tuple, list)) else [found])]
+
+
+def as_data(known: Known) -> Rows | None:
+    """Rows to compute with; None if constant. Raises Mixes."""
+    if isinstance(known, (Counts, Group)):
+        raise Mixes("it computes with the tokens routed to one expert, or with their number")
+    return known.data if isinstance(known, Rows) else None
+
+
+Rule = Callable[[Call], "Known | list[Known]"]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """The rule of the operations of these names, all overloads."""
+    def add(function: Rule) -> Rule:
+        for name in " ".join(names).split():
+            assert name not in RULES, name
+            RULES[name] = function
+        return function
+    return add
+
+
+def same(found: Sequence[Rows | None]) -> Rows | None:
+    """Of operands in which tokens are in the same dimension: that. Raises Mixes if they differ."""
+    rows = [r for r in found if r is not None]
+    if any(r.dim != rows[0].dim or not r.same_rows(rows[0]) for r in rows):
+        raise Mixes("the tokens are in different dimensions, or in another order, in its operands")
+    return rows[0] if rows else None
+
+
+def counts_rows(number: Any, axes: Any) -> bool:
+    """Whether a number depends on how many tokens there are."""
+    return isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) and any(
+        axis in number.node.expr.free_symbols for axis in axes)
+
+
+def no_lengths(call: Call, but: tuple[str, ...] = ()) -> None:
+    """Raises Mixes if a number among the arguments depends on the number of tokens."""
+    for name, given in call.given.items():
+        if name not in but and any(counts_rows(x, call.axes) for x in tree_leaves(given)):
+            raise Mixes("arithmetic with the length of the row")
+
+
+# -- elementwise ------------------------------------------------------------------------------------------------------------
+
+
+def broadcast(call: Call, operands: Sequence[Any], ndim: int) -> Rows | None:
+    """Rows of the elementwise result with ``ndim`` dimensions; None if all operands are constant."""
+    found = []
+    for x in operands:
+        rows = as_data(call.known(x))
+        found.append(rows.at(rows.dim + ndim - x.dim()) if rows is not None else None)
+    return same(found)
+
+
+def elementwise(call: Call) -> Known | list[Known]:
+    if call.name in ("add", "sub") and type(call["other"]) is int and call["other"] == 0:
+        return call.of("self")
+    no_lengths(call, but=("size", "dtype", "memory_format"))
+    result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
+    rows = broadcast(call, call.tensors(), result.dim())
+    return [rows or CONST] * call.num_results if call.num_results > 1 else rows or CONST
+
+
+@rule("where")
+def _where(call: Call) -> Known | list[Known]:
+    if call.op._overloadname != "self":
+        raise Mixes("how many results there are depends on the tokens")
+    return elementwise(call)
+
+
+RULES |= dict.fromkeys("complex polar _prelu_kernel hardswish log_sigmoid_forward erfinv copysign atan2 bitwise_not "
+                       "nan_to_num masked_fill fill convert_element_type hardsigmoid".split(), elementwise)
+
+
+@rule("clone _to_copy alias detach lift_fresh lift_fresh_copy lift contiguous convert_element_type_ device_put _conj conj")
+def _copy_of(call: Call) -> Known:
+    (x,) = call.tensors()
+    known = call.known(x)
+    if isinstance(known, Rows) and known.holds is not None and call.result.dtype.is_floating_point \
+            and known.holds.what not in ("sorted", "one hot", "blank"):
+        return known.data  # "sorted" outlives the cast that histc needs on a CPU
+    return known
+
+
+@rule("copy")
+def _copy_to(call: Call) -> Known:
+    source = call["src"]
+    known = call.known(source)
+    return known.at(known.dim + call.result.dim() - source.dim()) if isinstance(known, Rows) else known
+
+
+@rule("floor_divide div")
+def _divide(call: Call) -> Known | list[Known]:
+    known, by = call.of("self"), call["other"]
+    whole = call.name == "floor_divide" or call["rounding_mode"] in ("floor", "trunc")
+    if isinstance(known, Rows) and known.holds is not None and known.holds.what == "number" and whole \
+            and type(by) is int and by == known.holds.inner:
+        return Rows(known.dim, known.axis, known.inner, known.outer, known.order, Holds("number", 1))
+    return elementwise(call)
+
+
+@rule("bucketize searchsorted")
+def _bucketize(call: Call) -> Known:
+    table = call.of("boundaries" if call.name == "bucketize" else "sorted_sequence")
+    if not isinstance(table, Const) or (call.name == "searchsorted" and call["sorted_sequence"].dim() > 1):
+        raise Mixes("its boundaries differ from token to token")
+    return call.rows("self") or CONST
+
+
+@rule("isin")
+def _isin(call: Call) -> Known:
+    if call.rows("test_elements") is not None:
+        raise Mixes("it looks the values up among those of all tokens")
+    return call.rows("elements") or CONST
+
+
+# -- along dimensions -------------------------------------------------------------------------------------------------------
+
+
+def _first(call: Call) -> str:
+    return next(name for name, x in call.given.items() if isinstance(x, torch.Tensor))
+
+
+@rule("sum nansum mean prod amax amin any all var std var_mean std_mean logsumexp norm linalg_vector_norm argmax argmin max "
+      "min median nanmedian mode kthvalue count_nonzero aminmax")
+def _reduction(call: Call) -> Known | list[Known]:
+    """Some dimensions become one number each; ``max(x, y)`` is elementwise."""
+    if call["other"] is not None:
+        return elementwise(call)
+    no_lengths(call)
+    first = _first(call)
+    rows, x = call.rows(first), call.given[first]
+    if rows is None:
+        return [CONST] * call.num_results if call.num_results > 1 else CONST
+    dims, holds = call.dims("dim", x), call.known(x).holds  # type: ignore[union-attr]
+    if call.name == "sum" and holds is not None and holds.what == "one hot" and dims == [rows.dim] and rows.dim == 0:
+        return Counts(ids=holds.ids)
+    if dims is None or rows.dim in dims:
+        raise Mixes("it is taken over the tokens")
+    rows = rows.at(rows.dim if call["keepdim"] else rows.dim - sum(d < rows.dim for d in dims))
+    if call.num_results > 1 and call.name in ("max", "min", "median", "nanmedian", "mode", "kthvalue"):
+        return [rows, _index(rows)]
+    return [rows] * call.num_results if call.num_results > 1 else _index(rows) if call.name in ("argmax", "argmin") else rows
+
+
+def _index(rows: Rows, ids: Ids | None = None) -> Rows:
+    """Places in a dimension that is not the tokens'."""
+    return Rows(rows.dim, rows.axis, rows.inner, rows.outer, rows.order, Holds("index", ids=ids))
+
+
+@rule("_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod cummax cummin logcumsumexp flip roll "
+      "topk _fft_r2c _fft_c2c _fft_c2r glu linalg_cross")
+def _along(call: Call) -> Known | list[Known]:
+    """Numbers of one row along some dimensions, which keep their places; their sizes may change."""
+    no_lengths(call)
+    if call.name == "cumsum" and isinstance(counts := call.of("self"), Counts) and not counts.summed:
+        return replace(counts, summed=True)
+    first = _first(call)
+    x = call.given[first]
+    rows = same([call.rows(n) for n, t in call.given.items() if isinstance(t, torch.Tensor)])
+    if rows is None:
+        return [CONST] * call.num_results if call.num_results > 1 else CONST
+    dims = call.dims("dims" if "dims" in call.given else "dim", x)
+    if dims is None or rows.dim in dims:
+        raise Mixes("it goes along the tokens")
+    return [rows, _index(rows, Ids())] if call.name in ("topk", "cummax", "cummin") else rows
+
+
+@rule("sort")
+def _sort(call: Call) -> list[Known]:
+    known, x = call.of("self"), call["self"]
+    if not isinstance(known, Rows) or known.dim != (call["dim"] if call["dim"] is not None else -1) % max(1, x.dim()):
+        rows = call.rows("self")
+        return [rows or CONST, CONST if rows is None else _index(rows)]
+    if x.dim() != 1 or known.outer != 1:
+        raise Mixes("it sorts tokens")
+    if known.order is not None:  # of row numbers, after a sort: where each row went
+        if known.holds == Holds("number", known.inner) and not call["descending"]:
+            return [Mixed("it sorts tokens twice"), Rows(0, known.axis, known.inner, holds=Holds("inverse", order=known.order))]
+        raise Mixes("it sorts tokens twice")
+    known.data  # noqa: B018
+    ids = known.holds is not None and known.holds.what == "index" and not call["descending"]
+    order = Order(ids, known.holds.ids if ids and known.holds is not None else None)
+    return [Rows(0, known.axis, known.inner, order=order, holds=Holds("sorted", order=order)),
+            Rows(0, known.axis, known.inner, order=order, holds=Holds("number", known.inner))]
+
+
+@rule("tril triu")
+def _triangle(call: Call) -> Known:
+    rows = call.rows("self")
+    if rows is not None and rows.dim >= call["self"].dim() - 2:
+        raise Mixes("it zeroes by the place of the token in the row")
+    no_lengths(call)
+    return rows or CONST
+
+
+# -- products ---------------------------------------------------------------------------------------------------------------
+
+
+def _product(call: Call, left: str, right: str, batched: int = 0) -> Rows | None:
+    """(batch, m, k) @ (batch, k, n); a vector has no m, or no n."""
+    a, b, x, y = call.rows(left), call.rows(right), call[left], call[right]
+    vector = y.dim() - batched == 1
+    if (a is not None and a.dim == x.dim() - 1) or (b is not None and b.dim == batched):
+        raise Mixes("it sums over the tokens")
+    if a is not None and b is not None and not (a.dim < batched and b.dim == a.dim and a.same_rows(b)):
+        raise Mixes("it multiplies each token with each other one")
+    if b is not None and not vector and b.dim > batched:
+        return b.at(batched + x.dim() - batched - 1)
+    return a if a is not None else b
+
+
+@rule("mm mv dot vdot bmm addmm baddbmm addmv _int_mm")
+def _matrix_product(call: Call) -> Known:
+    no_lengths(call)
+    if call.name == "mm" and isinstance(group := call.of("self"), Group) and isinstance(call.of("mat2"), Const):
+        return group
+    left, right = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"), "mv": ("self", "vec"),
+                   "dot": ("self", "tensor"), "vdot": ("self", "other")}.get(call.name, ("self", "mat2"))
+    product = _product(call, left, right, batched=call.name in ("bmm", "baddbmm"))
+    rows = call.rows("self") if left != "self" else None
+    if rows is not None:  # added to the product
+        rows = rows.at(rows.dim + call.result.dim() - call["self"].dim())
+    return same([product, rows]) or CONST
+
+
+@rule("convolution _convolution")
+def _convolution(call: Call) -> Known:
+    no_lengths(call)
+    rows, x = call.rows("input"), call["input"]
+    if call.rows("weight") is not None or call.rows("bias") is not None:
+        raise Mixes("its weights are made of tokens")
+    if rows is None or rows.dim == 0:
+        return rows or CONST
+    at = rows.dim - 2
+
+    def one(argument: str) -> Any:
+        numbers = call[argument]
+        return numbers[at if len(numbers) > 1 else 0]
+
+    if at < 0 or call["weight"].shape[rows.dim] != 1 or one("stride") != 1 or one("padding") != 0 \
+            or (call["transposed"] and one("output_padding") != 0):
+        raise Mixes("it is a convolution over tokens: its state would leak between sequences")
+    assert x.dim() == call["weight"].dim()
+    return rows
+
+
+# -- norms, pooling, padding ------------------------------------------------------------------------------------------------
+
+
+@rule("native_layer_norm _fused_rms_norm")
+def _layer_norm(call: Call) -> list[Known]:
+    rows, x = call.rows("input"), call["input"]
+    if call.rows("weight") is not None or call.rows("bias") is not None:
+        raise Mixes("its weights are made of tokens")
+    if rows is not None and rows.dim >= x.dim() - len(call["normalized_shape"]):
+        raise Mixes("it normalizes over the tokens")
+    return [rows or CONST] * call.num_results
+
+
+@rule("native_group_norm")
+def _group_norm(call: Call) -> list[Known]:
+    rows = call.rows("input")
+    if call.rows("weight") is not None or (rows is not None and rows.dim != 0):
+        raise Mixes("it normalizes over the tokens")
+    return [rows or CONST] * call.num_results
+
+
+@rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_no_update "
+      "_batch_norm_with_update")
+def _batch_norm(call: Call) -> list[Known]:
+    rows = call.rows("input")
+    if rows is None:
+        return [CONST] * call.num_results
+    training = call["training"] if "training" in call.given else "no_" not in call.name
+    if training or rows.dim == 1:
+        raise Mixes("it normalizes over the tokens, or one by one with numbers of their own (call model.eval())")
+    return [rows, *[CONST] * (call.num_results - 1)]
+
+
+_SPATIAL = {name: n for n in (1, 2, 3) for name in (
+    f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d",
+    f"adaptive_max_pool{n}d", f"reflection_pad{n}d", f"replication_pad{n}d", f"max_pool{n}d")}
+
+
+@rule(*_SPATIAL)
+def _spatial(call: Call) -> Known | list[Known]:
+    """Over the last one, two or three dimensions."""
+    first = _first(call)
+    rows = call.rows(first)
+    if rows is not None and rows.dim >= call.given[first].dim() - _SPATIAL[call.name]:
+        raise Mixes("it pools or pads over the tokens")
+    return [rows or CONST] * call.num_results if call.num_results > 1 else rows or CONST
+
+
+# -- constructors -----------------------------------------------------------------------------------------------------------
+
+
+@rule("zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like empty_strided "
+      "new_empty_strided zero")
+def _filled(call: Call) -> Known:
+    """All cells are equal: each row is, whatever the dimensions."""
+    value = call["fill_value"]
+    if counts_rows(value, call.axes) or isinstance(value, torch.Tensor):
+        raise Mixes("it is filled with the length of the row")
+    like = call.of("self")
+    if isinstance(like, Rows) and tuple(map(str, call.result.shape)) == tuple(map(str, call["self"].shape)):
+        return Rows(like.dim, like.axis, like.inner, like.outer, like.order, Holds("blank"))
+    return of_shape(call.result, call.axes, Holds("blank"))
+
+
+@rule("arange")
+def _arange(call: Call) -> Known:
+    known = of_shape(call.result, call.axes)
+    if not isinstance(known, Rows):
+        no_lengths(call)
+        return known
+    start, step = call["start"] or 0, 1 if call["step"] is None else call["step"]
+    if symbolic(start) or symbolic(step) or start != 0 or step != 1 or call.result.dtype.is_floating_point:
+        raise Mixes("it numbers the tokens of the batch; positions must come from position_ids")
+    return Rows(0, known.axis, known.inner, holds=Holds("number", known.inner))
+
+
+__all__ = ["Call", "RULES", "Rule", "as_data", "broadcast", "counts_rows", "elementwise", "no_lengths", "rule", "same"]

@@ -1,0 +1,196 @@
+"""Rules of the row-wise proof for views, and for what joins or repeats: the dimension of the tokens is followed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from quire.passes.fx import symbolic
+from quire.passes.verify.row_rules import Call, as_data, counts_rows, no_lengths, rule, same
+from quire.passes.verify.rows import CONST, Counts, Group, Holds, Known, Mixes, Rows, of_shape, token_dims
+
+
+def _split(call: Call, known: Known) -> Known | list[Known]:
+    return [known] * len(call.result) if isinstance(call.result, (tuple, list)) else known
+
+
+def _fixed(known: Known) -> Rows | None:
+    """Rows, with what they hold; None if constant. Raises Mixes."""
+    if isinstance(known, (Counts, Group)):
+        as_data(known)
+    return known if isinstance(known, Rows) else None
+
+
+@rule("view _unsafe_view reshape _reshape_alias _reshape_copy unsqueeze squeeze view_copy squeeze_copy unsqueeze_copy")
+def _reshape(call: Call) -> Known:
+    """What lies before and behind the tokens, in memory order, stays there: outer and inner are what is left of it."""
+    x, shape = call["self"], call.result.shape
+    rows = _fixed(call.of("self"))
+    if call.name == "view" and call["dtype"] is not None:
+        if rows is not None and (rows.dim == x.dim() - 1 or rows.holds is not None):
+            raise Mixes("it reads the bytes of several tokens as one number")
+        return rows or CONST
+    if rows is None:
+        if token_dims(shape, call.axes):
+            raise Mixes("a constant is given the shape of the tokens: its rows would go by the places of the tokens")
+        return call.of("self")
+    found = token_dims(shape, call.axes)
+    if len(found) != 1 or found[0][1] is not rows.axis:
+        raise Mixes(f"{tuple(x.shape)} becomes {tuple(shape)}: tokens are folded into another dimension")
+    dim, _, n = found[0]
+    before, behind = prod(x.shape[: rows.dim]) * rows.outer, prod(x.shape[rows.dim + 1 :]) * rows.inner
+    left, right = prod(shape[:dim]), prod(shape[dim + 1 :])
+    outer, inner = _quotient(before, left), _quotient(behind, right)
+    if outer is None or inner is None or outer * inner != n:
+        raise Mixes(f"{tuple(x.shape)} becomes {tuple(shape)}: numbers of several tokens come into one row")
+    if (rows.order is not None or rows.holds is not None) and (outer, inner) != (rows.outer, rows.inner):
+        if rows.order is not None or (rows.holds is not None and rows.holds.what not in ("index", "blank")):
+            raise Mixes("rows that are sorted by expert are put into another shape")
+    return Rows(dim, rows.axis, inner, outer, rows.order, rows.holds)
+
+
+def _quotient(whole: Any, part: Any) -> int | None:
+    """``whole / part`` if that is a number, else None."""
+    if not symbolic(whole) and not symbolic(part):
+        return whole // part if part and whole % part == 0 else None
+    expr = (whole.node.expr if symbolic(whole) else whole) / (part.node.expr if symbolic(part) else part)
+    return int(expr) if expr.is_Integer else None
+
+
+@rule("permute transpose t numpy_T swapaxes")
+def _permute(call: Call) -> Known:
+    x, rows = call["self"], _fixed(call.of("self"))
+    if rows is None:
+        return call.of("self")
+    dims = list(range(x.dim()))
+    if call.name == "permute":
+        dims = [d % x.dim() for d in call["dims"]]
+    elif x.dim() > 1:
+        a, b = (0, 1) if call.name == "t" else (call["dim0"] % x.dim(), call["dim1"] % x.dim())
+        dims[a], dims[b] = b, a
+    return rows.at(dims.index(rows.dim))
+
+
+@rule("expand expand_copy")
+def _expand(call: Call) -> Known:
+    x, rows = call["self"], _fixed(call.of("self"))
+    if rows is None:
+        return of_shape(call.result, call.axes)  # each row is the same
+    return rows.at(rows.dim + call.result.dim() - x.dim())
+
+
+@rule("repeat")
+def _repeat(call: Call) -> Known:
+    rows, x = _fixed(call.of("self")), call["self"]
+    if rows is None:
+        if any(counts_rows(r, call.axes) and c != 1 for r, c in zip(
+                reversed(call["repeats"]), [*reversed(x.shape), *[1] * len(call["repeats"])], strict=False)):
+            raise Mixes("it repeats several numbers as often as there are tokens")
+        return of_shape(call.result, call.axes)
+    dim = rows.dim + call.result.dim() - x.dim()
+    times = call["repeats"][dim]
+    if type(times) is not int or (times != 1 and (rows.order or rows.holds)):
+        raise Mixes("it repeats the row")
+    return Rows(dim, rows.axis, rows.inner, rows.outer * times, rows.order, rows.holds)
+
+
+@rule("select")
+def _select(call: Call) -> Known:
+    x, rows = call["self"], _fixed(call.of("self"))
+    no_lengths(call)
+    if rows is None:
+        return call.of("self")
+    dim = call["dim"] % x.dim()
+    if dim == rows.dim:
+        raise Mixes("one token is taken for all")
+    return rows.at(rows.dim - (dim < rows.dim))
+
+
+@rule("slice")
+def _slice(call: Call) -> Known:
+    x, rows = call["self"], _fixed(call.of("self"))
+    dim = call["dim"] % x.dim()
+    if rows is not None and dim == rows.dim:
+        if not (call["start"] in (None, 0) and call["step"] in (None, 1) and _reaches(call["end"], x.shape[dim])):
+            raise Mixes("the row is cut: some tokens are taken for all")
+        return rows
+    no_lengths(call)
+    return rows or call.of("self")
+
+
+def _reaches(end: Any, size: Any) -> bool:
+    """Whether a slice up to ``end`` takes all, by its expression."""
+    if end is None or (not symbolic(end) and end >= 2**62):
+        return True
+    return symbolic(end) and symbolic(size) and end.node.expr == size.node.expr
+
+
+@rule("split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk tensor_split unbind split_copy "
+      "split_with_sizes_copy unbind_copy")
+def _parts(call: Call) -> Known | list[Known]:
+    x, rows = call["self"], _fixed(call.of("self"))
+    no_lengths(call)
+    if rows is None:
+        return _split(call, call.of("self"))
+    dim = (call["dim"] or 0) % x.dim()
+    if dim == rows.dim:
+        raise Mixes("the row is cut into parts")
+    return _split(call, rows.at(rows.dim - (dim < rows.dim)) if call.name.startswith("unbind") else rows)
+
+
+@rule("diagonal diagonal_copy")
+def _diagonal(call: Call) -> Known:
+    x, rows = call["self"], _fixed(call.of("self"))
+    if rows is None:
+        return call.of("self")
+    dims = [call[n] % x.dim() for n in ("dim1", "dim2")]
+    if rows.dim in dims:
+        raise Mixes("it takes the diagonal over tokens")
+    return rows.at(rows.dim - sum(d < rows.dim for d in dims))
+
+
+@rule("unfold")
+def _unfold(call: Call) -> Known:
+    x, rows = call["self"], _fixed(call.of("self"))
+    if rows is not None and call["dimension"] % x.dim() == rows.dim:
+        raise Mixes("it takes windows of several tokens")
+    return rows or call.of("self")
+
+
+@rule("view_as_real view_as_complex real imag view_as_real_copy view_as_complex_copy")
+def _complex(call: Call) -> Known:
+    rows = _fixed(call.of("self"))
+    if rows is not None and call.name.startswith("view_as_complex") and rows.dim == call["self"].dim() - 1:
+        raise Mixes("it reads two tokens as one number")
+    return rows or call.of("self")
+
+
+@rule("cat stack")
+def _cat(call: Call) -> Known:
+    no_lengths(call)
+    tensors: list[torch.Tensor] = call["tensors"]
+    first = same([as_data(call.known(t)) for t in tensors])
+    if first is None:
+        return CONST
+    dim = (call["dim"] or 0) % call.result.dim()
+    if call.name == "stack":
+        return first.at(first.dim + (dim <= first.dim))
+    if dim == first.dim:
+        raise Mixes("it joins rows of tokens")
+    index = all(isinstance(k := call.known(t), Rows) and k.holds is not None and k.holds.what == "index" for t in tensors)
+    return replace(first, holds=Holds("index")) if index else first
+
+
+@rule("constant_pad_nd")
+def _pad(call: Call) -> Known:
+    no_lengths(call)
+    rows, pad = call.rows("self"), call["pad"]
+    if rows is None:
+        return CONST
+    at = 2 * (call["self"].dim() - 1 - rows.dim)
+    if any(n != 0 for n in pad[at : at + 2]):
+        raise Mixes("it shifts the tokens")
+    return rows

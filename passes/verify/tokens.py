@@ -1,0 +1,337 @@
+"""Tokens meet in attention and nowhere else: proved for every operation of a traced graph, or the model is refused.
+
+Sequences are packed into one ragged row of T tokens, and only attention knows where each begins. So every other operation must
+compute each token's row from that row alone. The pass walks the graph and keeps for each value what is known of it
+(``rows.py``). Each node of the Dynamo graph is run once more on fake tensors with a symbolic T, under a dispatch mode that sees
+the ATen operations which it consists of and applies a rule to each (``row_rules.py``, ``row_views.py``, ``row_index.py``).
+
+Why ATen: Dynamo graphs hold hundreds of functions and methods, each with its own spelling of ``dim``. Below them is one closed
+set with schemas, which say what each argument is and what is written; elementwise operations are tagged; composite operations
+take themselves apart; the rest have a rule, a registered decomposition, or are refused. Why node by node: equal nodes of equal
+layers are run once, so that the proof of a deep model takes as long as that of one layer.
+
+A value that mixes tokens is refused only where it matters: when it is returned, attended to, or written into another tensor. So
+an auxiliary loss that is thrown away costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from quire.attn_ops.attention import attention
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.fx import is_module_tensor, module_path, symbolic, value, written_by
+from quire.passes.verify.breaks import break_of
+from quire.passes.verify.proof import Proof, Sizes
+from quire.passes.verify.row_index import of_order
+from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
+
+logger = logging.getLogger(__name__)
+_ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
+_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+
+
+class TokenPass:
+    """The proof for one graph; call ``check``.
+
+    Args:
+        tokens: the symbol T of the trace.
+        rows: symbols of the numbers of rows that the caller picks by an input.
+    """
+
+    def __init__(self, tokens: Any, rows: Sequence[Any] = ()) -> None:
+        self.sizes = Sizes()
+        self.axes = tuple(self.sizes.symbol(s).node.expr for s in (tokens, *rows))
+        self.known: dict[fx.Node, Any] = {}
+        self._seen: dict[Any, Any] = {}
+        self._state: set[int] = set()  # memory of the model's own tensors
+        self._memory: dict[int, list[fx.Node]] = {}
+
+    def check(self, graph: fx.Graph) -> None:
+        """Raises UnsupportedAttention, which names the operation and the module."""
+        with torch.inference_mode(False), torch.no_grad():
+            for node in graph.nodes:
+                if node.op == "output":
+                    self._check_used(node, node, "is returned")
+                else:
+                    self.known[node] = self._of(node)
+                    for t in tree_leaves(value(node)):
+                        if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t):
+                            self._memory.setdefault(_storage(t), []).append(node)
+
+    def proved(self, node: fx.Node) -> Any:
+        """What is known of the result of one operation; None if it mixes tokens. ``known`` must have its operands."""
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return self._run(node)[0]
+            except Exception:
+                return None
+
+    # -- one node -----------------------------------------------------------------------------------------------------------
+
+    def _of(self, node: fx.Node) -> Any:
+        """What is known of the value of a node: as nested as the value."""
+        if node.op in ("placeholder", "get_attr"):
+            return self._of_input(node)
+        if node.target in _ATTENTION:
+            self._check_used(node, node, "is attended to")
+            return self._attended(node)
+        writes = bool(written_by(node)) or node.kwargs.get("inplace") is True or any(
+            a is True for a in node.args[1:2] if getattr(node.target, "__module__", "") == "torch.nn.functional")
+        mixed = next((k for x in node.all_input_nodes for k in tree_leaves(self.known[x], is_leaf=_is_known)
+                      if isinstance(k, Mixed)), None)
+        if mixed is not None:
+            if writes:
+                self._refuse(node, mixed, "is written into another tensor")
+            return mixed
+        try:
+            routed = self._routed(node)
+            if routed is not None:
+                return routed
+            if not any(isinstance(t, torch.Tensor) for x in (node, *node.all_input_nodes) for t in tree_leaves(value(x))):
+                return CONST  # sizes, contexts
+            return self._run_once(node)
+        except Mixes as why:
+            found = _mixed(str(why), node)
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            found = _mixed(f"quire cannot follow it: {type(error).__name__}: {first[:200]}", node)
+        if writes:
+            self._refuse(node, found, "is written into another tensor")
+        return found
+
+    def _of_input(self, node: fx.Node) -> Any:
+        val = value(node)
+        if not isinstance(val, torch.Tensor):
+            return CONST
+        if is_traceable_wrapper_subclass(val):
+            return CONST
+        own = is_module_tensor(node) or node.op == "get_attr"
+        try:
+            known = of_shape(self.sizes.tensor(val), self.axes)
+            if isinstance(known, Rows) and own:
+                raise Mixes("a parameter or buffer as long as the row")
+        except Mixes as why:
+            return _mixed(str(why), node)
+        if isinstance(known, Const):
+            self._state.add(_storage(val))
+        elif isinstance(known, Rows) and known.axis != self.axes[0] and val.dtype == torch.int64 and val.dim() == 1:
+            return replace(known, holds=Holds("picks"))
+        return known
+
+    def _attended(self, node: fx.Node) -> Known:
+        q, k, v = (self.known[x] for x in node.args[:3])  # type: ignore[index]
+        wanted = Rows(2, self.axes[0])
+        for known in (q, k, v):
+            if not isinstance(known, Rows) or replace(known, holds=None) != wanted:
+                self._refuse(node, _mixed("its queries, keys or values are not one row per token", node), "attends")
+        return wanted
+
+    def _routed(self, node: fx.Node) -> Any:
+        """Experts in a loop: rows sorted by expert, split by the numbers of rows of each, and joined again. None: no such node.
+
+        The numbers are read on the host, so that Dynamo knows the sizes of the parts as symbols of their own only.
+        """
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        known = [self.known.get(x) for x in node.all_input_nodes]
+        if name in ("getitem", "item") and isinstance(counts := known[0], Counts) and len(known) == 1 and not counts.summed:
+            at = node.args[1] if name == "getitem" else counts.at
+            return replace(counts, at=at) if type(at) is int and (name == "item") == (counts.at is not None) else None
+        if name == "split" and isinstance(rows := known[0], Rows) and any(isinstance(k, Counts) for k in known[1:]):
+            sizes = node.args[1] if isinstance(node.args[1], (list, tuple)) else ()
+            parts = [self.known.get(s) if isinstance(s, fx.Node) else None for s in sizes]
+            dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+            if dim == rows.dim == 0 and rows.data and all(
+                    isinstance(p, Counts) and p.at == i and of_order(p, rows.order) for i, p in enumerate(parts)):
+                return [Group(rows.data, i) for i in range(len(parts))]
+            raise Mixes("it splits the tokens")
+        if name in ("cat", "concat") and any(isinstance(k, Group) for k in known):
+            parts = [self.known[p] for p in node.args[0]]  # type: ignore[union-attr,index]
+            groups = [p for p in parts if isinstance(p, Group)]
+            if len(groups) == len(parts) and all(g.at == i and g.rows == groups[0].rows for i, g in enumerate(groups)) and (
+                    node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) == 0):
+                return groups[0].rows
+            raise Mixes("it joins rows of tokens")
+        return None
+
+    def _run_once(self, node: fx.Node) -> Any:
+        """Run the node on fakes; equal nodes once. Raises Mixes."""
+        weight = value(node.args[1]) if node.target in _LINEAR and len(node.args) > 1 else None
+        if any(is_traceable_wrapper_subclass(t) for x in node.all_input_nodes for t in tree_leaves(value(x))
+               if isinstance(t, torch.Tensor)):
+            return self._quantized(node, weight)
+        nodes = node.all_input_nodes
+        key = self._key(node)
+        if key is not None and key in self._seen:
+            found, changes = self._seen[key]
+        else:
+            found, changes = self._run(node)
+            if key is not None and not _has_order(found):
+                self._seen[key] = found, changes
+        for at, known in changes:
+            x = nodes[at]
+            memory = _storage(value(x))
+            if memory in self._state:
+                raise Mixes("it changes a buffer or parameter of the model")
+            if known is not None and known != self.known[x]:
+                holds = getattr(self.known[x], "holds", None)
+                if getattr(known, "holds", None) is not None or replace(self.known[x], holds=None) != known:
+                    if [n for n in self._memory[memory] if n is not x]:
+                        raise Mixes("it changes a tensor of which others are views")
+                assert holds is not None
+                self.known[x] = known
+        return found
+
+    def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
+        """What is known of the result, and of the inputs that were written to."""
+        proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in node.all_input_nodes))
+        fakes: dict[fx.Node, Any] = {}
+        for x in node.all_input_nodes:
+            flat, spec = tree_flatten(value(x))
+            known = self._flat_known(x, len(flat))
+            made = [self.sizes.tensor(t, k) if isinstance(t, torch.Tensor) else self.sizes.of(t)
+                    for t, k in zip(flat, known, strict=True)]
+            for t, k in zip(made, known, strict=True):
+                if isinstance(t, torch.Tensor):
+                    proof.learn(t, k)
+            fakes[x] = tree_unflatten(made, spec)
+        args = fx.node.map_arg(node.args, lambda n: fakes[n])
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: fakes[n])
+        args, kwargs = tree_map(lambda a: a, (args, kwargs))
+        with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof:
+            if node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            elif node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
+                result = node.target(*args, **kwargs)  # type: ignore[operator]
+            else:
+                raise Mixes(f"quire does not look into {node.target}")
+        changes: list[tuple[int, Known | None]] = []
+        for at, x in enumerate(node.all_input_nodes):
+            if isinstance(fakes[x], torch.Tensor):
+                memory = _storage(fakes[x])
+                if any(_storage(w) == memory for w in proof.written):
+                    changes.append((at, proof.known(fakes[x])))
+        leaves, _ = tree_flatten(result)
+        if any(isinstance(t, torch.Tensor) and type(t) is not FakeTensor for t in leaves):
+            raise Mixes("quire cannot follow it")
+        if proof.lengths and any(isinstance(t, torch.Tensor) and not proof.knows(t) for t in leaves):
+            raise Mixes("a tensor made of the length of the row")
+        found: list[Known] = [proof.known(t) if isinstance(t, torch.Tensor) else CONST for t in leaves]
+        mixed = next((k for k in found if isinstance(k, Mixed)), None)
+        if mixed is not None and len(found) == 1:
+            raise Mixes(mixed.why)
+        found = [_mixed(k.why, node) if isinstance(k, Mixed) else k for k in found]
+        return (found[0] if len(found) == 1 and not isinstance(value(node), (tuple, list)) else found), changes
+
+    def _flat_known(self, node: fx.Node, count: int) -> list[Known]:
+        known = self.known[node]
+        return list(known) if isinstance(known, list) else [known] * count
+
+    def _key(self, node: fx.Node) -> Any:
+        """Equal for nodes that compute the same on inputs of which the same is known; None: run it in any case."""
+        parts: list[Any] = [node.op, node.target]
+        for x in node.all_input_nodes:
+            flat = tree_leaves(value(x))
+            known = self._flat_known(x, len(flat))
+            if _has_order(known):
+                return None
+            for t, k in zip(flat, known, strict=True):
+                parts.append((str(t.shape), str(t.stride()), t.dtype, t.device, k) if isinstance(t, torch.Tensor) else str(t))
+        number = {x: f"%{i}" for i, x in enumerate(node.all_input_nodes)}
+        spelled = fx.node.map_arg((node.args, node.kwargs), lambda n: number[n])
+        return (*parts, repr(spelled))
+
+    def _quantized(self, node: fx.Node, weight: Any) -> Known:
+        """A product with a tensor subclass, which ``quantized.check_rows`` tries out; nothing else of it is known."""
+        known = [self.known[x] for x in node.all_input_nodes]
+        if all(isinstance(k, Const) for k in known):
+            return CONST
+        x = self.known[node.args[0]] if isinstance(node.args[0], fx.Node) else CONST
+        others = [self.known[n] for n in node.all_input_nodes if n is not node.args[0]]
+        if weight is None or not isinstance(x, Rows) or x.dim >= value(node.args[0]).dim() - 1 or any(
+                not isinstance(k, Const) for k in others):
+            raise Mixes("quire knows of a quantized weight only that linear layers multiply rows by it")
+        return x.data
+
+    # -- refusals -----------------------------------------------------------------------------------------------------------
+
+    def _check_used(self, node: fx.Node, user: fx.Node, how: str) -> None:
+        for x in node.all_input_nodes:
+            for known in tree_leaves(self.known[x], is_leaf=_is_known):
+                if isinstance(known, Rows) and user.op == "output":
+                    if known.order is not None or (known.holds is not None and known.holds.depends_on_place):
+                        known = _mixed("the tokens are left in another order, or numbered by their place in the batch", x)
+                elif isinstance(known, (Counts, Group)):
+                    known = _mixed("it counts the tokens", x)
+                if isinstance(known, Mixed):
+                    self._refuse(user, known, how)
+
+    def _refuse(self, node: fx.Node, mixed: Mixed, how: str) -> None:
+        raise UnsupportedAttention(
+            f"{mixed.module or 'the model'} mixes the tokens of the batch outside attention ({mixed.node}: {mixed.why}), or "
+            f"quire cannot prove that it does not, so sequences of a packed batch would see each other: the result {how} "
+            f"({node.name}). Tokens may meet in F.scaled_dot_product_attention and transformers' attention interface; "
+            "convolutions over tokens, SSMs, linear attention and recurrences cannot be served.")
+
+
+def check_tokens(graph: fx.Graph, tokens: Any) -> None:
+    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to.
+
+    Args:
+        graph: the traced graph after raising, when what only served a mask is gone.
+        tokens: the size of the token dimension.
+
+    Raises:
+        UnsupportedAttention: names the operation and the module.
+    """
+    broken = break_of(graph)
+    if broken:
+        raise UnsupportedAttention(
+            f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
+            "graph (torch._dynamo.explain, or fullgraph=True, says where)")
+    if not symbolic(tokens):
+        raise UnsupportedAttention(
+            f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; "
+            "compile with dynamic=True and give at least 2 tokens")
+    expr = tokens.node.expr
+    rows = dict.fromkeys(s.node.expr for n in graph.find_nodes(op="placeholder") if _is_pick(n) for s in value(n).shape)
+    TokenPass(expr, [r for r in rows if r != expr]).check(graph)
+
+
+def _is_pick(node: fx.Node) -> bool:
+    """An input of one symbolic dimension: numbers of rows, or one number for each of them."""
+    val = value(node)
+    size: Any = val.shape[0] if isinstance(val, torch.Tensor) and val.dim() == 1 else None
+    return not is_module_tensor(node) and symbolic(size) and size.node.expr.is_Symbol
+
+
+def _mixed(why: str, node: fx.Node) -> Mixed:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return Mixed(why, module_path(node), node.name if node.name.startswith(name) else f"{node.name}, {name}")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_known(x: Any) -> bool:
+    return isinstance(x, (Const, Rows, Counts, Group, Mixed))
+
+
+def _has_order(found: Any) -> bool:
+    """Whether something is known that is equal to itself only."""
+    return any(isinstance(k, (Counts, Group)) or (isinstance(k, Rows) and (k.order is not None or (
+        k.holds is not None and (k.holds.order or k.holds.ids) is not None))) for k in tree_leaves(found, is_leaf=_is_known))
+
+
+__all__ = ["TokenPass", "check_tokens"]

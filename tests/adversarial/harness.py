@@ -1,0 +1,182 @@
+"""Small models made to break the proofs, run on every route: each must be exact, or refused, and never served wrongly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import quire
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step
+from quire.passes.capture.paged_model import PagedModel, QuireOptions
+from quire.passes.step import step
+
+VOCAB, WIDTH, HEADS, DIM, PAGE = 32, 16, 4, 4, 4
+#: Largest difference to a forward of each sequence alone, relative to the largest logit: both are float32 (eps 1.2e-7) and
+#: differ in the order of sums over up to 32 terms. Tokens that mix change logits by 1e-2 and more.
+TOLERANCE = 1e-5
+LENGTHS = (5, 9, 4, 7)
+#: Tokens that each step schedules of each sequence: prefill in pieces beside decode, and sequences that wait.
+STEPS = ((4, 3, 0, 7), (1, 5, 3, 0), (0, 1, 1, 0))
+assert tuple(map(sum, zip(*STEPS, strict=True))) == LENGTHS
+
+Mix = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+ROUTES = ("engine", "decorator", "compile")
+
+
+class Attention(nn.Module):
+    """Causal attention by F.scaled_dot_product_attention; ``mask(module, position_ids)`` makes attn_mask."""
+
+    def __init__(self, mask: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.qkv, self.out, self.mask = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), mask
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(*t.shape[:2], HEADS, DIM).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        if self.mask is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(self, position_ids))
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """A causal LM of one attention layer with ``mix(model, x, positions)`` behind it, x (1, T, WIDTH)."""
+
+    def __init__(self, mix: Mix | None = None, mask: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = mix
+        self.embed, self.place, self.attention = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH), Attention(mask)
+        self.w, self.head = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Linear(WIDTH, VOCAB)
+        self.bias, self.scale = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.point, self.conv = nn.Conv1d(WIDTH, WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
+        self.group, self.batch = nn.GroupNorm(4, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("table", torch.randn(64, WIDTH))
+        self.register_buffer("counter", torch.zeros(1))
+        self.batch.running_mean.normal_()  # type: ignore[union-attr]
+        self.eval()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        x = x + self.attention(x, position_ids)
+        return self.head(x if self.mix is None else self.mix(self, x, position_ids))
+
+
+class Decorated(Model):
+    @quire.paged(attention="torch_native", compiler="eager")
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return Model.forward(self, input_ids, position_ids)
+
+
+def sequences(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (n,), generator=generator) for n in LENGTHS]
+
+
+def alone(model: nn.Module, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of each sequence run by itself."""
+    with torch.no_grad():
+        return [logits_of(model(input_ids=i[None], position_ids=torch.arange(len(i))[None]))[0] for i in ids]
+
+
+def logits_of(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def batches(ids: Sequence[torch.Tensor], steps: Sequence[Sequence[int]] = STEPS) -> list[tuple[torch.Tensor, Any, list[int]]]:
+    """(ids (T,), metadata, rows of ``ids`` in it) of each step."""
+    done, found = [0] * len(ids), []
+    pages = [-(-len(i) // PAGE) for i in ids]
+    table = [list(range(1 + sum(pages[:r]), 1 + sum(pages[: r + 1]))) for r in range(len(ids))]
+    for counts in steps:
+        rows = [r for r, n in enumerate(counts) if n]
+        part = torch.cat([ids[r][done[r] : done[r] + counts[r]] for r in rows])
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+        meta = CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows], [table[r] for r in rows],
+                                             page_size=PAGE)
+        found.append((part, meta, rows))
+    return found
+
+
+def cache(layers: int = 1, kv_heads: int = HEADS, head_dim: int = DIM) -> PagedKVCache:
+    return PagedKVCache(num_layers=layers, num_pages=24, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim,
+                        dtype=torch.float32, device="cpu")
+
+
+def serve(call: Callable[..., torch.Tensor], ids: Sequence[torch.Tensor], steps: Sequence[Sequence[int]] = STEPS
+          ) -> list[torch.Tensor]:
+    """Logits of each sequence; ``call(ids, metadata)`` gives those of one ragged step, (T, V)."""
+    logits: list[list[torch.Tensor]] = [[] for _ in ids]
+    for part, meta, rows in batches(ids, steps):
+        out = call(part, meta)
+        for r, piece in zip(rows, out.split((meta.query_start_loc[1:] - meta.query_start_loc[:-1]).tolist()), strict=True):
+            logits[r].append(piece)
+    return [torch.cat(parts) for parts in logits]
+
+
+def outcome(make: Callable[[type[Model]], Model], route: str) -> str:
+    """What becomes of a model on a route: "exact", or "refused: " and why. ``make`` builds it of the class it is given.
+
+    Raises:
+        AssertionError: it was served, and logits are wrong.
+    """
+    torch._dynamo.reset()
+    ids = sequences()
+    model = make(Decorated if route == "decorator" else Model)
+    paged = None
+    try:
+        if route == "engine":
+            paged = PagedModel(model, QuireOptions(compiler="eager", page_size=PAGE))
+            kv = PagedKVCache.for_sites(paged.sites, num_pages=24, page_size=PAGE, device="cpu")
+            run = paged
+
+            def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
+                return run(Step(kv, meta), part, meta.positions, torch.arange(len(part)))
+        else:
+            kv = cache()
+            compiled = model if route == "decorator" else torch.compile(model, backend="quire", options={"compiler": "eager"})
+
+            def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
+                with step(kv, meta), torch.no_grad():
+                    return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
+        got = serve(call, ids)
+    except Exception as error:
+        why = refusal(error)
+        if why is None:
+            raise
+        return f"refused: {why}"
+    finally:
+        if paged is not None:
+            paged.close()
+    check_exact(got, alone(make(Model), ids))
+    return "exact"
+
+
+def refusal(error: BaseException) -> str | None:
+    """Quire's reason, or Dynamo's for code that it cannot trace into one graph; None for any other error."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, UnsupportedAttention):
+            return str(at)
+        at = getattr(at, "inner_exception", None) or at.__cause__ or at.__context__
+    text = str(error)
+    if "UnsupportedAttention" in text:
+        return text[text.index("UnsupportedAttention") :]
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return re.sub(r"\s+", " ", text)[:300]
+    return None
+
+
+def check_exact(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str = "") -> None:
+    scale = max(w[w.isfinite()].abs().max().item() for w in want)
+    worst = max((g - w).abs().nan_to_num(nan=float("inf")).max().item() for g, w in zip(got, want, strict=True))
+    assert worst <= TOLERANCE * scale, f"served wrongly: off by {worst / scale:.2g} {what}"
