@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as global_hooks
 
-from quire.graph_runner.paged_forward import PagedForward
+from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.hf_interface import NAME
 from quire.passes.verify.quantized import addresses as addresses_of
 
@@ -215,7 +215,7 @@ class ModelGuard:
     def _facts(self, module: torch.nn.Module) -> dict[str, Any]:
         own = vars(module)
         forward = own.get("forward")
-        if isinstance(forward, PagedForward):
+        if isinstance(forward, OnInstance):
             forward = forward.original
         return {
             "class": _Same(_class_of(module)), "forward hooks": _hooks(module._forward_hooks),

@@ -25,7 +25,8 @@ from quire.attn_ops.step import current_step
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generation_config import from_generation_config
-from quire.graph_runner.paged_forward import OnInstance, PagedForward, restore_attribute, set_own_copies
+from quire.graph_runner.on_instance import OnInstance, restore_attribute, set_own_copies
+from quire.graph_runner.paged_forward import PagedForward
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.errors import unwrapped

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
-import copyreg
 import functools
 import inspect
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,74 +14,11 @@ import torch
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import current_step
 from quire.graph_runner.model_guard import ModelGuard
+from quire.graph_runner.on_instance import OnInstance, restore_attribute
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.paged_model import find_sites
 from quire.passes.verify.sites import check_config
-
-
-class OnInstance:
-    """Replaces a method in the ``__dict__`` of one instance, ``model``."""
-
-    model: torch.nn.Module
-
-    def of(self, model: torch.nn.Module) -> OnInstance:
-        """The same for another model."""
-        made = copy.copy(self)
-        made.model = model
-        return made
-
-
-class OwnCopies:
-    """Mixin of a paged model's class: a copy that shares the ``__dict__`` (``copy.copy``, replicas of ``nn.DataParallel``) runs
-    its own modules, not those of the model that was copied."""
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        _bind(self)
-
-    def _replicate_for_data_parallel(self) -> Any:
-        replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
-        _bind(replica)
-        return replica
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the importable class."""
-        made = super().__reduce_ex__(max(int(protocol), 2))
-        plain = type(self).__dict__.get("_plain_class")
-        if plain is None or not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return made
-        return (_new, (plain, *made[1][1:]), *made[2:])
-
-
-def _new(plain: type, *arguments: Any) -> Any:
-    made = _with_own_copies(plain)
-    return made.__new__(made, *arguments)
-
-
-def _bind(model: Any) -> None:
-    for name, standing in list(vars(model).items()):
-        if isinstance(standing, OnInstance) and standing.model is not model:
-            object.__setattr__(model, name, standing.of(model))
-
-
-def _with_own_copies(plain: type) -> type:
-    """The class with ``OwnCopies``, made once per class, under the same name, which configs and messages show."""
-    subclasses: list[type] = plain.__subclasses__()
-    for known in subclasses:
-        if known.__dict__.get("_plain_class") is plain:
-            return known
-    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__, "_plain_class": plain}
-    return types.new_class(plain.__name__, (OwnCopies, plain), exec_body=lambda namespace: namespace.update(body))
-
-
-def set_own_copies(model: torch.nn.Module, own: bool) -> None:
-    """Give the model ``OwnCopies``, or the class it had before. A class put on top by others stays."""
-    cls = type(model)
-    if own and not issubclass(cls, OwnCopies):
-        object.__setattr__(model, "__class__", _with_own_copies(cls))
-    elif not own and "_plain_class" in cls.__dict__:
-        object.__setattr__(model, "__class__", cls.__dict__["_plain_class"])
 
 
 class PagedForward(OnInstance):
@@ -141,13 +75,6 @@ class PagedForward(OnInstance):
             return self._plain(*args, **kwargs)
 
 
-def restore_attribute(model: torch.nn.Module, name: str, original: Any) -> None:
-    """Put back an instance's own attribute; None: it had none."""
-    model.__dict__.pop(name, None)
-    if original is not None:
-        object.__setattr__(model, name, original)
-
-
 @contextlib.contextmanager
 def own_forward(model: torch.nn.Module) -> Iterator[None]:
     """While inside, the model has the forward it had before ``quire.paged``, for tracing."""
@@ -162,4 +89,4 @@ def own_forward(model: torch.nn.Module) -> Iterator[None]:
         object.__setattr__(model, "forward", standing)
 
 
-__all__ = ["OnInstance", "PagedForward", "own_forward", "restore_attribute", "set_own_copies"]
+__all__ = ["PagedForward", "own_forward"]

@@ -104,7 +104,7 @@ def test_longrope_by_torch_compile_is_refused(wrap) -> None:
         torch.compile(model, backend=backend, dynamic=True)(
             input_ids=torch.arange(23)[None], position_ids=torch.arange(23)[None], **options)
     with pytest.raises(UnsupportedAttention, match="positions along the batch|no attention was found"):
-        _ = [g.traced.sites for g in backend.graphs]
+        _ = [g.sites for g in backend.graphs]
 
 
 def test_longrope_below_its_short_length_is_exact() -> None:
@@ -112,7 +112,7 @@ def test_longrope_below_its_short_length_is_exact() -> None:
     batch = reference(model)
     paged = PagedModel(model, QuireOptions(compiler="eager", max_model_len=SHORT))
     try:
-        over_all = [n for n in paged.graph.traced.raised.graph.nodes if n.target in ("max", torch.max) and not n.kwargs]
+        over_all = [n for n in paged.graph.raised.graph.nodes if n.target in ("max", torch.max) and not n.kwargs]
         assert not over_all, "the frequencies still depend on the batch"
         assert error(serve(paged, batch, page_size=4, attention="torch_native"), batch) <= TOLERANCE
     finally:

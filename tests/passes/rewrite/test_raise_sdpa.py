@@ -457,7 +457,7 @@ def test_a_mask_changed_in_place() -> None:
     refused(tiny(mask=column), "a part of it is overwritten")
     refused(tiny(mask=by_a_view), "a tensor that it is made of is changed in place")
     graph = trace(model := tiny(mask=whole))
-    assert {(s.window, s.chunk) for s in graph.traced.sites} == {(None, None)} and served(graph, model) <= TOLERANCE
+    assert {(s.window, s.chunk) for s in graph.sites} == {(None, None)} and served(graph, model) <= TOLERANCE
 
 
 def test_a_mask_changed_between_two_layers() -> None:
@@ -470,7 +470,7 @@ def test_a_mask_changed_between_two_layers() -> None:
             return self.head(x + self.layers[1](x, position_ids, {"keep": keep}))
 
     model = Between(*(Attention(4, 2, mask=lambda module, p, keep: keep) for _ in range(2))).eval()
-    assert [s.causal for s in trace(model).traced.sites] == [True, False]
+    assert [s.causal for s in trace(model).sites] == [True, False]
 
 
 def test_other_positions_of_the_call_are_not_those_of_the_tokens() -> None:
@@ -499,7 +499,7 @@ def test_the_traced_graph_is_left_alone() -> None:
 
 
 def test_prove_mask() -> None:
-    graph = trace(Tiny(Attention(4, 2, mask=window(8))).eval()).traced.gm.graph
+    graph = trace(Tiny(Attention(4, 2, mask=window(8))).eval()).gm.graph
     (node,) = find_sdpa(graph)
     prover = MaskProver(graph, node.args[0].meta["example_value"].shape[2], {})
     assert prover.prove(node.kwargs["attn_mask"], node) == MaskKind(causal=True, window=8)
