@@ -100,6 +100,8 @@ class RowWise:
         if not (view or node in _ELEMENTWISE or node in PRODUCTS or node in _OTHER or node.target in IN_PLACE
                 or is_function(node, (operator.getitem,))):
             return False
+        if is_function(node, (operator.getitem,)) and len(node.all_input_nodes) > 1:
+            return False  # by an index that is computed
         if view and (self.dim(node.args[0]) is None or value(node.args[0]).dtype != val.dtype):
             return False
         for x in node.all_input_nodes:

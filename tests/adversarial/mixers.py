@@ -1,0 +1,403 @@
+"""The table of small modules: functions (model, x (1, T, 16), positions (1, T)) -> (1, T, 16), see ``test_mixers.py``.
+
+``MIXES`` must be refused, ``SERVED`` must be exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers the grouped product)
+
+from tests.adversarial.harness import Model
+
+Tensor = torch.Tensor
+
+
+class Doubled(torch.autograd.Function):
+    """Mixes where no graph shows it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x + x.mean(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+@torch._dynamo.disable
+def hidden(x: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+def in_loop(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + 0.2 * torch.tanh(x @ m.w)
+    return x
+
+
+def add_in_place(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = x * 1
+    y[..., :4] += x[..., 4:8]
+    y.mul_(2).clamp_(-3, 3)
+    return y
+
+
+def view_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = x * 1
+    y.transpose(1, 2)[:, 3] = x[..., 5]
+    y.view(-1, 16)[:, 2] = 1.0
+    return y
+
+
+def mean_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = x * 1
+    y[..., 0] = x.mean()
+    return y
+
+
+def first_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = x * 1
+    y[:, 0] = 0.0
+    return y
+
+
+def expanded_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y.copy_(x.sum(1, keepdim=True))
+    return x + y
+
+
+def branch(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def item(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    return x * x.abs().max().item()
+
+
+def grown(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    m.counter += 1
+    return x + m.counter
+
+
+def stored(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    m.table[0] = x[0].sum(0)
+    return x + m.table[0]
+
+
+def router(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    weights, ids = (x @ m.w[:, :4]).softmax(-1).topk(2, dim=-1)
+    y = torch.einsum("btd,edf->btef", x, m.experts)
+    return (y.gather(2, ids[..., None].expand(-1, -1, -1, 16)) * weights[..., None]).sum(2)
+
+
+def scattered_router(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    values, ids = (x @ m.w[:, :4]).topk(2, dim=-1)
+    gates = torch.zeros(1, x.shape[1], 4).scatter(2, ids, values.softmax(-1))
+    return torch.einsum("bte,btd,edf->btf", gates, x, m.experts)
+
+
+def expert_per_token(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    ids = (x[0] @ m.w[:, :4]).argmax(-1)
+    return torch.bmm(x[0][:, None], m.experts[ids])[:, 0][None]
+
+
+def sorted_by_expert(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    """Rows sorted by expert and put back."""
+    ids = (x[0] @ m.w[:, :4]).topk(1)[1].reshape(-1)
+    order = ids.argsort()
+    y = torch.tanh(x[0][order])
+    return y[order.argsort()][None]
+
+
+def sorted_for_good(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    ids = (x[0] @ m.w[:, :4]).topk(1)[1].reshape(-1)
+    return x + x[0][ids.argsort()][None]
+
+
+def capacity(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    """Experts drop what is over their capacity: which tokens those are depends on the batch."""
+    one_hot = F.one_hot((x[0] @ m.w[:, :4]).argmax(-1), 4)
+    place = (one_hot.cumsum(0) * one_hot).sum(-1)
+    return x * (place <= 2)[None, :, None]
+
+
+def balanced(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    gates = (x @ m.w[:, :4]).softmax(-1)
+    return x * (gates / gates.sum(1, keepdim=True)).sum(-1, keepdim=True)
+
+
+def grouped(m: Model, x: Tensor, p: Tensor, counted: Any = None, descending: bool = False, back: bool = True) -> Tensor:
+    """Experts as in transformers: rows sorted by expert, one product per group, put back."""
+    weights, ids = (x[0] @ m.w[:, :4]).softmax(-1).topk(2)
+    by_expert, order = ids.reshape(-1).sort(descending=descending)
+    counts = torch.histc((by_expert if counted is None else counted(by_expert)).float(), bins=4, min=0, max=3)
+    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // 2], m.experts, counts.cumsum(0, dtype=torch.int32))
+    y = y * weights.reshape(-1)[order][:, None]
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return (y[inverse] if back else y).view(-1, 2, 16).sum(1)[None]
+
+
+def unused(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    m_loss = (x @ m.w[:, :4]).softmax(-1).mean(1).pow(2).sum()
+    del m_loss
+    return x
+
+
+def linear_attention(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    return x @ (x.transpose(1, 2) @ x)
+
+
+def causal_linear_attention(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    return torch.einsum("btd,btde->bte", x, torch.einsum("btd,bte->btde", x, x).cumsum(1))
+
+
+def by_hand(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    scores = (x @ x.transpose(1, 2)).tril()
+    return scores.softmax(-1) @ x
+
+
+def recurrence(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    state, out = torch.zeros(1, 16), []
+    for t in x.unbind(1):
+        state = 0.5 * state + t
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+# fmt: off
+MIXES = {
+    # Named in the report that started these tests.
+    "linear attention": linear_attention,
+    "causal linear attention": causal_linear_attention,
+    "attention by hand": by_hand,
+    "einsum over T": lambda m, x, p: torch.einsum("btd,bse->bde", x, x).sum() + x,
+    "bmm over T": lambda m, x, p: x + torch.bmm(x.mT, x).sum(1, keepdim=True),
+    "baddbmm": lambda m, x, p: x + torch.baddbmm(m.w[None], x.mT, x).mean(1, keepdim=True),
+    "group norm": lambda m, x, p: m.group(x.mT).mT,
+    "instance norm": lambda m, x, p: F.instance_norm(x.mT).mT,
+    "normalize over T": lambda m, x, p: F.normalize(x, dim=1),
+    "average pool": lambda m, x, p: F.avg_pool1d(x.mT, 3, 1, 1).mT,
+    "max pool": lambda m, x, p: F.max_pool1d(x.mT, 3, 1, 1).mT,
+    "adaptive pool": lambda m, x, p: x + F.adaptive_avg_pool1d(x.mT, 1).mT,
+    "first row": lambda m, x, p: x + x[..., 0, :][:, None],
+    "select": lambda m, x, p: x + x.select(1, 0)[:, None],
+    "index_select": lambda m, x, p: x + x.index_select(1, torch.tensor([0])),
+    "narrow": lambda m, x, p: x + x.narrow(1, 0, 1),
+    "vector_norm": lambda m, x, p: x / torch.linalg.vector_norm(x, dim=1, keepdim=True),
+    "topk over T": lambda m, x, p: x + x.topk(1, dim=1)[0],
+    "kthvalue": lambda m, x, p: x + x.kthvalue(1, dim=1, keepdim=True)[0],
+    "quantile": lambda m, x, p: x - x.quantile(0.5, dim=1, keepdim=True),
+    "any": lambda m, x, p: x * (1.0 + (x > 2).any(1, keepdim=True)),
+    "all": lambda m, x, p: x * (1.0 + (x < 2).all(dim=1, keepdim=True)),
+    "count_nonzero": lambda m, x, p: x * torch.count_nonzero(x > 0, dim=1)[:, None],
+    "integer sum": lambda m, x, p: x * p.sum(),
+    "integer argsort": lambda m, x, p: x + p.argsort(1)[..., None],
+    "integer amin": lambda m, x, p: x + p.amin(1)[..., None, None],
+    "longest position": lambda m, x, p: x / (p.max() + 1),
+    "bincount": lambda m, x, p: x + torch.bincount((x[0, :, 0] > 0).long(), minlength=2).float()[0],
+    # Others of the same kinds.
+    "logsumexp": lambda m, x, p: x - x.logsumexp(1, keepdim=True),
+    "softmax over T": lambda m, x, p: x * x.softmax(1),
+    "softmax of columns": lambda m, x, p: x.mT.softmax(-1).mT,
+    "cummax": lambda m, x, p: x + x.cummax(1)[0],
+    "cumsum": lambda m, x, p: x + x.cumsum(1),
+    "cumsum of ones": lambda m, x, p: x + m.table[torch.ones_like(p).cumsum(1)],
+    "cumprod": lambda m, x, p: x * x.sigmoid().cumprod(dim=-2),
+    "logcumsumexp": lambda m, x, p: x + torch.logcumsumexp(x, 1),
+    "roll": lambda m, x, p: x + x.roll(1, 1),
+    "roll all": lambda m, x, p: x + x.roll(16),
+    "flip": lambda m, x, p: x + x.flip(1),
+    "flip of all": lambda m, x, p: x + torch.flip(x, (0, 1, 2)),
+    "unfold": lambda m, x, p: F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).mean(-1),
+    "shift by padding": lambda m, x, p: F.pad(x, (0, 0, 1, -1)),
+    "shift by cat": lambda m, x, p: torch.cat([x[:, :1], x[:, :-1]], 1),
+    "token shift": lambda m, x, p: torch.cat([x[..., :8], F.pad(x, (0, 0, 1, -1))[..., 8:]], -1),
+    "conv1d": lambda m, x, p: m.conv(x.mT).mT,
+    "depthwise conv": lambda m, x, p: F.conv1d(F.pad(x.mT, (2, 0)), m.w[:, None, :3], groups=16).mT,
+    "strided pointwise conv": lambda m, x, p: x + m.point(x.mT[..., ::2]).mean(),
+    "fft": lambda m, x, p: torch.fft.fft(x, dim=1).real,
+    "fft of both": lambda m, x, p: torch.fft.fft2(x).real,
+    "cdist": lambda m, x, p: x + torch.cdist(x, x).mean(-1, keepdim=True),
+    "tensordot": lambda m, x, p: x + torch.tensordot(x[0], x[0], dims=([0], [0])).mean(0),
+    "kron": lambda m, x, p: x + torch.kron(x[0, :, 0], x[0, :, 1]).mean(),
+    "outer over tokens": lambda m, x, p: x + torch.outer(x[0, :, 0], x[0, :, 1]).mean(),
+    "index_add to one row": lambda m, x, p: x + torch.zeros(4, 16).index_add(0, p[0] % 4, x[0])[0],
+    "scatter to other rows": lambda m, x, p: x + torch.zeros_like(x).scatter_add(1, (p // 2)[..., None].expand_as(x), x),
+    "index_add by position": lambda m, x, p: x + torch.zeros_like(x[0]).index_add(0, p[0], x[0]),
+    "histc": lambda m, x, p: x + torch.histc(x, 4, -2, 2)[0],
+    "unique": lambda m, x, p: x + torch.unique(p).numel(),
+    "nonzero": lambda m, x, p: x + (x > 0).nonzero().shape[0],
+    "median": lambda m, x, p: x - x.median(1, keepdim=True)[0],
+    "median of all": lambda m, x, p: x - x.median(),
+    "mode": lambda m, x, p: x - (x > 0).float().mode(1, keepdim=True)[0],
+    "variance": lambda m, x, p: x / x.var(1, keepdim=True).add(1).sqrt(),
+    "std of all": lambda m, x, p: x / (1 + x.std()),
+    "batch norm in training": lambda m, x, p: F.batch_norm(x.mT, None, None, training=True).mT,
+    "batch norm of rows": lambda m, x, p: F.batch_norm(x[0], None, None, training=True)[None],
+    "layer norm over all": lambda m, x, p: F.layer_norm(x, x.shape[1:]),
+    "dropout": lambda m, x, p: F.dropout(x, 0.5, True),
+    "noise": lambda m, x, p: x + torch.rand_like(x),
+    "masked_select": lambda m, x, p: x + x.masked_select(x > 0).mean(),
+    "boolean index": lambda m, x, p: x + x[x > 0].mean(),
+    "masked_scatter": lambda m, x, p: x.masked_scatter(x > 0, x.flip(-1)),
+    "gate by the mean": lambda m, x, p: x * x.mean().sigmoid(),
+    "rare gate": lambda m, x, p: torch.where(x.amax() > 1e9, -x, x),
+    "rare any": lambda m, x, p: x + (p == 63).any(),
+    "last row": lambda m, x, p: x + x[:, -1:],
+    "last of rows": lambda m, x, p: x + x[0][-1],
+    "every other": lambda m, x, p: x + x[:, ::2].sum(),
+    "backwards": lambda m, x, p: x + x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+    "flattened to the end": lambda m, x, p: x + x.flatten(0, 2).softmax(0).view_as(x),
+    "T folded into features": lambda m, x, p: x + x.reshape(1, 16, -1).softmax(-1).reshape(x.shape),
+    "wrong view": lambda m, x, p: x.view(1, 16, -1).mT,
+    "view of the transposed": lambda m, x, p: x + x.mT.reshape(x.shape),
+    "pairs of tokens": lambda m, x, p: x + torch.cat([x, x], 1).view(1, -1, 2, 16).mean(2),
+    "repeated row": lambda m, x, p: x.repeat(1, 2, 1)[:, 1::2],
+    "interleaved row": lambda m, x, p: x.repeat_interleave(2, 1)[:, : x.shape[1]],
+    "index by position": lambda m, x, p: x + x[0][p[0]][None],
+    "row numbers as positions": lambda m, x, p: x + m.table[torch.arange(x.shape[1])],
+    "cut table": lambda m, x, p: x + m.table[: x.shape[1]],
+    "linspace": lambda m, x, p: x + torch.linspace(0, 1, x.shape[1])[None, :, None],
+    "embedding by row number": lambda m, x, p: x + F.embedding(torch.arange(x.shape[1]), m.table),
+    "product with (T, T)": lambda m, x, p: torch.ones(x.shape[1], x.shape[1]).tril() @ x,
+    "identity (T, T)": lambda m, x, p: torch.eye(x.shape[1]).roll(1, 0) @ x,
+    "decay by distance": lambda m, x, p: (0.5 ** (p[0][:, None] - p[0]).abs()).tril() @ x,
+    "outer of positions": lambda m, x, p: x + (p[0][:, None] > p[0]).sum(-1)[None, :, None],
+    "as_strided": lambda m, x, p: x + x.as_strided(x.shape, (0, 16, 1), 0).roll(1, -2),
+    "overlapping as_strided": lambda m, x, p: x + x.contiguous().as_strided(x.shape, (0, 0, 1)),
+    "dtype view": lambda m, x, p: x + x.mT.contiguous().view(torch.int8)[..., : x.shape[1]].mT.float() * 1e-3,
+    "complex view over T": lambda m, x, p: x + torch.view_as_complex(torch.stack([x, x.flip(1)], -1)).imag,
+    "length of the row": lambda m, x, p: x / x.shape[1],
+    "root of the length": lambda m, x, p: x * x.shape[1] ** -0.5,
+    "length as a tensor": lambda m, x, p: x * torch.tensor(x.shape[1]).log(),
+    "filled with the length": lambda m, x, p: x + torch.full((16,), x.shape[1]),
+    "sum over ones": lambda m, x, p: x / torch.ones_like(x).sum(1, keepdim=True),
+    "data-dependent branch": branch,
+    "item": item,
+    "autograd function": lambda m, x, p: Doubled.apply(x),
+    "hidden from the tracer": lambda m, x, p: hidden(x),
+    "recurrence": recurrence,
+    "written mean": mean_written,
+    "written first row": first_written,
+    "written sum": expanded_written,
+    "a counter": grown,
+    "written to a buffer": stored,
+    "sorted tokens": lambda m, x, p: x + x.sort(1)[0],
+    "sorted by expert for good": sorted_for_good,
+    "capacity": capacity,
+    "balanced router": balanced,
+    "experts in another order": lambda m, x, p: grouped(m, x, p, descending=True),
+    "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda ids: (ids + 1).clamp(max=3)),
+    "experts that are not put back": lambda m, x, p: grouped(m, x, p, back=False),
+    "number of tokens of an expert": lambda m, x, p: x * torch.histc((x[0] @ m.w[:, :4]).topk(1)[1].float(), 4, 0, 3)[0],
+    "diff": lambda m, x, p: x + F.pad(x.diff(dim=1), (0, 0, 1, 0)),
+    "trapezoid": lambda m, x, p: x + torch.trapezoid(x, dim=1)[:, None],
+    "gather over T": lambda m, x, p: x + x.gather(1, (p // 2)[..., None].expand_as(x)),
+    "take": lambda m, x, p: x + x.take(p)[..., None],
+    "norm of all": lambda m, x, p: x / x.norm(),
+    "global scale": lambda m, x, p: (x / x.abs().amax() * 127).round() * x.abs().amax() / 127,
+    "prod": lambda m, x, p: x * x.tanh().prod(1, keepdim=True),
+    "renorm": lambda m, x, p: x.mT.renorm(2, 1, 1.0).mT,
+    "cosine similarity": lambda m, x, p: x + F.cosine_similarity(x[:, :1], x, dim=1)[:, None],
+    "bilinear of tokens": lambda m, x, p: x + torch.einsum("bsd,de,bte->bst", x, m.w, x).mean(-1, keepdim=True),
+    "addmm over T": lambda m, x, p: x + torch.addmm(m.w, x[0].T, x[0])[0],
+    "matrix chain": lambda m, x, p: x + (torch.linalg.multi_dot([x[0], x[0].T, x[0]]) * 1e-2)[None],
+    "upsampled": lambda m, x, p: x + F.interpolate(F.avg_pool1d(x.mT, 2, 1), size=x.shape[1]).mT,
+    "pixel shuffle": lambda m, x, p: x + F.pixel_shuffle(x.mT.reshape(1, 16, -1, 1), 2).mean(),
+    "searchsorted among tokens": lambda m, x, p: x + torch.searchsorted(x[0, :, 0].sort()[0], x[0].T[1].clone())[:, None],
+    "isin": lambda m, x, p: x + torch.isin(p, p[:, :1])[..., None],
+    "padding by reflection": lambda m, x, p: x + F.pad(x.mT, (1, 1), mode="reflect").mT[:, 2:],
+}
+
+SERVED = {
+    "nothing": lambda m, x, p: x,
+    "softmax over heads": lambda m, x, p: x.unflatten(-1, (4, 4)).softmax(2).flatten(2),
+    "softmax over features": lambda m, x, p: x * x.softmax(-1),
+    "layer norm": lambda m, x, p: F.layer_norm(x, (16,), m.scale, m.bias),
+    "rms norm": lambda m, x, p: F.rms_norm(x, (16,), m.scale),
+    "rms norm by hand": lambda m, x, p: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * m.scale,
+    "norm per head": lambda m, x, p: F.layer_norm(x.view(*x.shape[:2], 4, 4), (4,)).flatten(2),
+    "group norm per token": lambda m, x, p: m.group(x[0])[None],
+    "batch norm in evaluation": lambda m, x, p: m.batch(x.mT).mT,
+    "cumsum over features": lambda m, x, p: x.cumsum(-1) * 0.2,
+    "sort over features": lambda m, x, p: x.sort(-1)[0] + x.argsort(-1) * 0.1,
+    "sort over features, transposed": lambda m, x, p: x.mT.sort(dim=1)[0].mT,
+    "topk over features": lambda m, x, p: x + x.topk(3, -1)[0].sum(-1, keepdim=True),
+    "einsum without T": lambda m, x, p: torch.einsum("btd,de->bte", x, m.w),
+    "einsum per head": lambda m, x, p: torch.einsum("bthd,hde->bthe", x.unflatten(-1, (4, 4)), m.experts[:, :4, :4]).flatten(2),
+    "outer products per token": lambda m, x, p: torch.einsum("btd,bte->btde", x, x).mean(-1),
+    "matmul per token": lambda m, x, p: (x.unflatten(-1, (4, 4)) @ x.unflatten(-1, (4, 4)).mT).flatten(2) * 0.1,
+    "router": router,
+    "experts by group": grouped,
+    "scattered router": scattered_router,
+    "expert per token": expert_per_token,
+    "sorted by expert and back": sorted_by_expert,
+    "normalize over features": lambda m, x, p: F.normalize(x, dim=-1) * 4,
+    "gather per row": lambda m, x, p: x.gather(-1, x.argsort(-1)),
+    "pointwise conv": lambda m, x, p: m.point(x.mT).mT,
+    "pool over features": lambda m, x, p: x + F.avg_pool1d(x[0][:, None], 3, 1, 1)[:, 0][None],
+    "fft over features": lambda m, x, p: torch.fft.rfft(x, dim=-1).abs().sum(-1, keepdim=True) + x,
+    "roll over features": lambda m, x, p: x.roll(3, -1) + x.flip(-1),
+    "shift over features": lambda m, x, p: F.pad(x, (1, -1)),
+    "unfold over features": lambda m, x, p: x + x.unfold(-1, 2, 2).sum((-1, -2))[..., None],
+    "gate per token": lambda m, x, p: x * (x @ m.w[:, :1]).sigmoid(),
+    "swiglu": lambda m, x, p: F.silu(x @ m.w) * x,
+    "glu": lambda m, x, p: torch.cat([F.glu(x), F.glu(x)], -1),
+    "table by position": lambda m, x, p: x + m.table[p] + F.embedding(p, m.table),
+    "rotation": lambda m, x, p: torch.cat([-x[..., 8:], x[..., :8]], -1) * (p[..., None] * 0.3).sin() + x,
+    "rotation by outer product": lambda m, x, p: x * torch.outer(p[0].float(), m.bias).cos()[None],
+    "rotation by bmm": lambda m, x, p: x * (m.bias[None, :, None] @ p[:, None].float()).mT.cos(),
+    "complex rotation": lambda m, x, p: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.polar(
+        torch.ones(8), torch.outer(p[0].float(), m.bias[:8]))).flatten(2),
+    "temperature by position": lambda m, x, p: x * (1 + (p + 1).float().log())[..., None],
+    "where": lambda m, x, p: torch.where(x > 0, x, 0.1 * x),
+    "masked_fill": lambda m, x, p: x.masked_fill(x > 1, 1.0).masked_fill((p == 2)[..., None], 0.5),
+    "mask of a position": lambda m, x, p: x * (p != 0)[..., None],
+    "clamp": lambda m, x, p: x.clamp(-1, 1).clip(min=-0.5),
+    "maximum": lambda m, x, p: torch.maximum(x, x.mean(-1, keepdim=True)),
+    "statistics per token": lambda m, x, p: (x - x.median(-1, keepdim=True)[0]) / (x.std(-1, keepdim=True) + 1),
+    "quantile per token": lambda m, x, p: x - x.quantile(0.5, dim=-1, keepdim=True),
+    "any per token": lambda m, x, p: x * (1.0 + (x > 2).any(-1, keepdim=True)),
+    "argmax per token": lambda m, x, p: x + m.table[x.argmax(-1)],
+    "one hot": lambda m, x, p: x + F.one_hot(x.argmax(-1), 16),
+    "bucketize": lambda m, x, p: x + torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])),
+    "lerp": lambda m, x, p: torch.lerp(x, m.bias.expand_as(x), 0.3),
+    "addcmul": lambda m, x, p: torch.addcmul(x, m.bias, m.scale),
+    "flattened": lambda m, x, p: (x.flatten(0, 1) @ m.w).unflatten(0, (1, -1)),
+    "heads and back": lambda m, x, p: x.view(1, -1, 4, 4).transpose(1, 2).reshape(4, -1, 4).softmax(0).view(
+        1, 4, -1, 4).transpose(1, 2).flatten(2),
+    "tokens last": lambda m, x, p: (m.w @ x[0].T).T[None],
+    "tokens and heads in one": lambda m, x, p: (x.view(-1, 4) @ m.w[:4, :4]).view(x.shape),
+    "repeated heads": lambda m, x, p: x.view(1, -1, 4, 4)[:, :, :2].repeat_interleave(2, dim=2).flatten(2),
+    "expanded and folded": lambda m, x, p: x[:, :, None].expand(-1, -1, 3, -1).flatten(1, 2).tanh().view(1, -1, 3, 16).mean(2),
+    "stack": lambda m, x, p: torch.stack([x, x * 2, x @ m.w], 0).mean(0),
+    "concatenated features": lambda m, x, p: torch.cat([x, x * 2], -1) @ torch.cat([m.w, m.w]),
+    "split": lambda m, x, p: sum(x.split(4, -1)).repeat(1, 1, 4),
+    "unbind": lambda m, x, p: torch.stack(x.unflatten(-1, (2, 8)).unbind(2), -1).flatten(2),
+    "tensordot of features": lambda m, x, p: torch.tensordot(x, m.w, dims=1),
+    "kron of weights": lambda m, x, p: x @ torch.kron(m.w[:4, :4], m.w[4:8, 4:8]),
+    "zeros of the row": lambda m, x, p: x + torch.zeros(1, x.shape[1], 16) + x.new_ones(x.shape[1], 1),
+    "expanded weight": lambda m, x, p: x + m.bias.expand(1, x.shape[1], 16),
+    "weight of all": lambda m, x, p: x * m.w.mean() / m.w.norm() + m.w.amax(0).cumsum(0),
+    "written features": add_in_place,
+    "written views": view_written,
+    "loop": in_loop,
+    "unused loss": unused,
+    "dropout in evaluation": lambda m, x, p: F.dropout(x, 0.5, m.training),
+    "cast": lambda m, x, p: x.double().sigmoid().to(x.dtype) + x.type_as(x),
+    "size arithmetic": lambda m, x, p: x.reshape(x.shape[0] * x.shape[1], x.shape[-1]).view(x.shape) / math.sqrt(x.shape[-1]),
+    "whole slice": lambda m, x, p: x[:, : x.shape[1]] + x[:, 0:],
+    "no_grad": lambda m, x, p: torch.no_grad()(lambda: x * 2)(),
+    "diagonal per token": lambda m, x, p: x + x.unflatten(-1, (4, 4)).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True),
+    "triangle per token": lambda m, x, p: x.unflatten(-1, (4, 4)).tril().flatten(2),
+    "logsumexp per token": lambda m, x, p: x - x.logsumexp(-1, keepdim=True),
+    "soft capped": lambda m, x, p: 5 * (x / 5).tanh(),
+}
+# fmt: on
