@@ -14,7 +14,18 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import ancestors, compute_value, erase_dead, is_method, is_pure, module_path, source_name, symbolic, value
+from quire.passes.fx import (
+    ancestors,
+    compute_value,
+    erase_dead,
+    is_method,
+    is_module_tensor,
+    is_pure,
+    module_path,
+    source_name,
+    symbolic,
+    value,
+)
 
 _REDUCTIONS = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "sum", "prod", "any", "all", "count_nonzero",
                "median", "mode", "kthvalue", "topk", "unique", "bincount")
@@ -107,8 +118,10 @@ def check_reductions(graph: fx.Graph, tokens: Any) -> None:
                 value(node.args[1]) if len(node.args) > 1 else None, torch.Tensor):
             continue
         before = value(node.args[0])
-        if not isinstance(before, torch.Tensor) or not any(_is_given(n) for n in ancestors(node)):
-            continue
+        leaves = [n for n in ancestors(node) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)]
+        given = [n for n in leaves if not is_module_tensor(n)]
+        if not isinstance(before, torch.Tensor) or not given or not all(map(_is_given, given)):
+            continue  # of hidden states, say the tokens of each expert: not a question of positions
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         along = [k for k, n in enumerate(before.shape) if str(n) == str(tokens)]
         dims = range(before.dim()) if dim is None else [d % before.dim() for d in ([dim] if isinstance(dim, int) else dim)]
