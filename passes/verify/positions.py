@@ -14,7 +14,18 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import ancestors, compute_value, erase_dead, is_method, module_path, source_name, symbolic, value
+from quire.passes.fx import (
+    ancestors,
+    compute_value,
+    erase_dead,
+    is_method,
+    is_module_tensor,
+    is_pure,
+    module_path,
+    source_name,
+    symbolic,
+    value,
+)
 
 _REDUCTIONS = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "sum", "prod", "any", "all", "count_nonzero",
                "median", "mode", "kthvalue", "topk", "unique", "bincount")
@@ -92,20 +103,25 @@ def use_short_frequencies(gm: fx.GraphModule, config: Any) -> int:
 
 
 def check_reductions(graph: fx.Graph, tokens: Any) -> None:
-    """Refuse a graph that reduces positions, or other numbers of tokens, along the row.
+    """Refuse a graph that reduces positions along the row and uses the result.
 
     Raises:
         UnsupportedAttention: names the operation and the module.
     """
     if not symbolic(tokens):
         return
+    live = {n for end in graph.nodes if not is_pure(end) and end.op != "placeholder" for n in end.all_input_nodes}
+    for node in reversed(graph.nodes):
+        live |= set(node.all_input_nodes) if node in live else set()
     for node in graph.nodes:
-        if not node.users or not is_method(node, *_REDUCTIONS) or not node.args or isinstance(
+        if node not in live or not is_method(node, *_REDUCTIONS) or not node.args or isinstance(
                 value(node.args[1]) if len(node.args) > 1 else None, torch.Tensor):
             continue
         before = value(node.args[0])
-        if not isinstance(before, torch.Tensor) or not any(_is_given(n) for n in ancestors(node)):
-            continue
+        leaves = [n for n in ancestors(node) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)]
+        given = [n for n in leaves if not is_module_tensor(n)]
+        if not isinstance(before, torch.Tensor) or not given or not all(map(_is_given, given)):
+            continue  # of hidden states, say the tokens of each expert: not a question of positions
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         along = [k for k, n in enumerate(before.shape) if str(n) == str(tokens)]
         dims = range(before.dim()) if dim is None else [d % before.dim() for d in ([dim] if isinstance(dim, int) else dim)]

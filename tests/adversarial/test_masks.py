@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.passes.backend import QuireBackend
+from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 from tests.adversarial.mask_cases import (
     HEADS,
@@ -229,17 +230,22 @@ def test_causal_flag_and_mask() -> None:
 @pytest.mark.parametrize("route", ["compile", "engine"])
 def test_a_stored_mask_that_changes_is_noticed(route: str) -> None:
     """In place, between two steps: by value on a CPU."""
-    model = Model(cut("t"), t=(AHEAD <= 0).clone())
-    compiled = torch.compile(model, backend=QuireBackend(QuireOptions(compiler="eager")), fullgraph=True)
+    model, calls = Model(cut("t"), t=(AHEAD <= 0).clone()), 0
     torch._dynamo.reset()
-    calls = 0
+    options = QuireOptions(compiler="eager", page_size=4)
+    if route == "engine":
+        served = PagedModel(model, options)
+    else:
+        compiled = torch.compile(model, backend=QuireBackend(options), fullgraph=True)
 
     def run(cache, meta, ids, positions):
         nonlocal calls
         if calls == 1:
             model.t.data &= AHEAD > -4
         calls += 1
-        with quire.step(cache, meta):
+        with quire.step(cache, meta) as step:
+            if route == "engine":
+                return served(step, ids, positions, torch.arange(len(ids)))
             return compiled(input_ids=ids[None], position_ids=positions[None])[0]
 
     with pytest.raises(quire.UnsupportedAttention, match="that an attention mask is made of has changed"):

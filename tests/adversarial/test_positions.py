@@ -59,6 +59,7 @@ REDUCTIONS = {
 FINE = {
     "own position": lambda m, x, p: x * (1 + p[..., None] * 0.01),
     "larger of two": lambda m, x, p: x * (1 + torch.maximum(p, p // 2)[..., None] * 0.01),
+    "maximum not used": lambda m, x, p: x if p.max() + 1 is None else x,
     "over hidden": lambda m, x, p: x - x.amax(-1, keepdim=True),
 }
 
