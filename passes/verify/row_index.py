@@ -258,7 +258,12 @@ def _expert_linear(call: Call) -> Known:
     return Rows(0, x.axis, pairs)
 
 
-@rule("draw_tokens")
-def _draw_tokens(call: Call) -> Known:
-    """quire::draw_tokens: a token of each row of logits."""
-    return same([as_data(call.known(t)) for t in call.tensors()]) or CONST
+@rule("sample_tokens")
+def _sample_tokens(call: Call) -> Known:
+    """quire::sample_tokens: a token of each row of logits, by the numbers of that row. The trace may not know that the logits
+    have as many rows as the numbers: the sizes of the op's arguments agree when it runs."""
+    logits, *numbers = [as_data(call.known(t)) for t in call.tensors()]
+    if logits is None or logits.dim != 0 or any(
+            n is None or replace(n, axis=logits.axis) != Rows(0, logits.axis) for n in numbers):
+        raise Mixes("its rows are not those of the logits")
+    return logits

@@ -124,7 +124,7 @@ def elementwise(call: Call) -> Known | list[Known]:
 
 @rule("where")
 def _where(call: Call) -> Known | list[Known]:
-    if call.op._overloadname != "self":
+    if call.op._overloadname == "default":  # torch.where(condition)
         raise Mixes("how many results there are depends on the tokens")
     return elementwise(call)
 

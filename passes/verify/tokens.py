@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import is_module_tensor, module_path, symbolic, value, written_by
+from quire.passes.fx import ancestors, is_module_tensor, module_path, source_name, symbolic, value, written_by
 from quire.passes.verify.breaks import break_of
 from quire.passes.verify.proof import Proof, Sizes
 from quire.passes.verify.row_index import of_order
@@ -38,6 +38,8 @@ from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, 
 
 logger = logging.getLogger(__name__)
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
+#: Source of the inputs that ``PagedModel`` gives to its sampler behind the model: numbers of each row, which pick none.
+SAMPLING = "L['sampling']"
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
@@ -125,7 +127,8 @@ class TokenPass:
             return _mixed(str(why), node)
         if isinstance(known, Const):
             self._state.add(_storage(val))
-        elif isinstance(known, Rows) and known.axis != self.axes[0] and val.dtype == torch.int64 and val.dim() == 1:
+        elif (isinstance(known, Rows) and known.axis != self.axes[0] and val.dtype == torch.int64 and val.dim() == 1
+                and not source_name(node).startswith(SAMPLING)):
             return replace(known, holds=Holds("picks"))
         return known
 
@@ -182,7 +185,9 @@ class TokenPass:
             x = nodes[at]
             memory = _storage(value(x))
             if memory in self._state:
-                raise Mixes("it changes a buffer or parameter of the model")
+                if not isinstance(known, Const) or not self._leaves_no_trace(node, x, memory):
+                    raise Mixes("it changes a buffer or parameter of the model")
+                continue
             if known is not None and known != self.known[x]:
                 holds = getattr(self.known[x], "holds", None)
                 if getattr(known, "holds", None) is not None or replace(self.known[x], holds=None) != known:
@@ -191,6 +196,13 @@ class TokenPass:
                 assert holds is not None
                 self.known[x] = known
         return found
+
+    def _leaves_no_trace(self, node: fx.Node, buffer: fx.Node, memory: int) -> bool:
+        """Whether writing a constant to the model's own ``buffer`` changes no result of any call: each call writes the same
+        numbers (``copy_`` of something else), or nothing reads them (a counter)."""
+        if node.target == "copy_" and isinstance(node.args[1], fx.Node):
+            return all(_storage(value(n)) != memory for n in ancestors(node.args[1]) if isinstance(value(n), torch.Tensor))
+        return not node.users and list(buffer.users) == [node]
 
     def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
         """What is known of the result, and of the inputs that were written to."""

@@ -443,7 +443,7 @@ def test_options_are_the_engines() -> None:
     model = quire.paged(load_model(), attention="nope")
     with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-    with pytest.raises(TypeError, match="quire.Engine has no option atention; it has tokenizer, attention, page_size, "):
+    with pytest.raises(TypeError, match="quire.Engine has no option atention; it has attention, page_size, "):
         quire.paged(model, atention="triton")
     assert isinstance(model.generate, PagedGenerate)  # refused before anything was changed
 
