@@ -176,6 +176,8 @@ def test_packing_check(zoo: Specimen) -> None:
                   device=torch.device("cpu"), vocab_size=64, max_model_len=64)
 
 
+# Models of one class share their code, which Dynamo traces eight times at most; the whole zoo is in this process.
+@torch._dynamo.config.patch(recompile_limit=64)
 @pytest.mark.parametrize("prompt", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_BY_HAND)) for n in BY_HAND])
 def test_greedy_by_hand(name: str, prompt: int) -> None:
