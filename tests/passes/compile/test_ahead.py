@@ -160,11 +160,13 @@ def kernels():
     return sorted(f for _, _, files in os.walk(os.environ["TRITON_CACHE_DIR"]) for f in files if f.endswith(".cubin"))
 
 popen, work = subprocess.Popen, []
-def start(command, *, stdin, **options):
-    work.append(pickle.load(stdin)[1])
-    stdin.seek(0)
-    return popen(command, stdin=stdin, **options)
-subprocess.Popen = start
+class Start(popen):  # a class: others derive from it; Triton starts its assembler too
+    def __init__(self, command, *args, stdin=None, **options):
+        if "quire.attn_ops.kernels.compile_worker" in command:
+            work.append(pickle.load(stdin)[1])
+            stdin.seek(0)
+        super().__init__(command, *args, stdin=stdin, **options)
+subprocess.Popen = Start
 
 model = load_model(dtype=torch.bfloat16)
 shapes = [StepShape(*s, 64) for s in ((1, 1), (64, 64), (70, 5))]
