@@ -199,9 +199,11 @@ class TokenPass:
 
     def _leaves_no_trace(self, node: fx.Node, buffer: fx.Node, memory: int) -> bool:
         """Whether writing a constant to the model's own ``buffer`` changes no result of any call: each call writes the same
-        numbers (``copy_`` of something else), or nothing reads them (a counter)."""
+        numbers (``copy_`` of something else) before any read of them, or nothing reads them (a counter)."""
         if node.target == "copy_" and isinstance(node.args[1], fx.Node):
-            return all(_storage(value(n)) != memory for n in ancestors(node.args[1]) if isinstance(value(n), torch.Tensor))
+            reads = [u for n in self._memory.get(memory, [buffer]) for u in n.users if u in self.known]
+            made_of = [value(n) for n in ancestors(node.args[1])]
+            return not reads and all(_storage(t) != memory for t in made_of if isinstance(t, torch.Tensor))
         return not node.users and list(buffer.users) == [node]
 
     def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
