@@ -207,14 +207,16 @@ class Worker:
         ahead = batch * context // 8192  # tokens that the first sequence makes before the last is prefilled, 8192 a step
         length = max(1, context - each // 2 if len(group) == 1 and context == min(CONTEXTS) // self.job.scale
                      else context - ahead - len(group) * each)
-        new = self.limits.max_model_len - length
+        new = min(self.limits.max_model_len - length, ahead + len(group) * each + batch + 16)
         # Only the last request is watched: it is prefilled last, and preempted first.
         for i, prompt in enumerate(self.prompts([length] * batch)):
             requests.append(system.submit(prompt, new, watch=i == batch - 1))
         last = requests[-1]
+        taken = 1
         while last not in system.step():
-            if not system.busy:
-                raise NotMeasured("the batch ended before all of it was prefilled: it does not fit in the KV cache")
+            taken += 1
+            if taken >= new or not system.busy:  # the first may have ended
+                raise NotMeasured("the batch did not run together: it does not fit in the KV cache")
         made = 0
         for cell in group:
             keep = cell.batch or 1

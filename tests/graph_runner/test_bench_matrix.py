@@ -39,7 +39,7 @@ def test_a_dry_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFi
         ("online", None, None, "between tokens")}
     for row in rows:
         assert row["model"] == "tiny/1l" and row["attention"] == "torch_native" and 0 < row["share_of_floor"] < 1, row
-    assert found["decode", 8, 16, None]["mean_context"] == 16 and found["decode", 8, 128, None]["mean_context"] <= 128
+    assert found["decode", 8, 16, None]["mean_context"] in (16, 17) and found["decode", 8, 128, None]["mean_context"] <= 128
     assert found["online", None, None, "first token"]["p99_ms"] >= found["online", None, None, "first token"]["ms_per_step"]
 
     assert main([*DRY, "--cells", "prefill/1x16", "--out", str(out)]) == 2
@@ -157,7 +157,7 @@ def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
     docs.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
     splice(docs, text)
     said = docs.read_text()
-    assert said.startswith("above\n") and said.endswith("below\n") and "old" not in said and "**6.00**" in said
+    assert said.startswith("above\n") and said.endswith("below\n") and "\nold" not in said and "**6.00**" in said
     pytest.importorskip("matplotlib")
     heat_map(one, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
