@@ -14,6 +14,7 @@
 # linears   launch parameters for int8 and fp8 weights
 # grid      triton's decode kernel over groups of heads and head dims, with and without tensor cores
 # sweep     launch parameters of triton's decode kernel; kvsweep: for int8 and fp8 caches
+# kernels   attention kernels over the whole grid, beside rivals: SYSTEMS=triton,vllm-fa3 GPUS=4 GRID='--dims 64,128'
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 set -u
@@ -49,6 +50,9 @@ for part in "$@"; do
         grid)      timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --params dot --only decode --batch 1,8,32,128 \
                        --ctx "${CTX:-1024,8192}" --heads "${HEADS:-8/8x128,16/8x128,32/8x128,8/8x64,16/8x64,32/8x64,8/8x256,16/8x256,8/8x96,64/8x128,128/8x128}" \
                        --json "$OUT/h200_decode_grid.json" > "$OUT/grid.log" 2>&1; grep best "$OUT/grid.log" ;;
+        kernels)   "$PY" benchmarks/attention_grid.py --out "$OUT/${NAME:-h200_attention_grid}.json" --resume ${RESUME:-} \
+                       --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$LIMIT" ${GRID:-} > "$OUT/kernels.log" 2>&1
+                   tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;
         sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \
                        --json "$OUT/h200_triton_decode_sweep2.json" > "$OUT/sweep.log" 2>&1; grep best "$OUT/sweep.log" ;;
         kvsweep)   for t in int8 fp8; do
