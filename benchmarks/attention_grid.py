@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
+import importlib.util
 import json
 import os
 import subprocess
@@ -34,7 +34,9 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.registry import all_backends
+from quire.attn_ops.tuning.store import device_name
 from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
+from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.config import kv_dtype
 
@@ -190,8 +192,9 @@ def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch
         from quire.attn_ops.conformance.batches import planned, prepared
 
         backend = all_backends()[system]
-        if why := backend.available(torch.device("cuda")) or backend.capabilities.reasons_against(
-                cell.site, device=torch.device("cuda"), page_size=PAGE, layout="NHD"):
+        device = batch.q.device
+        if why := backend.available(device) or backend.capabilities.reasons_against(
+                cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
             raise NotImplementedError(str(why))
         with planned(backend, batch):
             out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
@@ -203,8 +206,9 @@ def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch
 
 def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline: float | None) -> Iterator[dict[str, Any]]:
     """Rows of one GPU."""
-    bandwidth = copy_bandwidth(torch.device("cuda"))
-    yield {"conditions": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gb_per_s": bandwidth / 1e9,
+    device = torch.device(args.device)
+    bandwidth = copy_bandwidth(device)
+    yield {"conditions": {"gpu": device_name(device), "torch": torch.__version__, "copy_gb_per_s": bandwidth / 1e9,
                           "page_size": PAGE, "kv_heads": KV_HEADS}}
     for cell, systems in cells:
         if deadline is not None and time.time() > deadline:
@@ -212,8 +216,7 @@ def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline
         kv = None if cell.kv == "bfloat16" else kv_dtype(cell.kv)
         size, flops = work(cell.site, cell.point, kv)
         try:
-            batch = op_batch(cell.site, cell.point, page_size=PAGE, device=torch.device("cuda"), max_len=args.max_len,
-                             kv_dtype=kv)
+            batch = op_batch(cell.site, cell.point, page_size=PAGE, device=device, max_len=args.max_len, kv_dtype=kv)
         except torch.OutOfMemoryError as error:
             batch = None
             yield from ({**cell._asdict(), "system": name, "error": f"OutOfMemoryError: {error}"[:200]} for name in systems)
@@ -228,8 +231,7 @@ def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline
             if "CUDA error" in row.get("error", ""):
                 raise SystemExit(1)
         del batch, reference
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 class Results:
@@ -286,7 +288,7 @@ def on_gpus(args: argparse.Namespace, results: Results, left: list[tuple[Cell, l
         mine = set(kernels[gpu :: args.gpus])
         while todo := [(c, names) for c, every in left if (c.dim, c.group, c.kv) in mine
                        and (names := [n for n in every if (*c, n) not in results.done])]:
-            job = json.dumps({"cells": todo, "deadline": deadline, "max_len": args.max_len})
+            job = json.dumps({"cells": todo, "deadline": deadline, "max_len": args.max_len, "device": args.device})
             visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
             with subprocess.Popen([sys.executable, __file__, "--lane", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -369,6 +371,7 @@ def main() -> None:
     add("--resume", type=Path, nargs="*", help="leave out the cells of --out and of these files")
     add("--deadline", type=float, help="seconds after which no cell is started")
     add("--gpus", type=int, default=1)
+    add("--device", default="cuda", help="cpu: a dry run")
     add("--show", type=Path, nargs="+", help="print where quire is slow in these results, and measure nothing")
     add("--lane", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -376,13 +379,16 @@ def main() -> None:
         return show(args.show)
     if args.lane:
         job = json.loads(sys.stdin.read())
-        args.max_len = job["max_len"]
+        args.max_len, args.device = job["max_len"], job["device"]
         for row in lane(args, [(Cell(*cell), systems) for cell, systems in job["cells"]], job["deadline"]):
             print(MARK + json.dumps(row), flush=True)
         return None
     unknown = [name for name in args.systems if name not in RIVALS and name not in all_backends()]
     if unknown:
         parser.error(f"unknown systems {unknown}")
+    for prefix, package in (("fi-", "flashinfer"), ("vllm-", "vllm")):
+        if any(name.startswith(prefix) for name in args.systems) and importlib.util.find_spec(package) is None:
+            parser.error(f"{package} is not installed")
     deadline = None if args.deadline is None else time.time() + args.deadline
     results = Results(args.out, args.resume)
     left = [(cell, left) for cell in grid(args) if (left := [n for n in args.systems if (*cell, n) not in results.done])]

@@ -2,8 +2,8 @@
 
 On a GPU the result is the median over replays of a CUDA graph of up to CALLS calls, where the backend allows such a batch in a
 graph; else of calls between two events, launch overhead included. Slow calls are repeated less. On a CPU it is the median of
-single calls. Calls rotate through caches that on a GPU are together at least 8 times its L2 cache, so that keys come from memory
-as in a model. Host work before a step (``plan``, ``prepare``) is not timed.
+single calls. Calls rotate through caches that on a GPU are together at least 8 times its L2 cache, so that keys come from
+memory as in a model. Host work before a step (``plan``, ``prepare``) is not timed.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
 
 
 def on_the_device(call: Callable[[int], Any], captured: bool = True) -> Timing:
-    """Device time of one call: the median over replays of a CUDA graph, or not ``captured`` of calls between events. The argument
-    is the number of the call."""
+    """Device time of one call: the median over replays of a CUDA graph; if not ``captured``, of calls between events.
+    ``call`` takes the number of the call."""
     call(0)
     torch.cuda.synchronize()
     began = time.perf_counter()
