@@ -2,6 +2,8 @@
 
     python benchmarks/attention_grid.py --out grid.json --deadline 540 --gpus 4 --systems triton,vllm-fa3
     python benchmarks/attention_grid.py --out grid.json --resume --systems fi-fa2,fi-fa3,fi-xqa --dims 64,128 --groups 1,4,8
+    python benchmarks/attention_grid.py --out sweep.json --sweep --groups 1,4,8,16 --dims 64,96,128,256 --kv bfloat16,int8 \
+        --batches 1,8,32,128 --contexts 1024,8192 --only decode       # launch parameters of triton's kernel, for its rules
     python benchmarks/attention_grid.py --show grid.json other.json
 
 Cells: decode by query heads per key head (8 key heads), head dim, batch, context, cache format, and with windows at the longest
@@ -9,8 +11,9 @@ context; prefills of a group and head dim. A time is the median over replays of 
 through several caches unless one is eight times the L2 cache. Of quire's kernels it includes writing the step's keys. A row:
 microseconds, bytes and their share of a copy's bandwidth, TFLOP/s, and how far the output is from triton's (``differs``).
 
-Systems: quire's backends by name, e.g. triton; fi-fa2, fi-fa2-cores (without tensor cores), fi-fa3, fi-xqa: FlashInfer, which
-compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3 as vLLM builds it.
+Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters; fi-fa2, fi-fa2-cores (without
+tensor cores), fi-fa3, fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3
+as vLLM builds it.
 """
 
 from __future__ import annotations
@@ -43,6 +46,12 @@ from quire.graph_runner.config import kv_dtype
 GROUPS, DIMS, KV_HEADS = (1, 2, 4, 7, 8, 16), (64, 80, 96, 128, 192, 256), 8
 BATCHES, CONTEXTS, WINDOWS = (1, 8, 32, 128, 256), (256, 1024, 8192, 32768), (512, 4096)
 PREFILLS = ((1, 4096), (8, 1024), (1, 16384), (1, 32768))
+#: One parameter or two at a time, beside what the rules choose; chunk_min needs no new compilation.
+SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps=4", "warps=8", "stages=2", "stages=3",
+                    "stages=4", "stages=5", "block_n=128+warps=8", "block_n=32+warps=2", "block_n=64+warps=4+stages=4",
+                    "chunk_min=64", "chunk_min=128", "chunk_min=256", "chunk_min=512", "chunk_min=1024", "chunk_min=2048"),
+         "extend": ("block_m=64", "block_m=128", "block_n=32", "block_n=64", "block_n=128", "warps=4", "warps=8", "stages=2",
+                    "stages=3", "stages=4", "block_m=128+block_n=64+warps=8", "block_m=64+block_n=64+warps=4")}
 MARK = "GRID "
 PAGE = 16
 
@@ -76,7 +85,8 @@ def grid(args: argparse.Namespace) -> list[Cell]:
             for kv in args.kv:
                 windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
                 found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
-                found += [Cell("extend", group, dim, kv, b, c, None) for b, c in PREFILLS if args.prefill and kv == "bfloat16"]
+                if args.prefill and kv == "bfloat16":
+                    found += [Cell("extend", group, dim, kv, b, c, None) for b, c in PREFILLS]
     return [cell for cell in found if not args.only or cell.kind == args.only]
 
 
@@ -181,6 +191,16 @@ RIVALS: dict[str, Callable[[Cell, OpBatch], Run]] = {
 # -- measuring ----------------------------------------------------------------------------------------------------------------
 
 
+def overridden(kind: str, system: str) -> contextlib.AbstractContextManager[None]:
+    """The launch parameters that the name of a system sets."""
+    params = {n: int(v) for n, v in (item.split("=") for item in system.partition(":")[2].split("+") if item)}
+    if not params:
+        return contextlib.nullcontext()
+    from quire.attn_ops.backends.triton import decode, extend, plan
+
+    return plan.overridden(decode.DecodeConfig if kind == "decode" else extend.ExtendConfig, **params)
+
+
 def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Time, and the distance from the first system's output."""
     if system in RIVALS:
@@ -191,15 +211,16 @@ def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch
     else:
         from quire.attn_ops.conformance.batches import planned, prepared
 
-        backend = all_backends()[system]
+        backend = all_backends()[system.partition(":")[0]]
         device = batch.q.device
         if why := backend.available(device) or backend.capabilities.reasons_against(
                 cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
             raise NotImplementedError(str(why))
-        with planned(backend, batch):
-            out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
-                             **batch.options).clone()
-        us = measure(backend, batch).us
+        with overridden(cell.kind, system):
+            with planned(backend, batch):
+                out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
+                                 **batch.options).clone()
+            us = measure(backend, batch).us
     first = reference.setdefault("out", out)
     return {"us": us, "differs": float((out.float() - first.float()).norm() / first.float().norm())}
 
@@ -275,8 +296,8 @@ def line(row: dict[str, Any]) -> str:
     name = f"{row['kind']} {row['group']}x{row['dim']} {row['kv']} {row['batch']}x{row['context']}"
     name += f" window {row['window']}" if row["window"] else ""
     if "us" not in row:
-        return f"{name:44s}{row['system']:14s}{row['error'].splitlines()[0][:120]}"
-    return (f"{name:44s}{row['system']:14s}{row['us']:10.1f} us {row['share']:6.1%} of copy {row['tflop_per_s']:7.1f} TFLOP/s  "
+        return f"{name:44s}{row['system']:14s} {row['error'].splitlines()[0][:120]}"
+    return (f"{name:44s}{row['system']:14s} {row['us']:10.1f} us {row['share']:6.1%} of copy {row['tflop_per_s']:7.1f} TFLOP/s "
             f"differs {row['differs']:.1e}")
 
 
@@ -336,7 +357,7 @@ def show(paths: list[Path]) -> None:
             print(line(ours))
             continue
         # On codes the rivals compute something else: they have no scale per token.
-        rivals = {n: row["us"] for n, row in systems.items() if n != "triton" and "us" in row
+        rivals = {n: row["us"] for n, row in systems.items() if n in RIVALS and "us" in row
                   and (row["differs"] < 0.05 or row["kv"] != "bfloat16")}
         best = min(rivals, key=rivals.__getitem__, default=None)
         floor = ours["kind"] == "decode" and ours["bytes"] >= 64e6 and ours["share"] < 0.6
@@ -365,6 +386,7 @@ def main() -> None:
     add("--contexts", type=numbers, default=CONTEXTS)
     add("--windows", type=numbers, default=WINDOWS, help="at the longest context")
     add("--only", choices=("decode", "extend"))
+    add("--sweep", action="store_true", help="also with other launch parameters of triton's kernels")
     add("--no-prefill", dest="prefill", action="store_false")
     add("--max-len", type=int, default=32768, help="tokens that a row of the block table has room for (default: 32768)")
     add("--out", type=Path, default=Path("attention_grid.json"))
@@ -383,7 +405,7 @@ def main() -> None:
         for row in lane(args, [(Cell(*cell), systems) for cell, systems in job["cells"]], job["deadline"]):
             print(MARK + json.dumps(row), flush=True)
         return None
-    unknown = [name for name in args.systems if name not in RIVALS and name not in all_backends()]
+    unknown = [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in all_backends()]
     if unknown:
         parser.error(f"unknown systems {unknown}")
     for prefix, package in (("fi-", "flashinfer"), ("vllm-", "vllm")):
@@ -391,8 +413,9 @@ def main() -> None:
             parser.error(f"{package} is not installed")
     deadline = None if args.deadline is None else time.time() + args.deadline
     results = Results(args.out, args.resume)
-    left = [(cell, left) for cell in grid(args) if (left := [n for n in args.systems if (*cell, n) not in results.done])]
-    print(f"{sum(len(n) for _, n in left)} of {len(grid(args)) * len(args.systems)} rows to measure", flush=True)
+    asked = [(cell, [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]) for cell in grid(args)]
+    left = [(cell, left) for cell, names in asked if (left := [n for n in names if (*cell, n) not in results.done])]
+    print(f"{sum(len(n) for _, n in left)} of {sum(len(n) for _, n in asked)} rows to measure", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         on_gpus(args, results, left, deadline)
     results.write()

@@ -14,7 +14,9 @@
 # linears   launch parameters for int8 and fp8 weights
 # grid      triton's decode kernel over groups of heads and head dims, with and without tensor cores
 # sweep     launch parameters of triton's decode kernel; kvsweep: for int8 and fp8 caches
-# kernels   attention kernels over the whole grid, beside rivals: SYSTEMS=triton,vllm-fa3 GPUS=4 GRID='--dims 64,128'
+# kernels   attention kernels over the whole grid, beside rivals: SYSTEMS=triton,vllm-fa3 GPUS=4 GRID='--dims 64,128';
+#           GRID='--sweep --groups 1,4,8,16 --dims 64,96,128,256 --kv bfloat16,int8 --batches 1,8,32,128 --contexts 1024,8192 --only decode'
+#           tries launch parameters
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 set -u
