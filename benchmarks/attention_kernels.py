@@ -29,7 +29,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.bench.attention import heads_of
-from quire.graph_runner.bench.attention_op import CALLS, decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.config import kv_dtype
 
@@ -93,7 +93,7 @@ def main() -> None:
              for text in args.heads.split(",") for h, hkv, d in [heads_of(text)]}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     conditions = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-                      commit=commit, copy_gb_per_s=bandwidth / 1e9, command=" ".join(sys.argv), calls=CALLS)
+                      commit=commit, copy_gb_per_s=bandwidth / 1e9, command=" ".join(sys.argv))
     print(json.dumps(conditions), flush=True)
     points = []
     if args.only != "prefill":

@@ -1,13 +1,13 @@
 """Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_kernels.py``.
 
-On a GPU the result is the median over replays of a CUDA graph of up to CALLS calls, where the backend allows such a batch in a
-graph; else of calls between two events, launch overhead included. Slow calls are repeated less. On a CPU it is the median of
-single calls. Calls rotate through caches that on a GPU are together at least 8 times its L2 cache, so that keys come from
-memory as in a model. Host work before a step (``plan``, ``prepare``) is not timed.
+On a GPU the result is the median over replays of a CUDA graph, where the backend allows such a batch in a graph; else of calls
+between events. On a CPU it is the median of single calls. Calls rotate through caches that on a GPU are together at least 8
+times its L2 cache, so that keys come from memory as in a model. Host work before a step (``plan``, ``prepare``) is not timed.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +23,9 @@ from quire.attn_ops.kv_cache import Layout, PagedKVCache, vector_bytes
 from quire.attn_ops.kv_quant import quantize
 from quire.attn_ops.metadata import CommonAttentionMetadata
 
-CALLS = 20
-REPLAYS = 30
-SLOW, GRAPH = 5e-3, 4e-3  # seconds: of a slow call; of a replay, about
-CPU_CALLS = 7
+GRAPH = 10  # milliseconds
+HOST_CALLS, CPU_CALLS = 3, 7
+COPIES = 20  # of the cache, at most
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
     copies = 2
     if device.type == "cuda":
         cold = 8 * torch.cuda.get_device_properties(device).L2_cache_size
-        copies = max(1, min(CALLS, -(-cold // cache.num_bytes)))
+        copies = max(1, min(COPIES, -(-cold // cache.num_bytes)))
     empty = torch.zeros(0, dtype=torch.float64)
     q, k, v = randn(site.num_heads, site.head_dim), randn(site.num_kv_heads, site.head_dim), randn(
         site.num_kv_heads, site.head_dim_v)
@@ -129,38 +128,28 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
             backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
                        **batch.options)
 
-        call(0)
         return on_the_device(call, captured) if device.type == "cuda" else on_the_host(call)
 
 
 def on_the_device(call: Callable[[int], Any], captured: bool = True) -> Timing:
-    """Device time of one call: the median over replays of a CUDA graph; if not ``captured``, of calls between events.
+    """Device time of one call: in a CUDA graph of as many calls as take about GRAPH ms; if not ``captured``, between events.
     ``call`` takes the number of the call."""
-    call(0)
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    numbers = itertools.count()
+    for _ in range(2):  # the first compiles
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call(next(numbers))
+        host_us = (time.perf_counter() - began) * 1e6 / HOST_CALLS
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    call(0)
-    torch.cuda.synchronize()
-    once = time.perf_counter() - began
-    count, replays = max(1, min(CALLS, int(GRAPH / once))), REPLAYS if once < SLOW else 3
-
-    def calls() -> None:
-        for i in range(count):
-            call(i)
-
-    began = time.perf_counter()
-    calls()
-    host_us = (time.perf_counter() - began) * 1e6 / count
-    torch.cuda.synchronize()
-    if not captured:
-        return Timing(median_us(calls, count, replays), host_us, "events")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-    return Timing(median_us(graph.replay, count, replays), host_us, "graph")
+    bench = do_bench_cudagraph if captured else do_bench
+    us = bench(lambda: call(next(numbers)), rep=GRAPH, return_mode="median") * 1e3
+    return Timing(us, host_us, "graph" if captured else "events")
 
 
-def on_the_host(call: Callable[[int], None]) -> Timing:
+def on_the_host(call: Callable[[int], Any]) -> Timing:
     """Host time of one call: the median."""
     seconds = []
     for i in range(CPU_CALLS):
@@ -169,19 +158,6 @@ def on_the_host(call: Callable[[int], None]) -> Timing:
         seconds.append(time.perf_counter() - began)
     us = statistics.median(seconds) * 1e6
     return Timing(us, us, "host")
-
-
-def median_us(run: Callable[[], Any], calls: int, replays: int) -> float:
-    """Median device time in microseconds of one call; ``run`` makes ``calls`` of them on the current stream."""
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for _ in range(min(3, replays - 1)):
-        run()
-    for begin, end in events:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / calls
 
 
 def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None) -> tuple[int, int]:
@@ -199,5 +175,5 @@ def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None)
     return size, 2 * pairs * site.num_heads * dims
 
 
-__all__ = ["CALLS", "EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "median_us",
-           "on_the_device", "on_the_host", "op_batch", "work"]
+__all__ = ["EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "on_the_device", "on_the_host",
+           "op_batch", "work"]

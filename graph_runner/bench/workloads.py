@@ -63,7 +63,7 @@ class Prompts:
         return [self._random.choices(range(self._vocab_size), k=n) for n in lengths]
 
 
-def _seconds(system: System, prompts: list[list[int]], new_tokens: Sequence[int], temperature: float = 0.0) -> float:
+def run_seconds(system: System, prompts: list[list[int]], new_tokens: Sequence[int], temperature: float = 0.0) -> float:
     """Wall time of one run. Raises NotMeasured unless every token came."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> It
 def _step_seconds(system: System, sizes: Sizes, lengths: list[int], prompts: Prompts) -> list[float]:
     """Seconds per step, once per repeat."""
     def run(new: int) -> float:
-        return _seconds(system, prompts(lengths), [new] * len(lengths))
+        return run_seconds(system, prompts(lengths), [new] * len(lengths))
 
     for new in (LONG, LONG, SHORT) if system.compiles_each_size else (SHORT + 2,):  # warm-up
         run(new)
@@ -128,8 +128,8 @@ def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> 
     """One row."""
     lengths = mixed_lengths(sizes)
     warm = lengths[: max(2, len(lengths) // 16)]
-    _seconds(system, prompts([p for p, _ in warm]), [min(n, 16) for _, n in warm], 0.6)
-    seconds = _seconds(system, prompts([p for p, _ in lengths]), [n for _, n in lengths], 0.6)
+    run_seconds(system, prompts([p for p, _ in warm]), [min(n, 16) for _, n in warm], 0.6)
+    seconds = run_seconds(system, prompts([p for p, _ in lengths]), [n for _, n in lengths], 0.6)
     tokens = sum(n for _, n in lengths)
     yield {"batch": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds,
            "output_tokens": tokens, "prompt_tokens": sum(p for p, _ in lengths)}
@@ -138,7 +138,7 @@ def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> 
 def prefill(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
     """A row for many prompts and a row for one."""
     for count, length in sizes.prefills:
-        runs = [_seconds(system, prompts([length] * count), [SHORT] * count) for _ in range(sizes.repeats + 1)]
+        runs = [run_seconds(system, prompts([length] * count), [SHORT] * count) for _ in range(sizes.repeats + 1)]
         seconds = statistics.median(runs[1:])  # the first is the warm-up
         yield {"batch": count, "context": length, "seconds": seconds, "tokens_per_s": count * length / seconds,
                "repeats_s": runs[1:]}
@@ -169,4 +169,5 @@ def serve(workload: Workload, models: Models, system: str, attention: str, optio
             yield {**facts, **row, "peak_memory_gib": opened.peak_memory_gib(models.spec.device)}
 
 
-__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed_lengths", "serve"]
+__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed_lengths", "run_seconds",
+           "serve"]
