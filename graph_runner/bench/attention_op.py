@@ -1,4 +1,4 @@
-"""Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_kernels.py``.
+"""Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_grid.py``.
 
 On a GPU the result is the median over replays of a CUDA graph, where the backend allows such a batch in a graph; else of calls
 between events. On a CPU it is the median of single calls. Calls rotate through caches that on a GPU are together at least 8
