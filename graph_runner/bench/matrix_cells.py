@@ -20,13 +20,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.graph_runner.bench import rivals as rivals  # registers them
+from quire.graph_runner.bench import workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.report import Row, complete, environment
 from quire.graph_runner.bench.roofline import (
@@ -240,18 +241,13 @@ class Worker:
         while system.busy:
             system.step()
 
-    def _seconds(self, system: SteppedSystem, lengths: Sequence[tuple[int, int]], temperature: float = 0.0) -> float:
-        """Of requests with these prompt and output lengths, all submitted at once."""
-        return run_seconds(system, self.prompts([prompt for prompt, _ in lengths]), [new for _, new in lengths], temperature)
-
     def prefill(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         (cell,) = group
-        lengths = [(cell.context or 1, 1)] * (cell.batch or 1)
-        runs = [self._seconds(system, lengths) for _ in range(self.repeats(cell) + 1)][1:]
-        seconds, tokens = statistics.median(runs), sum(prompt for prompt, _ in lengths)
-        flops = prefill_flops(self.counted, [prompt for prompt, _ in lengths])
-        yield cell, {"seconds": seconds, "tokens_per_s": tokens / seconds, "repeats_s": runs,
-                     "tflop_per_s": flops / seconds / 1e12, "floor_ms": self._floor(flops, weight_bytes(self.counted, tokens))}
+        count, length = cell.batch or 1, cell.context or 1
+        flops = prefill_flops(self.counted, [length] * count)
+        row = workloads.prefill(system, count, length, self.repeats(cell), self.prompts, new=1)
+        yield cell, {**row, "tflop_per_s": flops / row["seconds"] / 1e12,
+                     "floor_ms": self._floor(flops, weight_bytes(self.counted, count * length))}
 
     def _floor(self, flops: float, size: float) -> float:
         """Milliseconds: operations over the rate of a matrix product, or bytes over copy bandwidth, whichever is longer."""
@@ -259,14 +255,12 @@ class Worker:
 
     def mixed256(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         lengths = mixed_lengths(self.sizes)
-        self._seconds(system, [(prompt, min(new, 16)) for prompt, new in lengths[: max(2, len(lengths) // 8)]], 0.6)
-        seconds = self._seconds(system, lengths, 0.6)
         tokens, steps = sum(new for _, new in lengths), max(new for _, new in lengths)
         size = steps * weight_bytes(self.counted, tokens // steps)
         size += sum(new * kv_bytes(self.counted, [prompt + new // 2], system.kv_cache_dtype) for prompt, new in lengths)
         flops = prefill_flops(self.counted, [prompt for prompt, _ in lengths])
-        yield group[0], {"seconds": seconds, "tokens_per_s": tokens / seconds, "output_tokens": tokens,
-                         "floor_ms": self._floor(flops, size)}
+        row = workloads.mixed256(system, self.sizes, self.prompts)
+        yield group[0], {**row, **group[0].row, "floor_ms": self._floor(flops, size)}
 
     def online(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         rng, scale = random.Random(0), self.job.scale
@@ -279,8 +273,9 @@ class Worker:
         everything = lengths(max(4, SEQUENCES // scale))
         rate = self.job.rate
         if rate is None:
-            self._seconds(system, everything[: len(everything) // 8 + 1], 0.6)
-            rate = LOAD * len(everything) / self._seconds(system, everything, 0.6)
+            new = [n for _, n in everything]
+            run_seconds(system, self.prompts([prompt for prompt, _ in everything[:32]]), new[:32], 0.6)  # warm-up
+            rate = LOAD * len(new) / run_seconds(system, self.prompts([prompt for prompt, _ in everything]), new, 0.6)
         asked = lengths(count)
         prompts, due = self.prompts([prompt for prompt, _ in asked]), 0.0
         arrivals = [due := due + rng.expovariate(rate) for _ in asked]

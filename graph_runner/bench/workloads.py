@@ -124,24 +124,22 @@ def mixed_lengths(sizes: Sizes) -> list[tuple[int, int]]:
     return [(n, rng.randint(low, high)) for n in prompt_lengths]
 
 
-def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
-    """One row."""
+def mixed256(system: System, sizes: Sizes, prompts: Prompts) -> Row:
     lengths = mixed_lengths(sizes)
     warm = lengths[: max(2, len(lengths) // 16)]
     run_seconds(system, prompts([p for p, _ in warm]), [min(n, 16) for _, n in warm], 0.6)
     seconds = run_seconds(system, prompts([p for p, _ in lengths]), [n for _, n in lengths], 0.6)
     tokens = sum(n for _, n in lengths)
-    yield {"batch": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds,
-           "output_tokens": tokens, "prompt_tokens": sum(p for p, _ in lengths)}
+    return {"batch": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds,
+            "output_tokens": tokens, "prompt_tokens": sum(p for p, _ in lengths)}
 
 
-def prefill(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
-    """A row for many prompts and a row for one."""
-    for count, length in sizes.prefills:
-        runs = [run_seconds(system, prompts([length] * count), [SHORT] * count) for _ in range(sizes.repeats + 1)]
-        seconds = statistics.median(runs[1:])  # the first is the warm-up
-        yield {"batch": count, "context": length, "seconds": seconds, "tokens_per_s": count * length / seconds,
-               "repeats_s": runs[1:]}
+def prefill(system: System, count: int, length: int, repeats: int, prompts: Prompts, new: int = SHORT) -> Row:
+    """``count`` prompts of ``length`` tokens, and ``new`` new tokens each."""
+    runs = [run_seconds(system, prompts([length] * count), [new] * count) for _ in range(repeats + 1)]
+    seconds = statistics.median(runs[1:])  # the first is the warm-up
+    return {"batch": count, "context": length, "seconds": seconds, "tokens_per_s": count * length / seconds,
+            "repeats_s": runs[1:]}
 
 
 @dataclass(frozen=True)
@@ -155,8 +153,12 @@ class Workload:
 
 WORKLOADS: dict[str, Workload] = {
     "decode": Workload(decode_limits, decode, lambda s: len(s.batches)),
-    "mixed256": Workload(lambda s: Limits(s.requests, 2 * s.lengths[1] + 1), mixed256, lambda s: 1),
-    "prefill": Workload(lambda s: Limits(s.prefills[0][0], s.prefills[0][1] + SHORT + 1), prefill, lambda s: len(s.prefills)),
+    "mixed256": Workload(lambda s: Limits(s.requests, 2 * s.lengths[1] + 1),
+                         lambda system, models, sizes, prompts: iter([mixed256(system, sizes, prompts)]), lambda s: 1),
+    "prefill": Workload(lambda s: Limits(s.prefills[0][0], s.prefills[0][1] + SHORT + 1),
+                        lambda system, models, sizes, prompts: (prefill(system, count, length, sizes.repeats, prompts)
+                                                                for count, length in sizes.prefills),
+                        lambda s: len(s.prefills)),
 }
 
 
@@ -169,5 +171,5 @@ def serve(workload: Workload, models: Models, system: str, attention: str, optio
             yield {**facts, **row, "peak_memory_gib": opened.peak_memory_gib(models.spec.device)}
 
 
-__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed_lengths", "run_seconds",
-           "serve"]
+__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed256", "mixed_lengths", "prefill",
+           "run_seconds", "serve"]
