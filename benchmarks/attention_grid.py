@@ -49,7 +49,8 @@ PREFILLS = ((1, 4096), (8, 1024), (1, 16384), (1, 32768))
 #: One parameter or two at a time, beside what the rules choose; chunk_min needs no new compilation.
 SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps=4", "warps=8", "stages=2", "stages=3",
                     "stages=4", "stages=5", "block_n=128+warps=8", "block_n=32+warps=2", "block_n=64+warps=4+stages=4",
-                    "chunk_min=64", "chunk_min=128", "chunk_min=256", "chunk_min=512", "chunk_min=1024", "chunk_min=2048"),
+                    "chunk_min=64", "chunk_min=128", "chunk_min=256", "chunk_min=512", "chunk_min=1024", "chunk_min=2048",
+                    "max_splits=4", "max_splits=8", "max_splits=16"),
          "extend": ("block_m=64", "block_m=128", "block_n=32", "block_n=64", "block_n=128", "warps=4", "warps=8", "stages=2",
                     "stages=3", "stages=4", "block_m=128+block_n=64+warps=8", "block_m=64+block_n=64+warps=4")}
 MARK = "GRID "
@@ -145,7 +146,8 @@ def xqa(cell: Cell, batch: OpBatch) -> Run:
     if cell.kind != "decode":
         raise NotImplementedError("decode only")
     out, m, s = torch.empty_like(batch.q), batch.metadata, cell.site
-    table, lens = m.block_table_tensor.contiguous(), m.seq_lens.to(torch.int32)
+    # It plans for as many keys as the table has room for.
+    table, lens = m.block_table_tensor[:, : -(-cell.context // PAGE)].contiguous(), m.seq_lens.to(torch.int32)
 
     def run(i: int) -> torch.Tensor:
         return trtllm_batch_decode_with_kv_cache(
