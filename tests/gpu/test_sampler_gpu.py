@@ -102,7 +102,7 @@ def test_nothing_waits_for_the_device() -> None:
     logits = torch.zeros(7, 1000, device="cuda", dtype=torch.bfloat16)
     for mode in (contextlib.nullcontext(), no_sync()):  # what is compiled first may wait
         with mode:
-            for banned in (None, [[1, 2]] * 7):
+            for banned in ((), [[1, 2]] * 7):
                 for rows in params:
                     tensors = sampling_tensors(rows, list(range(7)), [0] * 7, "cuda", banned=banned)
                     SAMPLER(logits, tensors)
