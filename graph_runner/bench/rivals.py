@@ -151,6 +151,7 @@ class Vllm(System):
             config.save_pretrained(self._folder.name)
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
+        self._submitted, self._watched = 0, set[int]()
         self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=str(models.spec.dtype).removeprefix("torch."),
                             **self.options)
 
@@ -161,6 +162,30 @@ class Vllm(System):
                   for n in new_tokens]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, watch: bool = True) -> int:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._submitted += 1
+        kind = RequestOutputKind.DELTA if watch else RequestOutputKind.FINAL_ONLY  # no objects made for tokens not read
+        params = SamplingParams(max_tokens=new_tokens, temperature=temperature, ignore_eos=True, detokenize=False,
+                                output_kind=kind)
+        self.llm.llm_engine.add_request(str(self._submitted), {"prompt_token_ids": prompt}, params)
+        if watch:
+            self._watched.add(self._submitted)
+        return self._submitted
+
+    def step(self) -> list[int]:
+        found = ((int(output.request_id), output) for output in self.llm.llm_engine.step())
+        return [request for request, output in found if request in self._watched for _ in output.outputs[0].token_ids]
+
+    def abort(self, requests: Sequence[int]) -> None:
+        self.llm.llm_engine.abort_request([str(request) for request in requests])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def close(self) -> None:
         core: Any = getattr(getattr(self.llm, "llm_engine", None), "engine_core", None)

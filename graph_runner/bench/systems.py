@@ -71,6 +71,24 @@ class System(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    # -- step by step: only for systems that users can drive so ---------------------------------------------------------
+
+    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, watch: bool = True) -> int:
+        """Queue a request of exactly ``new_tokens`` tokens; returns its id. ``watch``: ``step`` reports its tokens."""
+        raise NotMeasured(f"{self.name} cannot be run step by step")
+
+    def step(self) -> list[int]:
+        """Run one engine step. Returns the id of a watched request once per token that reached the host."""
+        raise NotMeasured(f"{self.name} cannot be run step by step")
+
+    def abort(self, requests: Sequence[int]) -> None:
+        raise NotMeasured(f"{self.name} cannot be run step by step")
+
+    @property
+    def busy(self) -> bool:
+        """Whether submitted requests are unfinished."""
+        raise NotMeasured(f"{self.name} cannot be run step by step")
+
     def peak_memory_gib(self, device: torch.device) -> float | None:
         """Peak GPU memory since the system was opened, as reserved by the allocator; of another process, what is in use."""
         if device.type != "cuda":
@@ -94,6 +112,7 @@ class Quire(System):
         self.attention = self.engine.runner.backend.name
         self.kv_cache_dtype = self.engine.runner.cache.dtype
         self.capture_s = self.engine.runner.graphs.stats.capture_seconds
+        self._watched: set[int] = set()
 
     def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
         from quire.graph_runner.sampling_params import SamplingParams
@@ -108,6 +127,29 @@ class Quire(System):
 
     def close(self) -> None:
         self.engine.close()
+
+    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, watch: bool = True) -> int:
+        from quire.graph_runner.sampling_params import SamplingParams
+
+        (request,) = self.engine.add_request(prompt, SamplingParams(max_tokens=new_tokens, temperature=temperature,
+                                                                    ignore_eos=True, detokenize=False))
+        self._watched |= {request} if watch else set()
+        return request
+
+    def step(self) -> list[int]:
+        events = self.engine.step()
+        for event in events:
+            if event.output.error is not None:
+                raise RuntimeError(f"request {event.index}: {event.output.error}")
+        return [event.index for event in events for _ in event.token_ids if event.index in self._watched]
+
+    def abort(self, requests: Sequence[int]) -> None:
+        for request in requests:
+            self.engine.abort(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.engine.requests)
 
 
 @contextlib.contextmanager

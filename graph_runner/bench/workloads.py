@@ -112,8 +112,8 @@ def _step_seconds(system: System, sizes: Sizes, lengths: list[int], prompts: Pro
     return found
 
 
-def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
-    """One row."""
+def mixed_lengths(sizes: Sizes) -> list[tuple[int, int]]:
+    """Prompt and output length of each request of mixed256."""
     rng = random.Random(0)
     low, high = sizes.lengths
     prompt_lengths = []
@@ -121,7 +121,12 @@ def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> 
         prompt_lengths.append(rng.randint(low, high))
         for _ in range(prompt_lengths[-1]):
             rng.randint(0, 10000)  # nano-vllm's token here; unused, but later lengths depend on the draw
-    lengths = [(n, rng.randint(low, high)) for n in prompt_lengths]
+    return [(n, rng.randint(low, high)) for n in prompt_lengths]
+
+
+def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
+    """One row."""
+    lengths = mixed_lengths(sizes)
     warm = lengths[: max(2, len(lengths) // 16)]
     _seconds(system, prompts([p for p, _ in warm]), [min(n, 16) for _, n in warm], 0.6)
     seconds = _seconds(system, prompts([p for p, _ in lengths]), [n for _, n in lengths], 0.6)
@@ -164,4 +169,4 @@ def serve(workload: Workload, models: Models, system: str, attention: str, optio
             yield {**facts, **row, "peak_memory_gib": opened.peak_memory_gib(models.spec.device)}
 
 
-__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "serve"]
+__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed_lengths", "serve"]
