@@ -31,10 +31,9 @@ from quire.attn_ops.kernels.host import next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
-#: Maximum pairs, and pairs per expert, for the single launch (estimated, not measured). Above, a program would search the ids
-#: for more than a tenth of its time, or read the weight again for a third tile of pairs; and an expert with more than a
-#: hundred pairs is bound by arithmetic, not by bytes, on an H200.
-MAX_PAIRS, MAX_PAIRS_PER_EXPERT = 1024, 32
+#: Maximum pairs for one launch per product. Sorting takes two launches, 10 us on an H200; above, every program would search
+#: the ids for longer: 64 tokens of Qwen3-30B-A3B (512 pairs) take 286 us by pairs and 283 us sorted, 128 take 310 and 292.
+MAX_PAIRS = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Elements of weights that the definition gathers at a time.
 _GATHERED = 1 << 24
@@ -129,29 +128,38 @@ class Tile:
     num_stages: int
 
 
-def decode_tile(pairs: int, experts: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The tile of ``pairs_kernel``.
+def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+    """The tile of ``pairs_kernel``: bound by bytes.
 
     An H200 needs about 30 KiB of loads in flight on each of its 132 multiprocessors (4.8 TB/s times 0.8 us). 64 outputs are the
-    fewest rows of Hopper's tensor core instructions, and make 192 programs for one token of Qwen3-30B-A3B's gate and up (8
-    experts of 1536), 180 for GPT-OSS-20B's (4 experts, down 2880): one or two per multiprocessor, each with three or more
-    stages of 8 to 16 KiB of weight in flight. 64 divides every N and K of the models in benchmarks/hopper_kernels.py.
-
-    block_k, and so the order in which a row is summed, does not depend on the batch. block_m does: twice the average number of
-    pairs per expert, so that most experts' weights are read for one tile of pairs.
+    fewest rows of Hopper's tensor core instructions. block_m is twice the average number of pairs per expert, so that most
+    experts' weights are read for one tile of pairs. Within 6 % of the best of eleven tiles on average (benchmarks/experts.py:
+    8 to 128 experts, up to 256 pairs).
     """
     block_m = min(64, max(16, next_power_of_2(-(-2 * pairs // experts))))
     if dtype == torch.float32:  # without tensor cores: for the numbers, not for speed
         return Tile(block_m, 32, 32, 4, 3)
-    block_k = 128 if k % 128 == 0 else 64
-    return Tile(block_m, 64, block_k, 4, (3 if block_m == 64 else 4) if block_k == 128 else 6)
+    if gated:
+        return Tile(block_m, 64, 128 if k % 128 == 0 else 64, 4, 3)
+    return Tile(block_m, 128, 64, 8, 4)
 
 
-def prefill_tile(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """The tile of ``sorted_kernel``: bound by arithmetic, so large, but not much larger than the pairs per expert."""
+def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+    """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert.
+
+    A gated product has half the outputs per tile, as it computes two. Best or within 3 % of the best of twenty tiles for 8 to
+    128 experts and 8 to 4096 pairs per expert (benchmarks/experts.py).
+    """
+    each = pairs / experts
     if dtype == torch.float32:
-        return Tile(32, 32, 32, 4, 3)
-    return Tile(128, 256, 64, 8, 4) if pairs >= 48 * experts else Tile(64, 128, 64, 4, 3)
+        tile = Tile(32, 32, 32, 4, 3)
+    elif each <= 12:
+        tile = Tile(16, 128, 128 if k % 128 == 0 else 64, 8, 3)
+    elif each <= 24:
+        tile = Tile(32, 128, 64, 4, 4)
+    else:
+        tile = Tile(64 if each <= 56 else 128, 256, 64, 8, 4)
+    return replace(tile, block_n=max(32, tile.block_n // 2)) if gated else tile
 
 
 def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, *,
@@ -211,10 +219,10 @@ class _Pairs:
         pairs = len(ids)
         pdl = host.use_pdl(ids.device, pairs) if pdl is None else pdl
         if path is None:
-            path = "pairs" if pairs <= MAX_PAIRS and pairs <= MAX_PAIRS_PER_EXPERT * experts else "sorted"
+            path = "pairs" if pairs <= MAX_PAIRS else "sorted"
         if path == "pairs":
             return cls(ids, experts, pdl, tile, 0)
-        block_m = (tile or prefill_tile(pairs, experts, dtype)).block_m
+        block_m = (tile or prefill_tile(pairs, experts, 0, dtype)).block_m
         order, ends = _sort(ids, experts, pdl)
         count = pairs // block_m + min(experts + 1, pairs)  # each expert's last tile may be short
         tiles = ids.new_empty(count, 4, dtype=torch.int32)
@@ -229,9 +237,7 @@ class _Pairs:
         pairs, (experts, n, k) = len(self.ids), w.shape
         n = n // 2 if gated else n
         few = self.tiles is None
-        tile = self.tile or (decode_tile(pairs, experts, n, k, x.dtype) if few else prefill_tile(pairs, experts, x.dtype))
-        if gated and self.tile is None:
-            tile = gated_tile(tile, few)
+        tile = self.tile or (decode_tile if few else prefill_tile)(pairs, experts, k, x.dtype, gated)
         out = x.new_empty(pairs, n)
         options: dict[str, Any] = {
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
@@ -248,12 +254,6 @@ class _Pairs:
             launch(kernels.sorted_kernel, (self.tiles.shape[0] * blocks,), x, w, bias, self.order, self.tiles, out, *sizes,
                    **options)
         return out
-
-
-def gated_tile(tile: Tile, few: bool) -> Tile:
-    """The tile for two products at once, which hold twice as much weight on chip and twice as many sums: half the stages for
-    few pairs, half the outputs for many."""
-    return replace(tile, num_stages=max(2, tile.num_stages // 2)) if few else replace(tile, block_n=tile.block_n // 2)
 
 
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -277,5 +277,5 @@ expert_swiglu = define_op(
     "expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed) -> Tensor",
     cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=_fake_swiglu, launches=True)
 
-__all__ = ["MAX_PAIRS", "MAX_PAIRS_PER_EXPERT", "Tile", "decode_tile", "expert_linear", "expert_linear_cuda",
-           "expert_linear_eager", "expert_swiglu", "expert_swiglu_cuda", "expert_swiglu_eager", "gated_tile", "prefill_tile"]
+__all__ = ["MAX_PAIRS", "Tile", "decode_tile", "expert_linear", "expert_linear_cuda",
+           "expert_linear_eager", "expert_swiglu", "expert_swiglu_cuda", "expert_swiglu_eager", "prefill_tile"]

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quire.attn_ops.ops import experts
 from quire.attn_ops.ops.experts import (
     MAX_PAIRS,
-    MAX_PAIRS_PER_EXPERT,
     Tile,
     decode_tile,
     expert_linear,
@@ -184,8 +183,9 @@ def test_summed_the_same_in_every_batch() -> None:
     """The order of a row's sum is that of its tile's inputs, which the size of the batch does not choose."""
     for dtype in (torch.bfloat16, torch.float32):
         for k in (2048, 2880):
-            tiles = [decode_tile(pairs, 32, 1536, k, dtype) for pairs in (1, 32, 200, 500, MAX_PAIRS)]
-            assert len({t.block_k for t in tiles}) == 1 and len({t.block_m for t in tiles}) == 3
+            for gated in (False, True):
+                tiles = [decode_tile(pairs, 8, k, dtype, gated) for pairs in (1, 32, 100, MAX_PAIRS)]
+                assert len({t.block_k for t in tiles}) == 1 and len({t.block_m for t in tiles}) == 3
 
 
 def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +193,11 @@ def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     of = experts._Pairs.of
     monkeypatch.setattr(experts._Pairs, "of", lambda *args: asked.append(of(*args).order is None) or of(*args))
-    for tokens, k, count in ((MAX_PAIRS // 8, 8, 128), (MAX_PAIRS // 8 + 1, 8, 128), (MAX_PAIRS_PER_EXPERT, 1, 1),
-                             (MAX_PAIRS_PER_EXPERT + 1, 1, 1)):
-        expert_linear_cuda(*case(tokens, k, count, n=8, width=8))
-    assert asked == [True, False, True, False]
-    assert prefill_tile(100, 8, torch.float16).block_m < prefill_tile(10000, 8, torch.float16).block_m
+    for tokens in (MAX_PAIRS // 8, MAX_PAIRS // 8 + 1):
+        expert_linear_cuda(*case(tokens, 8, 128, n=8, width=8))
+    assert asked == [True, False]
+    rows = [prefill_tile(pairs, 8, 64, torch.float16).block_m for pairs in (50, 150, 400, 10000)]
+    assert rows == [16, 32, 64, 128]
 
 
 @pytest.mark.parametrize("pairs", [1, 1023, 1024, 1025, 9000])
