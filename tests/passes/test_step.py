@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import quire
-from quire.attn_ops.ops.experts import expert_linear
+from quire.attn_ops.ops.experts import expert_swiglu
 from quire.attn_ops.step import current_step
 from quire.passes.backend import quire_backend
 from tests.tiny import assert_unchanged, snapshot
@@ -154,9 +154,9 @@ def test_experts_in_a_step(switched, monkeypatch) -> None:
     def counted(*args):
         if not torch.compiler.is_compiling():  # the model is also traced, to be verified
             seen.append(0)
-        return expert_linear(*args)
+        return expert_swiglu(*args)
 
-    monkeypatch.setattr("quire.passes.capture.hf_experts.expert_linear", counted)
+    monkeypatch.setattr("quire.passes.capture.hf_experts.expert_swiglu", counted)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -165,8 +165,8 @@ def test_experts_in_a_step(switched, monkeypatch) -> None:
     model = quire.paged(model)
     for got, w in zip(in_steps(model, cache_for(model), sequences(), pad=1), want, strict=True):
         assert (got - w).abs().max() <= 1e-5 * w.abs().max()  # float32, summed in another order
-    assert len(seen) == 2 * 2 * len(STEPS) * switched
-    assert torch.equal(plain(model, sequences()[0]), want[0]) and len(seen) == 2 * 2 * len(STEPS) * switched
+    assert len(seen) == 2 * len(STEPS) * switched
+    assert torch.equal(plain(model, sequences()[0]), want[0]) and len(seen) == 2 * len(STEPS) * switched
     assert model.config._experts_implementation == "grouped_mm"
 
 

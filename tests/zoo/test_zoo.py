@@ -15,7 +15,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops import experts
-from quire.attn_ops.ops.experts import expert_linear
+from quire.attn_ops.ops.experts import expert_linear, expert_swiglu
 from quire.attn_ops.ops.rope import rope_kv_write
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.packing_check import check_packing
@@ -213,8 +213,8 @@ def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the experts by quire's op, as on a GPU: by its definition."""
     monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     for s in specimen(name):
-        ops = [n for n in s.paged.graph.gm.graph.nodes if n.target == expert_linear]
-        assert len(ops) == 2 * len(experts_of(s.paged.model))
+        ops = [2 if n.target == expert_swiglu else n.target == expert_linear for n in s.paged.graph.gm.graph.nodes]
+        assert sum(ops) == 2 * len(experts_of(s.paged.model))
         for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
             got = serve(s.paged, s.batch, page_size=page_size, attention="torch_native", pad=pad)
             assert error(got, s.batch) <= TOLERANCE
@@ -231,8 +231,8 @@ def test_experts_interpreted(name: str, most_pairs: int, monkeypatch: pytest.Mon
         pytest.skip("Triton's interpreter is for machines that have Triton and no GPU")
     monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     monkeypatch.setattr(experts, "MAX_PAIRS", most_pairs)
-    monkeypatch.setattr(experts, "_has_grouped_mm", lambda x, w: False)
     monkeypatch.setattr(experts, "expert_linear_eager", experts.expert_linear_cuda)
+    monkeypatch.setattr(experts, "expert_swiglu_eager", experts.expert_swiglu_cuda)
     for s in specimen(name):
         assert error(serve(s.paged, s.batch, page_size=4, attention="torch_native", pad=(3, 2)), s.batch) <= TOLERANCE
 
