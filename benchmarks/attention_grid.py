@@ -22,8 +22,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -38,6 +36,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.registry import all_backends
 from quire.attn_ops.tuning.store import device_name
+from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
 from quire.graph_runner.bench.models import free_memory
 from quire.graph_runner.bench.roofline import copy_bandwidth
@@ -53,7 +52,6 @@ SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps
                     "max_splits=4", "max_splits=8", "max_splits=16"),
          "extend": ("block_m=64", "block_m=128", "block_n=32", "block_n=64", "block_n=128", "warps=4", "warps=8", "stages=2",
                     "stages=3", "stages=4", "block_m=128+block_n=64+warps=8", "block_m=64+block_n=64+warps=4")}
-MARK = "GRID "
 PAGE = 16
 
 
@@ -252,7 +250,7 @@ def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline
                 row = {"error": f"{type(error).__name__}: {error}"[:300]}
             yield {**cell._asdict(), "system": name, **row}
             if "CUDA error" in row.get("error", ""):
-                raise SystemExit(1)
+                raise SystemExit(1)  # this process can do nothing more on the GPU
         del batch, reference
         free_memory()
 
@@ -311,30 +309,17 @@ def on_gpus(args: argparse.Namespace, results: Results, left: list[tuple[Cell, l
         mine = set(kernels[gpu :: args.gpus])
         while todo := [(c, names) for c, every in left if (c.dim, c.group, c.kv) in mine
                        and (names := [n for n in every if (*c, n) not in results.done])]:
-            job = json.dumps({"cells": todo, "deadline": deadline, "max_len": args.max_len, "device": args.device})
-            visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
-            with subprocess.Popen([sys.executable, __file__, "--lane", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                  text=True, env=environment) as worker:
-                assert worker.stdin is not None and worker.stdout is not None
-                worker.stdin.write(job)
-                worker.stdin.close()
-                before = len(results.done)
-                timer = threading.Timer(1e6 if deadline is None else max(0.1, deadline + 15 - time.time()), worker.kill)
-                timer.daemon = True
-                timer.start()
-                for text in worker.stdout:
-                    if text.startswith(MARK):
-                        results.take(json.loads(text.removeprefix(MARK)))
-                code = worker.wait()
-                timer.cancel()
-            if code == 0 or (deadline is not None and time.time() > deadline):
+            before = len(results.done)
+            try:
+                job = {"cells": todo, "deadline": deadline, "max_len": args.max_len, "device": args.device}
+                for row in workers.rows([__file__, "--lane"], job, workers.of_gpu(gpu),
+                                        deadline=None if deadline is None else deadline + 15):
+                    results.take(row)
                 return
-            if len(results.done) == before or code < 0:  # died in the first cell without a row
-                cell, names = next(((c, n) for c, every in todo if (n := [x for x in every if (*c, x) not in results.done])),
-                                   (None, []))
-                if cell is not None:
-                    results.take({**cell._asdict(), "system": names[0], "error": f"the process ended with exit code {code}"})
+            except workers.Ended as error:
+                if len(results.done) == before:  # it died in the first cell
+                    cell, names = todo[0]
+                    results.take({**cell._asdict(), "system": names[0], "error": str(error)[:300]})
 
     threads = [threading.Thread(target=work_on, args=(gpu,)) for gpu in range(args.gpus)]
     for thread in threads:
@@ -397,16 +382,16 @@ def main() -> None:
     add("--gpus", type=int, default=1)
     add("--device", default="cuda", help="cpu: a dry run")
     add("--show", type=Path, nargs="+", help="print where quire is slow in these results, and measure nothing")
-    add("--lane", help=argparse.SUPPRESS)
+    add("--lane", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.show:
         return show(args.show)
     if args.lane:
-        job = json.loads(sys.stdin.read())
+        job = workers.job()
         args.max_len, args.device = job["max_len"], job["device"]
         for row in lane(args, [(Cell(*cell), systems) for cell, systems in job["cells"]], job["deadline"]):
-            print(MARK + json.dumps(row), flush=True)
-        return None
+            workers.emit(row)
+        return workers.emit({})
     unknown = [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in all_backends()]
     if unknown:
         parser.error(f"unknown systems {unknown}")

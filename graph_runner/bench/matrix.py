@@ -11,18 +11,16 @@ import argparse
 import datetime
 import fnmatch
 import importlib.util
-import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire.graph_runner.bench.matrix_cells import MARK, Cell, Job, Worker, as_argument, cells
+from quire.graph_runner.bench import workers
+from quire.graph_runner.bench.matrix_cells import Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import cell_name, merged, summary
 from quire.graph_runner.bench.models import layers_asked
 from quire.graph_runner.bench.report import Row, complete, describe, result_line, write
@@ -158,57 +156,26 @@ class Matrix(Run):
 
     def _work(self, model: str, system: str, gpu: int) -> None:
         """Processes until every cell of the model has a row or the time is up: one that dies loses one cell."""
+        out = self.args.out or Path("matrix.json")
+        log = out.with_name(f"{out.stem}.{self._label(model).replace('/', '-')}.{system}.log")
         while (left := self._left(model, system)) and self._time_for(system):
-            code, said = self._process(self._job(model, system), gpu)
-            if code == 0 or (self.deadline is not None and time.time() > self.deadline - 1):
+            try:
+                for row in workers.rows(["-m", "quire.graph_runner.bench.matrix_cells"], asdict(self._job(model, system)),
+                                        self._environment(system, gpu), deadline=self.deadline, log=log):
+                    self.take(row)
                 return
-            if len(self._left(model, system)) == len(left):
-                self.take(complete({
-                    "system": system, "model": self._label(model), "dtype": str(self.dtype).removeprefix("torch."),
-                    **left[0].row, "error": f"the process ended with exit code {code}: {said}"}, None))
-
-    def _process(self, job: Job, gpu: int) -> tuple[int, str]:
-        """Run a worker to its end, or to the deadline; its exit code and the last line it wrote."""
-        environment = self._environment(job.system, gpu)
-        name = f"{self._label(job.model).replace('/', '-')}.{job.system}.log"
-        log = self.args.out.with_name(f"{self.args.out.stem}.{name}") if self.args.out else Path(f"matrix.{name}")
-        said = ""
-        with log.open("a") as file:
-            worker = subprocess.Popen([sys.executable, "-m", "quire.graph_runner.bench.matrix_cells", as_argument(job)],
-                                      stdout=subprocess.PIPE, stderr=file, text=True, env=environment, start_new_session=True)
-            timer = threading.Timer(1e6 if self.deadline is None else max(0.1, self.deadline - time.time()), _end, [worker])
-            timer.daemon = True
-            timer.start()
-            assert worker.stdout is not None
-            ended = False
-            for line in worker.stdout:
-                if not line.startswith(MARK):
-                    file.write(line)
-                    file.flush()
-                    continue
-                row = json.loads(line.removeprefix(MARK))
-                if ended := "end" in row:
-                    break
-                self.take(row)
-            if not ended:
-                worker.wait()
-            _end(worker)  # and processes it started, which may outlive it
-            code = worker.wait()
-            timer.cancel()
-            code = 0 if ended else code
-        if code:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            said = lines[-1] if lines else ""
-        return code, said
+            except workers.Ended as error:
+                if len(self._left(model, system)) == len(left):
+                    self.take(complete({
+                        "system": system, "model": self._label(model), "dtype": str(self.dtype).removeprefix("torch."),
+                        **left[0].row, "error": str(error)}, None))
 
     def _environment(self, system: str, gpu: int) -> dict[str, str]:
-        made = dict(os.environ)
-        visible = [name for name in made.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        made["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
+        made = workers.of_gpu(gpu)
         if system.startswith("vllm"):
-            made = {**VLLM_ENV, **made}
+            made |= {name: value for name, value in VLLM_ENV.items() if name not in os.environ}
             if self.vllm_path is not None:
-                made["PYTHONPATH"] = os.pathsep.join(filter(None, (made.get("PYTHONPATH"), str(self.vllm_path))))
+                made["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(self.vllm_path))))
         return made
 
     def take(self, row: Row) -> None:
@@ -238,14 +205,6 @@ class Matrix(Run):
         if left:
             self.console.print(f"cells left (run again with --resume): {', '.join(left)}", highlight=False, markup=False)
         super().finish()
-
-
-def _end(worker: subprocess.Popen[str]) -> None:
-    """End the worker and the processes it started, which are a process group of their own."""
-    try:
-        os.killpg(worker.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 __all__ = ["Matrix", "STARTS"]

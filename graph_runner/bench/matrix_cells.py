@@ -9,16 +9,13 @@ online    Requests arrive at random (exponential gaps), prompts of 100..1024 tok
           that the first system measured reaches when all come at once: time to the first token, from arrival, and between
           tokens.
 
-A worker process measures one job, given as JSON, and prints a line of JSON per row; see ``graph_runner/bench/matrix.py``.
+As a program, this is a worker (``graph_runner/bench/workers.py``) of ``graph_runner/bench/matrix.py``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.graph_runner.bench import rivals as rivals  # registers them
-from quire.graph_runner.bench import workloads
+from quire.graph_runner.bench import workers, workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.report import Row, complete, environment
 from quire.graph_runner.bench.roofline import (
@@ -41,7 +38,6 @@ from quire.graph_runner.bench.roofline import (
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, open_system
 from quire.graph_runner.bench.workloads import Prompts, Sizes, mixed_lengths, run_seconds
 
-MARK = "QUIRE_MATRIX "
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
 PREFILLS = ((1, 1024), (1, 16384), (64, 1024))
 WARM, BLOCKS = 8, 4
@@ -313,18 +309,9 @@ class Worker:
                              "floor_ms": floors[variant], "tokens_per_s": sum(new for _, new in asked) / ended}
 
 
-def main() -> None:
-    """The worker process."""
-    for row in Worker(Job(**json.loads(sys.argv[1]))).run():
-        print(MARK + json.dumps(row, default=str), flush=True)
-    print(MARK + json.dumps({"end": True}), flush=True)
+__all__ = ["Cell", "Job", "Worker", "cells"]
 
-
-def as_argument(job: Job) -> str:
-    return json.dumps(dataclasses.asdict(job), default=str)
-
-
-__all__ = ["Cell", "Job", "MARK", "Worker", "as_argument", "cells"]
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a worker process
+    for found in Worker(Job(**workers.job())).run():
+        workers.emit(found)
+    workers.emit({})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.matrix_cells import BLOCKS, WARM, Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import BEGIN, END, heat_map, markdown, merged, pairs, splice
 from quire.graph_runner.bench.models import Models, ModelSpec
@@ -157,6 +159,24 @@ def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     heat_map(one, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_worker_that_dies_keeps_its_rows_and_says_why(tmp_path: Path) -> None:
+    program = "import json, sys; print('x'); print('QUIRE_ROW ' + sys.stdin.read(), flush=True); sys.exit('no room left')"
+    found = workers.rows(["-c", program], {"a": 1}, {}, log=tmp_path / "log")
+    assert next(found) == {"a": 1}
+    with pytest.raises(workers.Ended, match="exit code 1: no room left"):
+        next(found)
+    assert (tmp_path / "log").read_text() == "x\nno room left\n"
+
+
+def test_a_worker_ends_with_its_last_row_or_at_the_deadline() -> None:
+    """Not when it, or a process it started, would end by itself."""
+    program = "import time; print('QUIRE_ROW {\"a\": 1}'); print('QUIRE_ROW {}', flush=True); time.sleep(60)"
+    began = time.time()
+    assert list(workers.rows(["-c", program], None, {})) == [{"a": 1}]
+    assert list(workers.rows(["-c", "import time; time.sleep(60)"], None, {}, deadline=time.time() + 0.5)) == []
+    assert time.time() - began < 30
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
