@@ -32,7 +32,7 @@ SHAPES = "128/8x768x2048,64/6x1408x2048,8/2x14336x4096,32/4x2880x2880"
 TOKENS = "1,4,8,16,32,64,128,256,512,1024,4096,8192,16384"
 #: Tiles to try for each path, of a product that is not gated.
 TILES = {
-    "pairs": [Tile(m, *rest) for m in (16, 32) for rest in ((64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3))],
+    "pairs": [Tile(m, *t) for m in (16, 32) for t in ((64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3))],
     "sorted": [Tile(*t) for t in (
         (16, 64, 128, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 8, 3), (32, 128, 64, 4, 4), (32, 128, 64, 8, 4),
         (64, 128, 64, 4, 3), (64, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4))],
@@ -80,12 +80,9 @@ def main() -> None:
             ids = torch.rand(tokens, count, device=device).topk(each).indices
             pairs, used = tokens * each, len(ids.unique())
 
-            def floor(products: int) -> float:
-                moved = used * products * inner * hidden * 2 / bandwidth
-                return max(moved, 2 * pairs * products * inner * hidden / rate) * 1e6  # noqa: B023
-
+            one = inner * hidden * max(2 * used / bandwidth, 2 * pairs / rate) * 1e6  # the floor of one product
             shape = dict(experts=text, tokens=tokens)
-            note(timed(lambda: expert_swiglu(x, up, down, ids, False)), floor(3), **shape)  # noqa: B023
+            note(timed(lambda: expert_swiglu(x, up, down, ids, False)), 3 * one, **shape)  # noqa: B023
             if not args.tiles:
                 continue
             act = torch.randn(pairs, inner, device=device, dtype=dtype)
@@ -98,7 +95,7 @@ def main() -> None:
                     made = _Pairs.of(ids, count, dtype, path, tile, False)
                     data = (x, up, None, True) if gated else (act, down, None, False)
                     us = timed(lambda: made.multiply(*data))  # noqa: B023
-                    note(us, floor(2 if gated else 1), **shape, path=path, gated=gated, tile=str(tile))
+                    note(us, one * (2 if gated else 1), **shape, path=path, gated=gated, tile=str(tile))
 
 
 if __name__ == "__main__":
