@@ -28,7 +28,7 @@ from quire.graph_runner.bench.models import layers_asked
 from quire.graph_runner.bench.report import Row, complete, describe, result_line, write
 from quire.graph_runner.bench.session import Run
 from quire.graph_runner.bench.shapes import MATRIX, NAMES
-from quire.graph_runner.bench.systems import SYSTEMS
+from quire.graph_runner.bench.systems import SYSTEMS, SteppedSystem
 from quire.graph_runner.config import check_options
 
 #: Seconds from the start of a process to the first measured cell, generously; a process is not started with less time left.
@@ -59,9 +59,10 @@ class Matrix(Run):
         if unknown := [name for name in self.models if name not in NAMES]:
             raise ValueError(f"unknown models {unknown}; there are: {', '.join(NAMES)}")
         self.systems = list(dict.fromkeys(["quire", *args.vs]))
-        if unknown := [name for name in self.systems if name not in SYSTEMS or SYSTEMS[name].step is SYSTEMS["hf-eager"].step]:
-            raise ValueError(f"--vs {','.join(unknown)}: the matrix runs systems step by step, which only "
-                             f"{', '.join(n for n in SYSTEMS if SYSTEMS[n].step is not SYSTEMS['hf-eager'].step)} allow")
+        stepped = [name for name, system in SYSTEMS.items() if issubclass(system, SteppedSystem)]
+        if not set(self.systems) <= set(stepped):
+            raise ValueError(f"--vs {','.join(args.vs)}: the matrix runs systems step by step, which only {', '.join(stepped)} "
+                             "allow")
         patterns = args.cells or ["*"]
         self.cells = [c for c in cells(args.scale) if any(fnmatch.fnmatch(c.name, p) for p in patterns)]
         if not self.cells:

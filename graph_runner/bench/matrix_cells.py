@@ -20,13 +20,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.graph_runner.bench import rivals as rivals  # registers them
+from quire.graph_runner.bench import workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.report import Row, complete, environment
 from quire.graph_runner.bench.roofline import (
@@ -37,8 +38,8 @@ from quire.graph_runner.bench.roofline import (
     step_bytes,
     weight_bytes,
 )
-from quire.graph_runner.bench.systems import Limits, NotMeasured, System, open_system
-from quire.graph_runner.bench.workloads import Prompts, Sizes, mixed_lengths
+from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, open_system
+from quire.graph_runner.bench.workloads import Prompts, Sizes, mixed_lengths, run_seconds
 
 MARK = "QUIRE_MATRIX "
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
@@ -113,6 +114,7 @@ class Worker:
             return
         try:
             with open_system(self.job.system, self.models, self.job.attention, self.limits, self.job.options) as system:
+                assert isinstance(system, SteppedSystem)
                 facts = {"attention": system.attention, "capture_s": system.capture_s, "engine_options": system.options}
                 for group in groups:
                     if self.late(group):
@@ -133,14 +135,13 @@ class Worker:
     def late(self, group: list[Cell]) -> bool:
         return self.job.deadline is not None and time.time() + self.seconds(group) > self.job.deadline
 
-    def measure(self, system: System, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
+    def measure(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         """The rows of cells that share a prefill. A cell that fails does not stop other groups, unless the GPU is lost."""
         done: set[Cell] = set()
-        requests: list[int] = []
         kinds: dict[str, Callable[..., Iterator[tuple[Cell, Row]]]] = {
             "decode": self.decode, "prefill": self.prefill, "mixed256": self.mixed256, "online": self.online}
         try:
-            for cell, row in kinds[group[0].workload](system, group, requests):
+            for cell, row in kinds[group[0].workload](system, group):
                 yield cell, row
                 done.add(cell)
         except Exception as error:
@@ -149,7 +150,7 @@ class Worker:
                     yield cell, {"error": f"{type(error).__name__}: {error}"}
             if "CUDA error" in str(error):
                 raise SystemExit(1) from error  # this process can do nothing more on the GPU
-            system.abort(requests)
+            system.abort()
             while system.busy:
                 system.step()
 
@@ -200,21 +201,23 @@ class Worker:
 
     # -- the workloads ----------------------------------------------------------------------------------------------
 
-    def decode(self, system: System, group: list[Cell], requests: list[int]) -> Iterator[tuple[Cell, Row]]:
+    def decode(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         batch, context = group[0].batch or 1, group[0].context or 1
         steps = self.steps(group[0])
         each = self.warm + self.blocks * steps
         ahead = batch * context // 8192  # tokens that the first sequence makes before the last is prefilled, 8192 a step
         length = max(1, context - each // 2 if len(group) == 1 and context == min(CONTEXTS) // self.job.scale
                      else context - ahead - len(group) * each)
-        new = self.limits.max_model_len - length
-        # Only the last request is watched: it is prefilled last, and preempted first.
-        for i, prompt in enumerate(self.prompts([length] * batch)):
-            requests.append(system.submit(prompt, new, watch=i == batch - 1))
+        new = min(self.limits.max_model_len - length, ahead + len(group) * each + batch + 16)
+        # The last request is prefilled last, and preempted first.
+        *most, final = self.prompts([length] * batch)
+        requests = [*(system.submit(prompt, new) for prompt in most), system.submit(final, new, stream=True)]
         last = requests[-1]
+        taken = 1
         while last not in system.step():
-            if not system.busy:
-                raise NotMeasured("the batch ended before all of it was prefilled: it does not fit in the KV cache")
+            taken += 1
+            if taken >= new or not system.busy:  # the first may have ended
+                raise NotMeasured("the batch did not run together: it does not fit in the KV cache")
         made = 0
         for cell in group:
             keep = cell.batch or 1
@@ -238,43 +241,28 @@ class Worker:
         while system.busy:
             system.step()
 
-    def _serve(self, system: System, lengths: Sequence[tuple[int, int]], requests: list[int], temperature: float) -> float:
-        """Seconds until requests of these prompt and output lengths, all submitted at once, are done."""
-        prompts = self.prompts([prompt for prompt, _ in lengths])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        began = time.perf_counter()
-        requests[:] = [system.submit(prompt, new, temperature, watch=False)
-                       for prompt, (_, new) in zip(prompts, lengths, strict=True)]
-        while system.busy:
-            system.step()
-        return time.perf_counter() - began
-
-    def prefill(self, system: System, group: list[Cell], requests: list[int]) -> Iterator[tuple[Cell, Row]]:
+    def prefill(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         (cell,) = group
-        lengths = [(cell.context or 1, 1)] * (cell.batch or 1)
-        runs = [self._serve(system, lengths, requests, 0.0) for _ in range(self.repeats(cell) + 1)][1:]
-        seconds, tokens = statistics.median(runs), sum(prompt for prompt, _ in lengths)
-        flops = prefill_flops(self.counted, [prompt for prompt, _ in lengths])
-        yield cell, {"seconds": seconds, "tokens_per_s": tokens / seconds, "repeats_s": runs,
-                     "tflop_per_s": flops / seconds / 1e12, "floor_ms": self._floor(flops, weight_bytes(self.counted, tokens))}
+        count, length = cell.batch or 1, cell.context or 1
+        flops = prefill_flops(self.counted, [length] * count)
+        row = workloads.prefill(system, count, length, self.repeats(cell), self.prompts, new=1)
+        yield cell, {**row, "tflop_per_s": flops / row["seconds"] / 1e12,
+                     "floor_ms": self._floor(flops, weight_bytes(self.counted, count * length))}
 
     def _floor(self, flops: float, size: float) -> float:
         """Milliseconds: operations over the rate of a matrix product, or bytes over copy bandwidth, whichever is longer."""
         return max(flops / self.rate, size / self.bandwidth) * 1e3
 
-    def mixed256(self, system: System, group: list[Cell], requests: list[int]) -> Iterator[tuple[Cell, Row]]:
+    def mixed256(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         lengths = mixed_lengths(self.sizes)
-        self._serve(system, [(prompt, min(new, 16)) for prompt, new in lengths[: max(2, len(lengths) // 8)]], requests, 0.6)
-        seconds = self._serve(system, lengths, requests, 0.6)
         tokens, steps = sum(new for _, new in lengths), max(new for _, new in lengths)
         size = steps * weight_bytes(self.counted, tokens // steps)
         size += sum(new * kv_bytes(self.counted, [prompt + new // 2], system.kv_cache_dtype) for prompt, new in lengths)
         flops = prefill_flops(self.counted, [prompt for prompt, _ in lengths])
-        yield group[0], {"seconds": seconds, "tokens_per_s": tokens / seconds, "output_tokens": tokens,
-                         "floor_ms": self._floor(flops, size)}
+        row = workloads.mixed256(system, self.sizes, self.prompts)
+        yield group[0], {**row, **group[0].row, "floor_ms": self._floor(flops, size)}
 
-    def online(self, system: System, group: list[Cell], requests: list[int]) -> Iterator[tuple[Cell, Row]]:
+    def online(self, system: SteppedSystem, group: list[Cell]) -> Iterator[tuple[Cell, Row]]:
         rng, scale = random.Random(0), self.job.scale
         count = max(4, ARRIVALS // scale)
 
@@ -285,19 +273,20 @@ class Worker:
         everything = lengths(max(4, SEQUENCES // scale))
         rate = self.job.rate
         if rate is None:
-            self._serve(system, everything[: len(everything) // 8 + 1], requests, 0.6)
-            rate = LOAD * len(everything) / self._serve(system, everything, requests, 0.6)
+            new = [n for _, n in everything]
+            run_seconds(system, self.prompts([prompt for prompt, _ in everything[:32]]), new[:32], 0.6)  # warm-up
+            rate = LOAD * len(new) / run_seconds(system, self.prompts([prompt for prompt, _ in everything]), new, 0.6)
         asked = lengths(count)
         prompts, due = self.prompts([prompt for prompt, _ in asked]), 0.0
         arrivals = [due := due + rng.expovariate(rate) for _ in asked]
-        requests.clear()
+        requests: list[int] = []
         tokens: dict[int, list[float]] = {}
         began, ended = time.perf_counter(), 0.0
         while len(requests) < count or system.busy:
             now = time.perf_counter() - began
             while len(requests) < count and arrivals[len(requests)] <= now:
                 i = len(requests)
-                requests.append(system.submit(prompts[i], asked[i][1], 0.6))
+                requests.append(system.submit(prompts[i], asked[i][1], 0.6, stream=True))
                 tokens[requests[-1]] = [arrivals[i]]
             if not system.busy:
                 time.sleep(max(0.0, arrivals[len(requests)] - now))

@@ -10,11 +10,10 @@ from typing import Any, cast
 import torch
 
 from quire.attn_ops.kv_cache import vector_bytes
-from quire.graph_runner.bench.attention_op import median_us, on_the_host
+from quire.graph_runner.bench.attention_op import on_the_device, on_the_host
 from quire.passes.verify.quantized import num_bytes
 
 _COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
-_COPIES = 11
 _MATMUL = {"cuda": 8192, "cpu": 512}  # rows and columns
 
 
@@ -29,7 +28,7 @@ def copy_bandwidth(device: torch.device) -> float:
     def copy(i: int = 0) -> None:
         target.copy_(source)
 
-    us = median_us(copy, 1, _COPIES) if device.type == "cuda" else on_the_host(copy).us
+    us = (on_the_device(copy, captured=False) if device.type == "cuda" else on_the_host(copy)).us
     return 2 * source.numel() * 4 / us * 1e6
 
 
@@ -42,7 +41,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     def product(i: int = 0) -> None:
         torch.mm(left, right, out=out)
 
-    us = median_us(product, 1, _COPIES) if device.type == "cuda" else on_the_host(product).us
+    us = (on_the_device(product, captured=False) if device.type == "cuda" else on_the_host(product)).us
     return 2 * size**3 / us * 1e6
 
 

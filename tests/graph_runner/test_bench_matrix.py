@@ -13,7 +13,7 @@ from quire.graph_runner.bench.matrix_cells import BLOCKS, WARM, Cell, Job, Worke
 from quire.graph_runner.bench.matrix_report import BEGIN, END, heat_map, markdown, merged, pairs, splice
 from quire.graph_runner.bench.models import Models, ModelSpec
 from quire.graph_runner.bench.roofline import prefill_flops
-from quire.graph_runner.bench.systems import System
+from quire.graph_runner.bench.systems import SteppedSystem
 from quire.graph_runner.cli import main
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
@@ -39,7 +39,7 @@ def test_a_dry_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFi
         ("online", None, None, "between tokens")}
     for row in rows:
         assert row["model"] == "tiny/1l" and row["attention"] == "torch_native" and 0 < row["share_of_floor"] < 1, row
-    assert found["decode", 8, 16, None]["mean_context"] == 16 and found["decode", 8, 128, None]["mean_context"] <= 128
+    assert found["decode", 8, 16, None]["mean_context"] in (16, 17) and found["decode", 8, 128, None]["mean_context"] <= 128
     assert found["online", None, None, "first token"]["p99_ms"] >= found["online", None, None, "first token"]["ms_per_step"]
 
     assert main([*DRY, "--cells", "prefill/1x16", "--out", str(out)]) == 2
@@ -57,25 +57,21 @@ def test_a_dry_run_and_going_on_with_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert "8 rows compared, 8 slower" in capsys.readouterr().out
 
 
-class Stepped(System):
+class Stepped(SteppedSystem):
     """Emits a token per request and step; ``most`` requests at once. Time is the number of steps."""
 
     name = "stepped"
     options: dict[str, Any] = {}
 
     def __init__(self, most: int = 10**6) -> None:
-        self.most, self.left, self.watched, self.steps, self.running = most, {}, set(), 0, []  # type: ignore[var-annotated]
-
-    def generate(self, prompts: Any, new_tokens: Any, temperature: float) -> int:
-        raise NotImplementedError
+        self.most, self.left, self.steps, self.running = most, {}, 0, []  # type: ignore[var-annotated]
 
     def close(self) -> None:
         pass
 
-    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, watch: bool = True) -> int:
+    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, stream: bool = False) -> int:
         request = len(self.left) + 1 + 10**6 * self.steps
         self.left[request] = new_tokens
-        self.watched |= {request} if watch else set()
         return request
 
     def step(self) -> list[int]:
@@ -86,10 +82,10 @@ class Stepped(System):
             self.left[request] -= 1
             if not self.left[request]:
                 del self.left[request]
-        return [request for request in now if request in self.watched]
+        return now
 
-    def abort(self, requests: Any) -> None:
-        for request in requests:
+    def abort(self, requests: Any = None) -> None:
+        for request in list(self.left) if requests is None else requests:
             self.left.pop(request, None)
 
     @property
@@ -157,7 +153,7 @@ def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
     docs.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
     splice(docs, text)
     said = docs.read_text()
-    assert said.startswith("above\n") and said.endswith("below\n") and "old" not in said and "**6.00**" in said
+    assert said.startswith("above\n") and said.endswith("below\n") and "\nold" not in said and "**6.00**" in said
     pytest.importorskip("matplotlib")
     heat_map(one, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -89,7 +89,7 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         products = widest * next_power_of_2(heads)
         block_n = min(64, max(8192 // products, 16))
         warps, stages = (8 if block_n * products > 16384 else 4), 3
-    # Measured on an H200 at contexts of 1024 (benchmarks/attention_kernels.py --sweep): small chunks are best for few slots,
+    # Measured on an H200 at contexts of 1024 (benchmarks/attention_grid.py --sweep): small chunks are best for few slots,
     # two warps each for the fewest; with a slot or more per multiprocessor, splitting costs more than it balances. Larger
     # steps of the loop are better until there are enough programs to hide each other's latency.
     sms = host.num_sms(device)

@@ -79,9 +79,21 @@ def test_without_measurements_the_first_by_priority_is_taken() -> None:
         chosen = select(**other)
         assert chosen.backend is first
         assert chosen.why == f"first in order of priority; this shape is not measured here: {HINT}"
-    for change in (dict(head_dim=64), dict(num_heads=8), dict(window=9)):
+    for change in (dict(head_dim=32, head_dim_v=16), dict(num_heads=8 * 32), dict(window=9)):
         assert select(dataclasses.replace(SITE, **change)).backend is first
     assert select().backend is second
+
+
+def test_a_shape_that_nobody_measured_goes_by_the_nearest() -> None:
+    """Else a new model would run on the first backend by priority, however much faster another one is on such shapes."""
+    first, second = make("first", 0), make("second", 1)
+    small = dataclasses.replace(SITE, num_heads=8, head_dim=64, head_dim_v=64)
+    tuning.save([row(first, 9.0), row(second, 1.0), row(first, 1.0, small), row(second, 9.0, small)])
+    near = dataclasses.replace(SITE, num_heads=64, head_dim=96, head_dim_v=96)
+    chosen = select(near)
+    assert chosen.backend is second and chosen.why == (
+        "fastest measured: decode 1.0 us (Some Device, 64/8 x 96 bfloat16, by the nearest shape measured, 32/8 x 128 bfloat16)")
+    assert select(dataclasses.replace(small, head_dim=80, head_dim_v=80)).backend is first
 
 
 def test_a_backend_asked_for_by_name_is_not_replaced() -> None:
