@@ -414,16 +414,6 @@ def test_cache_for_model(model) -> None:
     assert [t.shape for t in [*made.k, *made.v]] == [t.shape for t in [*ours.k, *ours.v]]
 
 
-def test_attention_mask_in_a_step() -> None:
-    model = llama()
-    quire.paged(model)
-    cache = quire.PagedKVCache.for_model(model, num_pages=8, page_size=4)
-    meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=4)
-    ids = torch.tensor([[5, 6, 7]])
-    with pytest.raises(quire.UnsupportedAttention, match="no mask and no padding"), quire.step(cache, meta):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
-
-
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     """With the options that torch.compile has by default, graph breaks allowed."""

@@ -169,39 +169,6 @@ def test_a_layer_that_settles_the_number_of_tokens_is_refused() -> None:
     eager.close()
 
 
-@pytest.mark.parametrize("mix", ["max", "min", "aminmax"])
-def test_the_largest_of_a_row_taken_over_all_rows_is_seen(mix: str) -> None:
-    """The same by hand, in a module: it shows in the graph."""
-
-    class ByHand(nn.Module):
-        def __init__(self, weight: torch.Tensor) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            most = {"max": lambda: x.abs().max(), "min": lambda: -x.neg().min(), "aminmax": lambda: x.aminmax().max}[mix]()
-            return F.linear((x / most * 127).round() * most / 127, self.weight)
-
-    model = tiny()
-    model.head = ByHand(model.head.weight)
-    with pytest.raises(UnsupportedAttention, match=rf"head mixes the tokens of the batch outside attention \([\w, ]*{mix}"):
-        PagedModel(model, QuireOptions(compiler="eager"))
-
-
-def test_the_larger_of_two_tensors_is_no_mixing() -> None:
-    class Clipped(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(torch.max(torch.min(x, x * 2), x / 2)) * x.abs().max(dim=-1, keepdim=True).values
-
-    model = tiny()
-    model.head = Clipped(model.head)
-    PagedModel(model, QuireOptions(compiler="eager")).close()
-
-
 def test_layers_quantised_differently_share_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a graph are equal only if their weights wrap the same: three layers each of two schemes."""
     compiled: list[Any] = []
