@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import quire
 from quire.attn_ops.ops.experts import expert_linear
 from quire.attn_ops.step import current_step
 from quire.passes.backend import quire_backend
-from tests.tiny import assert_unchanged, snapshot
+from tests.tiny import assert_unchanged, small_llama, snapshot
 
 PAGE = 8
 LENGTHS = (19, 7, 12)
@@ -42,15 +42,7 @@ class Decorated(nn.Module):
 
 
 def llama() -> nn.Module:
-    """Two layers; large weights, so that attention is far from uniform."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64)).eval()
-    for p in model.parameters():
-        if p.dim() == 2:
-            nn.init.normal_(p, std=0.3)
-    return model
+    return small_llama(0.3, num_hidden_layers=2)
 
 
 def cache_for(model: nn.Module, num_pages: int = 10, **options: Any) -> quire.PagedKVCache:
