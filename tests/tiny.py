@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,6 +60,16 @@ def hf_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, **options:
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
                          **options)
     return out[0, len(prompt) :].tolist()
+
+
+@functools.cache
+def continuations(num_layers: int) -> tuple[list[list[int]], list[list[int]]]:
+    """What transformers makes of each prompt greedily, and what each gives when it is sampled alone. Once a process."""
+    model, tokenizer = load_model(num_layers=num_layers), load_tokenizer()
+    prompts = [tokenizer(p)["input_ids"] for p in PROMPTS]
+    with Engine(model, num_pages=120, max_num_seqs=1, max_model_len=300, async_stepping=False) as engine:
+        sampled = [tokens(engine.generate([p], SAMPLED))[0] for p in prompts]
+    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts], sampled
 
 
 def generated(model: Any) -> list[int]:

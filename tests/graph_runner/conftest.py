@@ -3,7 +3,7 @@
 import pytest
 
 from quire.graph_runner.engine import Engine
-from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, hf_greedy, load_model, load_tokenizer, small_llama, tokens
+from tests.tiny import PROMPTS, assert_idle, continuations, load_model, load_tokenizer, small_llama
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +27,15 @@ def prompts(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def expected(model, prompts):
+def expected(model):
     """transformers' greedy continuation of each prompt."""
-    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts]
+    return continuations(model.config.num_hidden_layers)[0]
 
 
 @pytest.fixture(scope="module")
-def sampled(model, prompts):
+def sampled(model):
     """What each prompt gives when it is sampled alone."""
-    with Engine(model, num_pages=120, max_num_seqs=1, max_model_len=300, async_stepping=False) as engine:
-        return [tokens(engine.generate([p], SAMPLED))[0] for p in prompts]
+    return continuations(model.config.num_hidden_layers)[1]
 
 
 @pytest.fixture(scope="module")

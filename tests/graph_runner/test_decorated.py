@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import quire
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
+from tests.steps import serve
 from tests.tiny import assert_unchanged, snapshot, tokens
 
 
@@ -53,18 +54,16 @@ def language_model(**options) -> nn.Module:
 
 
 def logits_in_steps(model: nn.Module, ids: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """Logits of one sequence of 12, served in steps beside another that is noise."""
-    cache = quire.PagedKVCache.for_model(model, num_pages=16, page_size=4)
-    done, found = 0, []
-    for n in cuts:
-        other = torch.randint(0, 40, (3,))
-        lens, total = [n, 3], [done + n, 3]
-        meta = quire.CommonAttentionMetadata.build(lens, total, [[3, 1, 7], [2]], page_size=4)
-        row = torch.cat([ids[done : done + n], other])
+    """Logits of one sequence, served in steps beside another."""
+    heads = model.blocks[0].heads  # a cache as PagedKVCache.for_model makes it, without another trace of the model
+    cache = quire.PagedKVCache(num_layers=2, num_pages=16, page_size=4, num_kv_heads=heads, dtype=torch.float32, device="cpu",
+                               head_dim=model.head.in_features // heads)
+
+    def call(tokens: torch.Tensor, meta: quire.CommonAttentionMetadata) -> torch.Tensor:
         with torch.no_grad(), quire.step(cache, meta):
-            found.append(model(row[None], meta.positions[None])[0, :n])
-        done += n
-    return torch.cat(found)
+            return model(tokens[None], meta.positions[None])[0]
+
+    return serve(call, [ids, torch.randint(0, 40, (3 * len(cuts),))], [(n, 3) for n in cuts], 4)[0]
 
 
 @pytest.mark.parametrize("options", [{}, dict(attention="torch_native"), dict(fusions="all")], ids=str)

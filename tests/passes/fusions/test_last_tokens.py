@@ -27,6 +27,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.verify.row_wise import PRODUCTS
 from tests.passes.models import HIDDEN, VOCAB, Attention, changes, listing
 from tests.passes.verify.test_quantized import Int8
+from tests.steps import ragged
 from tests.tiny import load_model
 from tests.zoo.harness import LENGTHS, STEPS
 
@@ -113,15 +114,11 @@ def steps(paged: PagedModel) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
     cache = PagedKVCache.for_sites(paged.sites, num_pages=20, page_size=4, device="cpu")
-    table, done, found = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]], [0, 0, 0], []
-    for counts in STEPS:
-        rows = [r for r, n in enumerate(counts) if n]
-        ids = torch.cat([sequences[r][done[r] : done[r] + counts[r]] for r in rows])
-        done = [d + n for d, n in zip(done, counts, strict=True)]
-        meta = CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows], [table[r] for r in rows],
-                                             page_size=4).padded(len(ids) + 2, len(rows) + 1)
-        last = torch.tensor([counts[r] for r in rows]).cumsum(0) - 1
-        out = paged(Step(cache, meta, attention="torch_native"), torch.cat([ids, ids.new_zeros(2)]), meta.positions,
+    found = []
+    for ids, meta, rows in ragged(sequences, STEPS, 4):
+        last = meta.query_start_loc[1:].long() - 1
+        padded = meta.padded(len(ids) + 2, len(rows) + 1)
+        out = paged(Step(cache, padded, attention="torch_native"), torch.cat([ids, ids.new_zeros(2)]), padded.positions,
                     torch.cat([last, last.new_zeros(1)]))
         found.append(out[: len(rows)])
     return found
