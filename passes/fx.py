@@ -144,13 +144,6 @@ def written_between(first: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-def number_constants(node: fx.Node) -> list[int | float]:
-    """Every number in the arguments of the node, booleans excluded."""
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs) if node.op != "placeholder" else (), found.append)
-    return [x for x in found if type(x) in (int, float)]
-
-
 def constant(arg: Any) -> Any:
     """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal.
 
@@ -268,19 +261,12 @@ def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) 
     return [n for n in node.graph.nodes if n in found]
 
 
-def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
-             replace: Callable[[fx.Node, Any], Any] | None = None) -> None:
-    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace`` maps a node's numbers to others."""
+def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any]) -> None:
+    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs."""
     for node in nodes:
         if node in env:
             continue
-
-        def look_up(arg: Any, node: fx.Node = node) -> Any:
-            if isinstance(arg, fx.Node):
-                return env[arg]
-            return replace(node, arg) if replace is not None and type(arg) in (int, float) else arg
-
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), look_up)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "call_function":
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif node.op == "call_method":

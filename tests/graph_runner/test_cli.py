@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And what a command does to a logger, for the rest of its process, ends with the test."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    yield
+    logging.getLogger("quire.graph_runner.engine").setLevel(logging.NOTSET)
 
 
 def test_help_needs_no_torch_and_names_every_command() -> None:

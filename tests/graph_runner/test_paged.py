@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
 import warnings
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import reset_code
-from torch.nn import functional as F
 from transformers import (
     GenerationConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
     MistralConfig,
@@ -25,14 +19,15 @@ from transformers import (
 )
 
 import quire
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.paged import PagedGenerate
-from quire.graph_runner.sampling_params import SamplingParams
-from tests.tiny import PROMPTS, assert_idle, assert_unchanged, load_model, load_tokenizer, snapshot, tokens
+from tests.tiny import PROMPTS, assert_idle, generated, load_model, load_tokenizer, small_llama
 
 NEW = 16
 SMALL = dict(num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
 OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[8])
+
+
+def small() -> nn.Module:
+    return small_llama(0.3, eos_token_id=None, pad_token_id=0)
 
 
 @pytest.fixture(scope="module")
@@ -179,21 +174,6 @@ def test_streamer(no_warnings, plain, model, batch, tokenizer, capsys) -> None:
         m.generate(ids, max_new_tokens=NEW, streamer=TextStreamer(tokenizer, skip_prompt=True))
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and len(printed[0]) > 20
-
-
-def test_tokenizer_for_the_engine(model, tokenizer) -> None:
-    """The engine behind it is there to be used."""
-    assert model.generate.engine is model.generate.engine
-    params = SamplingParams(temperature=0, max_tokens=3)
-    assert len(tokens(model.generate.engine.generate([[5, 6, 7]], params))[0]) == 3
-
-
-def test_a_masked_last_token_goes_to_transformers(plain, model, batch) -> None:
-    """transformers continues from the masked token: not what anyone wants, but what its generate does."""
-    mask = batch.attention_mask.clone()
-    mask[1, -1] = 0
-    with pytest.warns(UserWarning, match="the last token of a prompt is masked"):
-        same(plain, model, batch.input_ids, attention_mask=mask, max_new_tokens=4)
 
 
 def test_arguments_by_position(no_warnings, plain, model, batch) -> None:
@@ -398,9 +378,6 @@ def test_autocast(plain, model, batch) -> None:
         assert torch.equal(got, plain.generate(**batch, max_new_tokens=NEW))
 
 
-# -- the model besides
-
-
 def test_the_rest_of_the_model_is_as_ever(plain, model, batch) -> None:
     with torch.no_grad():
         for kwargs in (dict(batch), dict(input_ids=batch.input_ids[2:], labels=batch.input_ids[2:])):
@@ -410,42 +387,6 @@ def test_the_rest_of_the_model_is_as_ever(plain, model, batch) -> None:
     assert model.config.to_dict() == plain.config.to_dict()
     assert model.generate.__doc__ == plain.generate.__doc__
     assert isinstance(model, type(plain)) and "Llama" in repr(model)
-
-
-def test_close_restores(batch, plain) -> None:
-    model = load_model()
-    before = snapshot(model)
-    assert quire.paged(model, fusions="all", **OPTIONS) is model
-    want = plain.generate(**batch, max_new_tokens=4)
-    assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
-    engine = model.generate.engine
-    model.generate.close()
-    assert_unchanged(model, before)
-    assert not isinstance(model.generate, PagedGenerate) and "forward" not in vars(model)
-    with pytest.raises(RuntimeError, match="the engine is closed"):
-        engine.generate([[5]])
-    assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
-
-
-def test_paged_twice_is_paged_once(batch, plain) -> None:
-    model = load_model()
-    before = snapshot(model)
-    quire.paged(model, **OPTIONS)
-    first = model.generate.engine
-    quire.paged(model, **OPTIONS, page_size=4)
-    assert first._closed and model.generate.engine.runner.cache.page_size == 4
-    assert torch.equal(model.generate(**batch, max_new_tokens=4), plain.generate(**batch, max_new_tokens=4))
-    model.generate.close()
-    assert_unchanged(model, before)
-
-
-def test_options_are_the_engines() -> None:
-    model = quire.paged(load_model(), attention="nope")
-    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
-        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-    with pytest.raises(TypeError, match="quire.Engine has no option atention; it has attention, page_size, "):
-        quire.paged(model, atention="triton")
-    assert isinstance(model.generate, PagedGenerate)  # refused before anything was changed
 
 
 def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> None:
@@ -461,282 +402,3 @@ def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> N
     copied.generate.close()
     assert torch.equal(copied.generate(**batch, max_new_tokens=NEW), changed)
     assert torch.equal(model.generate(**batch, max_new_tokens=NEW), want)
-
-
-def replica(model: nn.Module) -> nn.Module:
-    """As ``nn.DataParallel`` makes one for each device."""
-    made = model._replicate_for_data_parallel()
-    made._modules = dict(model._modules)
-    return made
-
-
-@pytest.mark.parametrize("way", [copy.copy, replica], ids=["copy", "replica"])
-def test_a_copy_that_shares_the_dict_runs_its_own_modules(way) -> None:
-    model, plain = quire.paged(small(), **SMALL), small()
-    want = generated(model)
-    copies = [way(m) for m in (model, plain)]
-    for made in copies:
-        made._modules = dict(made._modules)
-        torch.manual_seed(3)
-        made.lm_head = nn.Linear(32, 64, bias=False)
-    copied, expected = copies
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        assert torch.equal(copied(ids).logits, expected(ids).logits)
-    if way is copy.copy:  # a replica has no parameters, and so no engine
-        assert generated(copied) == generated(expected) != want
-        model.generate.close()
-        assert isinstance(copied.generate, PagedGenerate) and generated(copied) == generated(expected)
-        copied.generate.close()
-        assert type(copied) is type(expected)
-    assert generated(model) == want
-
-
-def test_the_class_is_as_good_as_before(tmp_path) -> None:
-    """It is called the same, is the same for all its models, and can be saved whole."""
-    plain = small()
-    model, other = quire.paged(small(), **SMALL), quire.paged(small(), **SMALL)
-    assert type(model) is type(other) and str(type(model)) == str(type(plain)) and repr(model) == repr(plain)
-    want = generated(plain)
-    for protocol in (0, 2, 5):
-        assert generated(pickle.loads(pickle.dumps(model, protocol))) == want
-    torch.save(model, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert isinstance(loaded, LlamaForCausalLM) and type(loaded) is type(model) and generated(loaded) == want
-    model.save_pretrained(tmp_path)
-    assert generated(LlamaForCausalLM.from_pretrained(tmp_path).eval()) == want
-    for m in (model, other, loaded):
-        m.generate.close()
-        assert type(m) is LlamaForCausalLM
-
-
-def small() -> nn.Module:
-    """Quick to trace."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=128, eos_token_id=None, pad_token_id=0)).eval()
-    for p in model.parameters():
-        if p.dim() == 2:
-            nn.init.normal_(p, std=0.3)
-    return model
-
-
-def generated(model: nn.Module) -> list[int]:
-    return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12)[0].tolist()
-
-
-def test_a_dropped_trace_is_made_again() -> None:
-    model = quire.paged(small(), **SMALL)
-    before, first = generated(model), model.generate.engine
-    reset_code(first.runner.paged.traced_code)  # as torch._dynamo.reset() does to all
-    assert generated(model) == before
-    assert model.generate.engine is first
-    model.generate.close()
-
-
-def test_a_changed_model_is_traced_again() -> None:
-    model, plain = small(), small()
-    quire.paged(model, **SMALL)
-    assert generated(model) == generated(plain)
-    first = model.generate.engine
-    hooks = [m.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 3) for m in (model, plain)]
-    changed = generated(plain)
-    assert generated(model) == changed
-    assert model.generate.engine is first
-    for hook in hooks:
-        hook.remove()
-    assert generated(model) == generated(plain) != changed
-    model.generate.close()
-
-
-def test_pickled() -> None:
-    model, want = quire.paged(small(), **SMALL), generated(small())
-    assert generated(model) == want
-    copied = pickle.loads(pickle.dumps(model))
-    assert isinstance(copied.generate, PagedGenerate)
-    assert generated(copied) == want and copied.generate.engine is not model.generate.engine
-    for m in (model, copied):
-        m.generate.close()
-        assert not isinstance(m.generate, PagedGenerate) and generated(m) == want
-
-
-def test_a_forward_patched_on_the_instance_stays() -> None:
-    """As accelerate and others do it: it is traced, called outside of steps, and there again in the end."""
-    model, plain = small(), small()
-    forwards = []
-    for m in (model, plain):
-        def patched(*args, _own=m.forward, **kwargs):
-            out = _own(*args, **kwargs)
-            out.logits = out.logits * -1
-            return out
-
-        m.forward = patched
-        forwards.append(patched)
-    want = generated(plain)
-    assert want != generated(small())
-    quire.paged(model, **SMALL)
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, plain(ids).logits)
-    assert generated(model) == want
-    model.generate.close()
-    assert model.forward is forwards[0] and generated(model) == want
-
-
-def test_not_kept_alive() -> None:
-    model = quire.paged(load_model())
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_what_it_takes() -> None:
-    with pytest.raises(TypeError, match="Linear has no generate.*decorate its forward with quire.paged, or use"):
-        quire.paged(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="takes the model itself, not what torch.compile made of it. Page it first"):
-        quire.paged(torch.compile(small()))
-    with pytest.raises(TypeError, match="quire.paged takes a model or a forward function, got int"):
-        quire.paged(3)
-    with pytest.raises(TypeError, match="unknown options for backend 'quire': .'page_sze'."):
-        quire.paged(lambda self: None, page_sze=4)
-
-
-# -- a forward of one's own
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, width = x.shape
-        q, k, v = (f(x).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).reshape(b, s, width))
-        return x + self.mlp(x)
-
-
-def language_model(**options) -> nn.Module:
-    """Not a transformers model: it calls F.scaled_dot_product_attention, and its forward is decorated."""
-
-    class MyLM(nn.Module):
-        def __init__(self, vocabulary: int = 40, width: int = 32, heads: int = 4) -> None:
-            super().__init__()
-            self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
-            self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
-            self.head = nn.Linear(width, vocabulary)
-
-        @quire.paged(**options)
-        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(input_ids) + self.positions(position_ids)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    return MyLM().eval()
-
-
-def logits_in_steps(model: nn.Module, ids: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """Logits of one sequence of 12, served in steps beside another that is noise."""
-    cache = quire.PagedKVCache.for_model(model, num_pages=16, page_size=4)
-    done, found = 0, []
-    for n in cuts:
-        other = torch.randint(0, 40, (3,))
-        lens, total = [n, 3], [done + n, 3]
-        meta = quire.CommonAttentionMetadata.build(lens, total, [[3, 1, 7], [2]], page_size=4)
-        row = torch.cat([ids[done : done + n], other])
-        with torch.no_grad(), quire.step(cache, meta):
-            found.append(model(row[None], meta.positions[None])[0, :n])
-        done += n
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("options", [{}, dict(attention="torch_native"), dict(fusions="all")], ids=str)
-def test_decorated_forward(options) -> None:
-    model = language_model(compiler="eager", **options)
-    ids = torch.arange(12)
-    with torch.no_grad():
-        want = model(ids[None], torch.arange(12)[None])[0]  # outside a step: plain
-    assert (logits_in_steps(model, ids, [5, 1, 1, 4, 1]) - want).abs().max() < 1e-5
-    with torch.no_grad():
-        assert torch.equal(model(ids[None], torch.arange(12)[None])[0], want)
-    loss = model(ids[None], torch.arange(12)[None]).sum()
-    loss.backward()
-    assert model.blocks[0].q.weight.grad is not None
-
-
-@pytest.mark.parametrize("fusions", ["none", "all"])
-def test_two_models_of_one_decorated_class(fusions) -> None:
-    """They must not share weights."""
-    first = language_model(compiler="eager", fusions=fusions)
-    second = type(first)().eval()
-    ids = torch.arange(12)
-    for model in (first, second, first):
-        with torch.no_grad():
-            want = model(ids[None], torch.arange(12)[None])[0]
-        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
-
-
-@pytest.mark.slow
-def test_many_models_of_one_decorated_class() -> None:
-    """Each has what was compiled for it, and takes it along: Dynamo traces one function at most eight times."""
-    cls = type(language_model(compiler="eager"))
-    models = [cls(width=8 * n, heads=2).eval() for n in range(1, 11)]
-    ids = torch.arange(4)
-    for model in models:
-        with torch.no_grad():
-            want = model(ids[None], ids[None])[0]
-        assert (logits_in_steps(model, ids, [3, 1]) - want).abs().max() < 1e-5
-    gone = [weakref.ref(x) for model in models for x in (model, *model.parameters())]
-    del model, models
-    gc.collect()
-    assert not [ref for ref in gone if ref() is not None]
-
-
-def test_keyword_only_arguments_of_a_decorated_forward() -> None:
-    class Scaled(type(language_model(compiler="eager"))):
-        @quire.paged(compiler="eager")
-        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
-            x = self.embed(input_ids) + self.positions(position_ids)
-            return self.head(self.blocks[0](x)) * scale
-
-    model, ids = Scaled().eval(), torch.arange(4)
-    with torch.no_grad():
-        want = model(ids[None], ids[None])[0]
-    assert (logits_in_steps(model, ids, [4]) - want).abs().max() < 1e-5
-
-
-def test_replaced_parameters_of_a_fused_model() -> None:
-    """Fused weights follow updates in place; tensors that were swapped are noticed."""
-    model = language_model(compiler="eager", fusions="all")
-    ids = torch.arange(12)
-    for swap in (lambda p: p.data.mul_(1.5), lambda p: setattr(p, "data", p.detach() * 0.7)):
-        logits_in_steps(model, ids, [12])
-        swap(model.blocks[1].k.weight)
-        with torch.no_grad():
-            want = model(ids[None], torch.arange(12)[None])[0]
-        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("fusions", ["none", "all"])
-def test_engine_of_a_decorated_module(fusions) -> None:
-    model = language_model(compiler="eager")
-    prompts = [[3, 4, 5], [7], list(range(20))]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(10):
-            with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
-        expected.append(ids[len(prompt) :])
-    before = snapshot(model)
-    with Engine(model, num_pages=40, page_size=4, max_num_seqs=4, max_model_len=64, fusions=fusions) as engine:
-        params = SamplingParams(temperature=0, max_tokens=10)
-        assert tokens(engine.generate(prompts, params)) == expected
-    assert_unchanged(model, before)

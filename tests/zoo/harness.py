@@ -15,6 +15,7 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.rewrite.lower import set_paged_arguments
+from tests.steps import serve as in_steps
 
 LENGTHS = (11, 6, 21)
 # Tokens that each step schedules of each sequence: chunked prefill beside decode, a lone token, sequences that wait.
@@ -71,28 +72,15 @@ def serve(model: PagedModel, batch: Batch, *, page_size: int, layout: Any = "NHD
     """
     device = batch.ids[0].device
     cache = noisy_cache(model.sites, page_size, device=device, layout=layout)
-    order = (torch.randperm(cache.num_pages - 1, generator=torch.Generator().manual_seed(2)) + 1).tolist()
-    table = [[order.pop() for _ in range(pages_for(n, page_size))] for n in LENGTHS]
-    done = [0] * len(LENGTHS)
-    logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
-    for counts in STEPS:
-        rows = [r for r, count in enumerate(counts) if count]
-        queries = [counts[r] for r in rows]
-        ids = torch.cat([batch.ids[r][done[r] : done[r] + counts[r]] for r in rows])
-        for r in rows:
-            done[r] += counts[r]
-        meta = CommonAttentionMetadata.build(queries, [done[r] for r in rows], [table[r] for r in rows],
-                                             page_size=page_size, device=device)
+
+    def call(ids: torch.Tensor, meta: CommonAttentionMetadata) -> torch.Tensor:
         meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
-        step = Step(cache, meta, attention=attention)
-        row_of_ids = torch.cat([ids, ids.new_zeros(pad[0])])
-        wanted = torch.arange(len(ids), device=device)
+        step, wanted = Step(cache, meta, attention=attention), torch.arange(len(ids), device=device)
         with mutated(model, step, mutation or {}):
-            out = model(step, row_of_ids, meta.positions, wanted.flip(0) if backwards else wanted)
-        out = out.flip(0) if backwards else out
-        for r, part in zip(rows, out.split(queries), strict=True):
-            logits[r].append(part)
-    return [torch.cat(parts) for parts in logits]
+            out = model(step, torch.cat([ids, ids.new_zeros(pad[0])]), meta.positions, wanted.flip(0) if backwards else wanted)
+        return out.flip(0) if backwards else out
+
+    return in_steps(call, batch.ids, STEPS, page_size, device)
 
 
 @contextlib.contextmanager

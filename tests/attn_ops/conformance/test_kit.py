@@ -107,14 +107,6 @@ def test_torch_native_passes(dtype) -> None:
             ["no synchronization", "CUDA graph of a decode batch", "CUDA graph of a mixed batch"], "a cpu has none")}
 
 
-def test_triton_passes_in_the_interpreter() -> None:
-    triton = get_backend("triton")
-    why = triton.available(torch.device("cpu"))
-    if why:
-        pytest.skip(why)
-    assert not [r for r in check_backend(triton, "cpu", only="batch") if r.status == "FAIL"]
-
-
 # Wrong ones.
 
 

@@ -108,11 +108,6 @@ class Breaks(Tiny):
         return super().forward(input_ids, position_ids)
 
 
-class OwnPositions(Tiny):
-    def forward(self, input_ids, position_ids):
-        return super().forward(input_ids, torch.arange(input_ids.shape[1])[None])
-
-
 class CausalIf(Tiny):
     def forward(self, input_ids, position_ids):
         x = self.embed(input_ids)[:, None]
@@ -123,7 +118,6 @@ class CausalIf(Tiny):
     (NoPositions(), "NoPositions.forward takes no position_ids; a ragged batch cannot be given to it"),
     (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
     (CausalIf(), r"CausalIf could not be traced .*argument 'is_causal' must be bool, not SymBool; File .*test_paged_model.py"),
-    (OwnPositions(Attention(4, 2, is_causal=True)), "the model makes positions of its own .*must take position_ids"),
     (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"),
     (Tiny(), "no attention was found"),
 ])
@@ -267,11 +261,6 @@ def test_logits_may_come_in_a_tuple() -> None:
     assert len(PagedModel(model, EAGER).sites) == 1
 
 
-def test_chosen_ahead_of_the_first_step() -> None:
-    model = PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager", page_size=8))
-    assert model.selection.backend.name == "torch_native"
-
-
 @pytest.mark.parametrize("name, changes, message", [
     ("llama", dict(is_encoder_decoder=True), "llama is an encoder-decoder model; quire serves decoder-only models"),
     ("llama", dict(layer_types=["conv", "full_attention"]), r"llama has layers of type \['conv'\]"),
@@ -299,44 +288,6 @@ def test_what_was_found_must_agree_with_the_config(name, changes, message) -> No
         setattr(model.config, key, value)
     with pytest.raises(UnsupportedAttention, match=message):
         PagedModel(model, EAGER)
-
-
-class Mixing(torch.nn.Module):
-    """One attention layer, and before it something that lets tokens meet, or something they need each other for."""
-
-    def __init__(self, before) -> None:
-        super().__init__()
-        self.embed, self.place = torch.nn.Embedding(32, 16), torch.nn.Embedding(64, 16)
-        self.qkv, self.head, self.before = torch.nn.Linear(16, 48), torch.nn.Linear(16, 32), before
-
-    def forward(self, input_ids, position_ids):
-        x = self.before(self, self.embed(input_ids) + self.place(position_ids), position_ids)
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + y.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("before", [
-    lambda m, x, p: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
-    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1],
-    lambda m, x, p: torch.roll(x, 1, 1),
-    lambda m, x, p: x.cumsum(1),
-    lambda m, x, p: x - x.mean(1, keepdim=True),
-    lambda m, x, p: x + x[:, :1],
-    lambda m, x, p: x + m.place(torch.arange(x.shape[1])),
-    lambda m, x, p: x * (x.shape[1] ** 0.25),
-    lambda m, x, p: x + m.place(p - p[:, :1]),
-    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
-], ids=["shift", "pad", "roll", "cumsum", "mean", "first", "arange", "length", "relative", "unfold"])
-def test_tokens_that_meet_outside_attention_are_refused(before) -> None:
-    with pytest.raises(UnsupportedAttention, match="mixes the tokens of the batch|positions of its own"):
-        PagedModel(Mixing(before).eval(), EAGER)
-
-
-def test_token_wise_work_is_not_refused() -> None:
-    paged = PagedModel(Mixing(lambda m, x, p: (x - x.mean(-1, keepdim=True)).softmax(-1) * p[..., None]).eval(), EAGER)
-    assert len(paged.sites) == 1
-    paged.close()
 
 
 @pytest.mark.parametrize("length", [None, 41, 40])
