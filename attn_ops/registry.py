@@ -71,7 +71,7 @@ def get_backend(name: str) -> AttentionBackend:
     return backends[name]
 
 
-_FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
+FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class BackendRow:
     reason: str | None
     priority: int | None
     capabilities: AttentionCapabilities | None
+    verified: bool = True
 
     @property
     def usable(self) -> bool:
@@ -103,12 +104,15 @@ class BackendTable(list[BackendRow]):
                 table.append([row.name, "no", *[""] * 6])
                 continue
             dtypes, kv = (listed(map(dtype_name, found)) for found in (caps.dtypes, caps.kv_dtypes & QUANTIZED_KV_DTYPES))
-            features = ", ".join(f for f in _FEATURES if getattr(caps, f)) or "none"
+            features = ", ".join(f for f in FEATURES if getattr(caps, f)) or "none"
             table.append([row.name, "yes" if row.usable else "no", dtypes, kv, caps.head_dims_note, caps.page_sizes_note,
                           features, caps.cudagraph_support.name])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
+        unverified = [row.name for row in self if not row.verified]
+        if unverified:
+            lines.append(f"not verified on hardware, only against their packages' signatures: {', '.join(unverified)}")
         return "\n".join(lines + self.measured)
 
     __repr__ = __str__
@@ -126,11 +130,12 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     for name, backend in loaded.items():
         caps = backend.capabilities
         reason = None if where.type in caps.devices else f"runs on {listed(caps.devices)}"
-        rows.append(BackendRow(name, reason or backend.available(where), (backend.priority or {}).get(where.type), caps))
+        rows.append(BackendRow(name, reason or backend.available(where), (backend.priority or {}).get(where.type), caps,
+                               backend.verified))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
     return BackendTable(rows, where, tuning.summary(where))
 
 
-__all__ = ["BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
            "register_backend"]
