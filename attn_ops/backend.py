@@ -177,6 +177,7 @@ class AttentionBackend:
         packages: distributions, beside torch, that its speed depends on.
         verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
             the signatures that its package publishes; tables say so.
+        route: for a backend made of backends: site -> which of them serve it, as text.
     """
 
     name: str
@@ -191,11 +192,32 @@ class AttentionBackend:
     priority: dict[str, int] | None = None
     packages: tuple[str, ...] = ()
     verified: bool = True
+    route: Callable[[AttentionSite], str] | None = None
+
+    def serves(self, site: AttentionSite) -> str:
+        """What a site becomes, as text."""
+        return f"{self.name}_paged_attention" if self.route is None else self.route(site)
 
     @property
     def ops(self) -> tuple[Any, ...]:
         """The ops that attend: ``op``, and ``rope_op`` if there is one."""
         return (self.op,) if self.rope_op is None else (self.op, self.rope_op)
+
+
+@dataclass(frozen=True)
+class BackendFamily:
+    """Backends that are made when their name is first used, registered as a backend is.
+
+    Args:
+        name: of the family.  usage: the form of the names, for tables and messages.
+        matches: whether a name is one of the family's.
+        make: (name, get_backend) -> the backend. Raises ValueError for a name that is not of the form.
+    """
+
+    name: str
+    usage: str
+    matches: Callable[[str], bool]
+    make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
 
 
 class UnsupportedAttention(ValueError):
@@ -236,5 +258,5 @@ def listed(items: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, items))) or "none"
 
 
-__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "ROPE_PAGED_SCHEMA",
-           "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]
+__all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA",
+           "ROPE_PAGED_SCHEMA", "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]
