@@ -152,7 +152,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(item, inner[0]) for item in value)
     if typing.get_origin(kind) is Mapping:
-        return isinstance(value, Mapping) and all(_fits(x, k) for item in value.items() for x, k in zip(item, inner, strict=True))
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(x, inner[1]) for k, x in value.items())
     if inner:  # a union
         return any(_fits(value, one) for one in inner)
     if kind in (int, float):
