@@ -29,10 +29,12 @@ def test_the_kit(dtype: torch.dtype) -> None:
 
 def test_batches_of_other_shapes_compile_nothing() -> None:
     kit = Kit(BACKEND, torch.device("cpu"), torch.float32)
-    for rows in (DECODE, MIXED, [(1, 40)] * 3, [(9, 40), (2, 7)]):
+    for rows in (DECODE, MIXED, [(1, 40)] * 3, [(9, 40), (2, 7)], [(1, 1500)] * 2, [(64, 1300), (1, 5)],
+                 [(150, 200)] * 2):
         check(BACKEND, kit.batch(rows))
     before = counters["stats"]["unique_graphs"]
-    for rows in ([(1, 30)] * 7, [(5, 11), (4, 400), (1, 3)], [(1, 2000), (1, 9)], [(64, 1300), (1, 5), (20, 20)]):
+    for rows in ([(1, 30)] * 7, [(5, 11), (4, 400), (1, 3)], [(1, 2000), (1, 9)], [(60, 1800), (1, 5), (20, 20)],
+                 [(1, 40)] * 30, [(200, 300)] * 2):
         check(BACKEND, kit.batch(rows))
     assert counters["stats"]["unique_graphs"] == before
 
