@@ -35,7 +35,8 @@ scale, ...         as in ``attention.py``
 
 Rules:
 
-* Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons.
+* Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
+  raises UnsupportedAttention for a feature that it has not, and changes no input.
 * Write the mapped slots and nothing else. See NOTE [Padding]: rows may be empty, padding tokens give zeros.
 * Read nothing on the host in the op: work on the host is ``plan``'s, which finds its state in ``current_step()``.
 * For ``attention="auto"``, set ``priority`` for each device type, and ``packages`` to the distributions that the speed depends
@@ -89,6 +90,7 @@ class AttentionCapabilities:
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
         mla, cross, encoder, cascade: kinds of attention that no backend here has yet.
+        batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         cudagraph_support: see CudagraphSupport.
     """
 
@@ -112,6 +114,7 @@ class AttentionCapabilities:
     cross: bool = False
     encoder: bool = False
     cascade: bool = False
+    batch_invariant: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
     def reasons_against(
@@ -172,6 +175,9 @@ class AttentionBackend:
             no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
         packages: distributions, beside torch, that its speed depends on.
+        verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
+            the signatures that its package publishes; tables say so.
+        route: for a backend made of backends: site -> which of them serve it, as text.
     """
 
     name: str
@@ -185,11 +191,33 @@ class AttentionBackend:
     prepare: Any | None = None
     priority: dict[str, int] | None = None
     packages: tuple[str, ...] = ()
+    verified: bool = True
+    route: Callable[[AttentionSite], str] | None = None
+
+    def serves(self, site: AttentionSite) -> str:
+        """What a site becomes, as text."""
+        return f"{self.name}_paged_attention" if self.route is None else self.route(site)
 
     @property
     def ops(self) -> tuple[Any, ...]:
         """The ops that attend: ``op``, and ``rope_op`` if there is one."""
         return (self.op,) if self.rope_op is None else (self.op, self.rope_op)
+
+
+@dataclass(frozen=True)
+class BackendFamily:
+    """Backends that are made when their name is first used, registered as a backend is.
+
+    Args:
+        name: of the family.  usage: the form of the names, for tables and messages.
+        matches: whether a name is one of the family's.
+        make: (name, get_backend) -> the backend. Raises ValueError for a name that is not of the form.
+    """
+
+    name: str
+    usage: str
+    matches: Callable[[str], bool]
+    make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
 
 
 class UnsupportedAttention(ValueError):
@@ -230,5 +258,5 @@ def listed(items: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, items))) or "none"
 
 
-__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "ROPE_PAGED_SCHEMA",
-           "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]
+__all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA",
+           "ROPE_PAGED_SCHEMA", "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention, listed
+from quire.attn_ops.composite import attention_name, kind_of
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.tuning import attention as tuning
 
@@ -28,10 +30,11 @@ class Selection:
 
 
 def select_backend(
-    name: str | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
+    name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
     kv_dtype: torch.dtype | None = None, layout: str | None = None,
 ) -> Selection:
-    """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site.
+    """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
+    each kind of layer (``attn_ops/composite.py``).
 
     The best is the fastest by what was measured on this device (``attn_ops/tuning/attention.py`` has the rule), else the
     first in order of priority. Nothing is measured here.
@@ -40,14 +43,15 @@ def select_backend(
         UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
         ValueError: there is no backend called ``name``.
     """
-    cache = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
+    name = attention_name(name)
+    cache: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
 
     def refusal(backend: AttentionBackend) -> tuple[list[str], AttentionSite | None]:
         """Why the backend cannot serve the model, and the site where that shows."""
         if missing := backend.available(device):
             return [missing], None
         for site in sites:
-            if reasons := backend.capabilities.reasons_against(site, device=device, **cache):  # type: ignore[arg-type]
+            if reasons := backend.capabilities.reasons_against(site, device=device, **cache):
                 return reasons, site
         return [], None
 
@@ -74,11 +78,13 @@ def select_backend(
             return first
         usable.append(backend)
     if first is not None:
-        decision = tuning.decide(usable, sites, device=device, **cache)  # type: ignore[arg-type]
+        decision = tuning.decide(usable, sites, device=device, **cache)
         if decision is None:
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
         return Selection(decision.backend, {**against, **decision.passed_over}, decision.why)
+    if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
+        return replace(by_kind, passed_over=against)
     others = ""
     if not auto:
         can = [n for n, b in all_backends().items() if n != name and not refusal(b)[0]]
@@ -88,6 +94,20 @@ def select_backend(
     listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
     raise UnsupportedAttention(
         f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
+
+
+def _by_kind(sites: Sequence[AttentionSite], device: torch.device, cache: dict[str, Any]) -> Selection | None:
+    """The best backend for each kind of layer; None if all layers are of one kind, or one kind has none."""
+    kinds: dict[str, list[AttentionSite]] = {}
+    for site in sites:
+        kinds.setdefault(kind_of(site.window, site.chunk), []).append(site)
+    if len(kinds) < 2:
+        return None
+    try:
+        names = {kind: select_backend("auto", some, device=device, **cache).backend.name for kind, some in kinds.items()}
+        return Selection(get_backend(names), {}, "no backend serves all layers: the first one for each kind of layer")
+    except UnsupportedAttention:
+        return None
 
 
 __all__ = ["Selection", "select_backend"]

@@ -41,7 +41,8 @@ class EngineConfig:
         ValueError: a value of the wrong type or out of range; names the option.
     """
 
-    attention: str = _option("auto", 'attention backend, or "auto" (quire.backends() lists them)')
+    attention: str | Mapping[str, str] = _option(
+        "auto", 'attention backend, "auto", or one for each kind of layer: full=NAME,window=NAME (quire.backends() lists them)')
     page_size: int = _option(16, "tokens per page of the KV cache", least=1)
     num_pages: int | None = _option(
         None, "pages of the KV cache, the null page included. None: what fits in GPU memory, 256 MiB on a CPU", least=2)
@@ -117,7 +118,7 @@ class EngineConfig:
 class EngineOptions(TypedDict, total=False):
     """Names and types of the fields of ``EngineConfig``, for type checkers (``**options: Unpack[EngineOptions]``)."""
 
-    attention: str
+    attention: str | Mapping[str, str]
     page_size: int
     num_pages: int | None
     max_num_seqs: int
@@ -150,6 +151,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in inner
     if typing.get_origin(kind) is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(item, inner[0]) for item in value)
+    if typing.get_origin(kind) is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(x, inner[1]) for k, x in value.items())
     if inner:  # a union
         return any(_fits(value, one) for one in inner)
     if kind in (int, float):
@@ -164,6 +167,8 @@ def _described(kind: Any) -> str:
         return " or ".join(map(repr, inner))
     if typing.get_origin(kind) is Sequence:
         return "a list of " + {int: "integers", str: "strings"}[inner[0]]
+    if typing.get_origin(kind) is Mapping:
+        return "a dictionary of strings"
     if inner:
         return " or ".join(map(_described, inner))
     names = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}

@@ -6,12 +6,13 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.composite import attention_name
 from quire.attn_ops.step import current_step
 from quire.graph_runner.model_guard import ModelGuard
 from quire.graph_runner.on_instance import OnInstance, restore_attribute
@@ -27,8 +28,8 @@ class PagedForward(OnInstance):
     _proved: ModelGuard | None = None  # of the model, as it was when it was verified
 
 
-    def __init__(self, model: torch.nn.Module, attention: str) -> None:
-        self.model, self.attention = model, attention
+    def __init__(self, model: torch.nn.Module, attention: str | Mapping[str, str]) -> None:
+        self.model, self.attention = model, attention_name(attention)
         self.original = model.__dict__.get("forward")
         functools.update_wrapper(self, type(model).forward)
 

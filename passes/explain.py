@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,8 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.model_name}: {len(self.sites)} attention sites"]
         if self.sites:
-            op = f"{self.selection.backend.name}_paged_attention" if self.selection else "refused"
-            lines.append(format_sites(self.sites, [op] * len(self.sites)))
+            lines.append(format_sites(self.sites, [
+                self.selection.backend.serves(site) if self.selection else "refused" for site in self.sites]))
         if self.selection is not None:
             why = f", {self.selection.why}" if self.selection.why else ""
             lines.append(f"attention backend: {self.selection.backend.name}{why}")
@@ -47,12 +48,12 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(model: torch.nn.Module, *, attention: str = "auto", page_size: int = 16) -> Explanation:
+def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "auto", page_size: int = 16) -> Explanation:
     """Trace ``model`` (nothing is computed) and show for each site how its attention would run, or why it is refused.
 
     Args:
         model: as for ``quire.Engine``.
-        attention: backend name, or "auto".
+        attention: as for ``quire.Engine``.
         page_size: tokens per page, which some backends restrict.
 
     Raises:
