@@ -193,7 +193,7 @@ def test_eager_paged_steps(name) -> None:
     with torch.no_grad():
         expected = [model_of(name, attention="eager")(input_ids=s[None], use_cache=False).logits[0]
                     for s in (first, second)]
-        cache = PagedKVCache.for_sites(find_sites(model), num_pages=12, page_size=4, device="cpu")
+        cache = PagedKVCache.for_model(model, num_pages=12, page_size=4)
         with interface_active(model):
             table = [[3, 1, 7, 2], [5, 4, 6, 11, 9, 8]]
             for (a, b), (c, d) in [((0, 9), (0, 1)), ((9, 10), (1, 14)), ((10, 13), (14, 21))]:
@@ -204,6 +204,16 @@ def test_eager_paged_steps(name) -> None:
                 assert step.served == set(cache.layer_ids)
                 wanted = torch.cat([expected[0][a:b], expected[1][c:d]])
                 assert (out - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_eager_paged_step_refuses_a_latent_cache() -> None:
+    """Without a graph there are keys and values only, which a cache of latent vectors cannot hold."""
+    model = model_of("deepseek_v3")
+    cache = PagedKVCache.for_model(model, num_pages=4, page_size=4, latent=True)
+    meta = CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
+    with (interface_active(model), running(Step(cache, meta)), torch.no_grad(),
+          pytest.raises(UnsupportedAttention, match="holds latent vectors .* torch.compile")):
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
 
 
 def test_eager_paged_step_refuses_what_the_backend_cannot() -> None:
