@@ -85,11 +85,11 @@ class AttentionCapabilities:
         dtypes: of q, k and v.
         kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
-        head_dims: predicate on (D, Dv).  page_sizes: on tokens per page.  *_note: as text, for messages.
+        head_dims: predicate on (D, Dv).  mla_dims: on (rank, R).  page_sizes: on tokens per page.  *_note: for messages.
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
-        mla, cross, encoder, cascade: kinds of attention that no backend here has yet.
+        mla: MLA on the latent cache, with ``mla_op``.  cross, encoder, cascade: kinds that no backend here has yet.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         cudagraph_support: see CudagraphSupport.
     """
@@ -101,6 +101,8 @@ class AttentionCapabilities:
     min_kv_compute_capability: Mapping[torch.dtype, tuple[int, int]] = field(default_factory=dict, hash=False)
     head_dims: Callable[[int, int], bool] = lambda d, dv: True
     head_dims_note: str = "any"
+    mla_dims: Callable[[int, int], bool] = lambda rank, rope: True
+    mla_dims_note: str = "any"
     page_sizes: Callable[[int], bool] = lambda p: True
     page_sizes_note: str = "any"
     layouts: frozenset[str] = frozenset({"NHD", "HND"})
@@ -138,7 +140,14 @@ class AttentionCapabilities:
             have_kv = "the model's own dtype" + (f", {listed(map(dtype_name, self.kv_dtypes))}" if self.kv_dtypes else " only")
             note = f": {self.kv_dtypes_note}" if self.kv_dtypes_note else ""
             why.append(f"KV cache dtype {dtype_name(kv_dtype)} (has {have_kv}{note})")
-        if not self.head_dims(site.head_dim, site.head_dim_v):
+        if site.latent is not None:
+            if not self.mla:
+                why.append("no MLA on the latent cache")
+            elif not self.mla_dims(*site.latent):
+                why.append(f"MLA of {site.latent.rank}+{site.latent.rope} (has {self.mla_dims_note})")
+            if kv_dtype != site.dtype:
+                why.append(f"no latent cache of {dtype_name(kv_dtype)}")
+        elif not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
         if page_size is not None and not self.page_sizes(page_size):
             why.append(f"page size {page_size} (has {self.page_sizes_note})")
@@ -161,8 +170,10 @@ class AttentionBackend:
     Args:
         name: what users write: ``attention="name"``.
         available: device -> None if usable on it in this process, else the reason, with what to do about it.
-        op: the paged op (PAGED_SCHEMA), from ``define_paged_op``.
+        op: the paged op (PAGED_SCHEMA), from ``define_paged_op``. None for a backend that has MLA only; its head_dims accept
+            nothing.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), for kernels that fuse it.
+        mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
@@ -185,6 +196,7 @@ class AttentionBackend:
     available: Callable[[torch.device], str | None]
     op: Any
     rope_op: Any | None = None
+    mla_op: Any | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
@@ -200,8 +212,8 @@ class AttentionBackend:
 
     @property
     def ops(self) -> tuple[Any, ...]:
-        """The ops that attend: ``op``, and ``rope_op`` if there is one."""
-        return (self.op,) if self.rope_op is None else (self.op, self.rope_op)
+        """The ops that attend."""
+        return tuple(op for op in (self.op, self.rope_op, self.mla_op) if op is not None)
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,41 @@ from quire.attn_ops.tuning import attention as tuning
 @dataclass(frozen=True)
 class Selection:
     """The chosen backend, and why each one that was tried was passed over. ``why``: what measurements say of the choice, or
-    ""."""
+    "". ``sites``: as it serves them; MLA layers are latent, or else ``not_latent`` says why not."""
 
     backend: AttentionBackend
     passed_over: dict[str, list[str]]
     why: str = ""
+    sites: tuple[AttentionSite, ...] = ()
+    not_latent: str = ""
 
     def __str__(self) -> str:
         over = "".join(f"; {n} passed over: {', '.join(why)}" for n, why in self.passed_over.items())
+        over += f"; MLA on the dense cache: {self.not_latent}" if self.not_latent else ""
         return self.backend.name + (f" ({self.why})" if self.why else "") + over
+
+
+def select_latent_or_dense(name: str | AttentionBackend, sites: Sequence[AttentionSite], **where: Any) -> Selection:
+    """``select_backend`` with MLA layers on the latent cache; where no backend serves that, on keys and values of all heads.
+
+    Args:
+        where: keyword arguments of ``select_backend``.
+
+    Raises:
+        UnsupportedAttention: neither is served; has the reasons against both.
+    """
+    try:
+        return select_backend(name, sites, **where)
+    except UnsupportedAttention as latent:
+        site = next((s for s in sites if s.latent is not None), None)
+        if site is None:
+            raise
+        try:
+            selection = select_backend(name, [s.dense for s in sites], **where)
+        except UnsupportedAttention as dense:
+            raise UnsupportedAttention(f"{latent}\nWith keys and values of all heads in the cache: {dense}") from dense
+    reasons = selection.backend.capabilities.reasons_against(site, **where)
+    return replace(selection, not_latent=f"{selection.backend.name}: {'; '.join(reasons)}")
 
 
 def select_backend(
@@ -73,8 +99,8 @@ def select_backend(
         if reasons:
             against[backend.name] = reasons
             continue
-        first = first or Selection(backend, dict(against))
-        if not auto or not tuning.sources(device):
+        first = first or Selection(backend, dict(against), sites=tuple(sites))
+        if not auto or any(s.latent is not None for s in sites) or not tuning.sources(device):
             return first
         usable.append(backend)
     if first is not None:
@@ -82,7 +108,7 @@ def select_backend(
         if decision is None:
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
-        return Selection(decision.backend, {**against, **decision.passed_over}, decision.why)
+        return Selection(decision.backend, {**against, **decision.passed_over}, decision.why, tuple(sites))
     if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
         return replace(by_kind, passed_over=against)
     others = ""
@@ -105,9 +131,10 @@ def _by_kind(sites: Sequence[AttentionSite], device: torch.device, cache: dict[s
         return None
     try:
         names = {kind: select_backend("auto", some, device=device, **cache).backend.name for kind, some in kinds.items()}
-        return Selection(get_backend(names), {}, "no backend serves all layers: the first one for each kind of layer")
+        return Selection(get_backend(names), {}, "no backend serves all layers: the first one for each kind of layer",
+                         tuple(sites))
     except UnsupportedAttention:
         return None
 
 
-__all__ = ["Selection", "select_backend"]
+__all__ = ["Selection", "select_backend", "select_latent_or_dense"]

@@ -120,8 +120,8 @@ class ModelRunner:
 
     def _set_up(self) -> None:
         config = self.config
-        self.sites: list[AttentionSite] = self.paged.sites
         self.selection = self.paged.selection
+        self.sites: list[AttentionSite] = list(self.selection.sites)  # as the backend serves them
         self.backend = self.selection.backend
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():

@@ -28,6 +28,7 @@ from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
 from quire.passes.fx import copy_graph, placeholders, shape_conditions, symbolic, value
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
+from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
 from quire.passes.verify.positions import check_reductions, use_short_frequencies
@@ -73,13 +74,15 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     check_rows(gm.graph, real)
     if raised or any_shape:
         _check_shape_conditions(gm, inputs, tokens, raised > 0)
-    return gm, sites
+    return gm, with_latents(gm, sites)
 
 
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
                 weights: FusedWeights, small: bool = False) -> tuple[Lowered, FusedInputs]:
     """A copy of ``raised``, fused and lowered. ``small``: for steps of at most MAX_TOKENS tokens."""
     gm = copy_graph(raised)
+    if target.latent:
+        raise_mla(gm)  # before fusions, which may change what becomes of kv_b
     fused = apply_fusions(gm, inputs, fusions, weights, small)
     lowered = lower(gm, target)
     apply_lowered_fusions(lowered, fusions, small)

@@ -282,7 +282,7 @@ def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeFo
         live, size = batch.metadata.slot_mapping[: batch.metadata.num_actual_tokens], batch.metadata.page_size
         for which, new in (("key", batch.new_k), ("value", batch.new_v)):
             for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
-                if part is not None:
+                if part is not None and name in wanted:  # a latent cache has no values
                     wanted[name][live // size, live % size] = bits(part)
     given = {name: (tensor, tensor.clone()) for name, tensor in batch.inputs().items()}
     out = run(backend, batch, rotary, form)

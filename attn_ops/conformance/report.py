@@ -13,6 +13,7 @@ import torch
 from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
 from quire.attn_ops.conformance.batches import Failure, noting_errors
 from quire.attn_ops.conformance.checks import DIMS, PAGE_SIZES, Kit, Skip
+from quire.attn_ops.conformance.mla import MlaKit
 from quire.attn_ops.conformance.ops import op_checks
 from quire.attn_ops.conformance.record import Result, run_record, write_record
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
@@ -43,16 +44,17 @@ def check_backend(backend: AttentionBackend, device: torch.device | str = "cpu",
     caps = backend.capabilities
     dtype = dtype or first_dtype(backend)
     kit = Kit(backend, device, dtype, kv_dtype, quick)
+    mla = [] if kv_dtype is not None else MlaKit(kit).checks()  # a latent cache is of the model's dtype
     if device.type not in caps.devices or backend.available(device):
         return [Result("usable here", "FAIL", backend.available(device) or f"runs on {listed(caps.devices)}")]
     for reason, missing in ((f"dtype {dtype} is not declared", dtype not in caps.dtypes),
                             (f"KV cache dtype {kv_dtype} is not declared", kv_dtype not in (None, *caps.kv_dtypes)),
-                            (f"no head dims among {DIMS} are declared", not kit.dims),
+                            (f"no head dims among {DIMS} are declared", not kit.dims and backend.op is not None),
                             (f"no page size among {PAGE_SIZES} is declared", not kit.page_sizes),
                             ("no layout is declared", not kit.layouts)):
         if missing:
             return [Result("declarations", "FAIL", reason)]
-    return run_checks(kit.checks(), only)
+    return run_checks([*(kit.checks() if backend.op is not None else []), *mla], only)
 
 
 def run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]], only: str = "") -> list[Result]:

@@ -25,7 +25,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache, register_site_finder
 from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.registry import get_backend
-from quire.attn_ops.selection import Selection, select_backend
+from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.errors import unwrapped
 from quire.passes.capture.head import check_checkpoint, check_logits
@@ -204,7 +204,7 @@ class PagedModel:
     def select(self, page_size: int) -> Selection:
         """The backend for pages of ``page_size`` tokens. Raises UnsupportedAttention if there is none."""
         device = next(self.model.parameters()).device
-        return select_backend(self.options.attention, self.sites, device=device, page_size=page_size)
+        return select_latent_or_dense(self.options.attention, self.sites, device=device, page_size=page_size)
 
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
         """Check that the compiled graphs can run a step of that size.

@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
-from quire.attn_ops.selection import Selection, select_backend
+from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
 from quire.passes.compile.ahead import CompileAhead
@@ -82,7 +82,7 @@ class TracedGraph:
         call: what Dynamo is tracing; a graph for one length of rows traces it again for a step.
 
     Attributes:
-        compilations: by (backend, page size, KV dtype, layout, with fusions).
+        compilations: by (backend, page size, KV dtype, layout, with fusions, latent).
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
@@ -215,7 +215,8 @@ class TracedGraph:
             ValueError: the options and the step's cache differ.
         """
         target, selection = self._target(step)
-        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions)
+        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
+               target.latent)
         if key not in self.compilations:  # by the backend's name: "auto" and that name share a compilation
             self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
         return self.compilations[key]
@@ -234,12 +235,27 @@ class TracedGraph:
                     raise ValueError(f"the model is compiled with {option}={given}, and the step's cache has {found}; leave "
                                      "the option out, or make a cache that goes with it")
         assert page_size is not None
-        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout)
+        sites = self.sites if step is None else self._sites_in(step)
+        latent = any(s.latent is not None for s in sites)
+        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent)
         if key not in self._selected:
-            self._selected[key] = select_backend(attention, self.sites, device=self._query.device, page_size=page_size,
-                                                 kv_dtype=kv_dtype, layout=layout)
+            select = select_latent_or_dense if step is None else select_backend
+            self._selected[key] = select(attention, sites, device=self._query.device, page_size=page_size, kv_dtype=kv_dtype,
+                                         layout=layout)
         selection = self._selected[key]
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout), selection
+        latent = any(s.latent is not None for s in selection.sites)
+        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent), selection
+
+    def _sites_in(self, step: Step) -> list[AttentionSite]:
+        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads."""
+        latent = any(step.cache.is_latent(s.layer) for s in self.sites)
+        sites = self.sites if latent else [s.dense for s in self.sites]
+        for site in sites:
+            if step.cache.is_latent(site.layer) != (site.latent is not None):
+                kind = "latent" if site.latent is None else "not latent"
+                raise ValueError(f"layer {site.layer} of the step's cache is {kind}, and "
+                                 f"the model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
+        return sites
 
     def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False) -> tuple[Lowered, FusedInputs]:
         """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens."""

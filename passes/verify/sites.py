@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from quire.attn_ops.attention import AttentionSite, attention
+from quire.attn_ops.attention import AttentionSite, Latent, attention
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.mla import mla_attention
 from quire.passes.fx import ancestors, constant, module_path, placeholders, source_name, symbolic, value
 from quire.passes.rewrite.raise_sdpa import find_sdpa
 from quire.passes.verify.positions import check_rope
@@ -19,12 +20,15 @@ STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_at
 
 
 def site_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of the semantic op, in graph order."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in (attention, torch.ops.quire.attention)]
+    """The nodes of the semantic ops, in graph order."""
+    ops = (attention, torch.ops.quire.attention, mla_attention)
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in ops]
 
 
 def site_of(node: fx.Node) -> AttentionSite:
-    """The static facts of one node of the semantic op."""
+    """The static facts of one node of a semantic op."""
+    if node.target is mla_attention:
+        return _mla_site_of(node)
     q, k, v = (value(node.args[i]) for i in range(3))
     path = module_path(node)
     try:
@@ -37,6 +41,16 @@ def site_of(node: fx.Node) -> AttentionSite:
         head_dim_v=int(v.shape[3]), dtype=q.dtype, scale=opts["scale"], window=opts["window"], softcap=opts["softcap"],
         chunk=opts["chunk"], sinks=node.args[3] is not None, causal=opts["causal"], name=path,
         route=node.meta.get("quire_route") or ("interface" if path else "op"),
+    )
+
+
+def _mla_site_of(node: fx.Node) -> AttentionSite:
+    q, c, k_rope, kv_b = map(value, node.args)
+    heads, dim, latent = int(q.shape[1]), int(q.shape[3]), Latent(int(c.shape[2]), int(k_rope.shape[2]))
+    return AttentionSite(
+        layer=constant(node.kwargs["layer"]), num_heads=heads, num_kv_heads=heads, head_dim=dim,
+        head_dim_v=int(kv_b.shape[0]) // heads - dim + latent.rope, dtype=q.dtype, scale=constant(node.kwargs["scale"]),
+        name=module_path(node), route=node.meta.get("quire_route") or "interface", latent=latent,
     )
 
 

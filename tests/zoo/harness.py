@@ -62,16 +62,18 @@ def noisy_cache(sites: list[AttentionSite], page_size: int, *, device: torch.dev
 
 
 def serve(model: PagedModel, batch: Batch, *, page_size: int, layout: Any = "NHD", attention: str = "auto",
-          pad: tuple[int, int] = (0, 0), mutation: dict[str, Any] | None = None, backwards: bool = False) -> list[torch.Tensor]:
+          pad: tuple[int, int] = (0, 0), mutation: dict[str, Any] | None = None, backwards: bool = False,
+          dense: bool = False) -> list[torch.Tensor]:
     """Serve the batch in STEPS; the logits (length, V) of each sequence.
 
     Args:
         pad: tokens and rows that each step is padded by.
         mutation: what to change in every lowered attention op; see ``mutated``.
         backwards: ask for the rows of logits in the other order than that of the tokens.
+        dense: MLA layers with the keys and values of all heads in the cache.
     """
     device = batch.ids[0].device
-    cache = noisy_cache(model.sites, page_size, device=device, layout=layout)
+    cache = noisy_cache([s.dense for s in model.sites] if dense else model.sites, page_size, device=device, layout=layout)
 
     def call(ids: torch.Tensor, meta: CommonAttentionMetadata) -> torch.Tensor:
         meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
@@ -88,7 +90,7 @@ def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[N
     """While inside, every lowered attention op of ``model`` has the options in ``change`` instead of its own."""
     paged = model.graph.compiled(step)
     graph = paged.lowered.gm
-    before = {n: (n.args, n.kwargs) for n in graph.graph.nodes if n.target is paged.lowered.target.backend.op}
+    before = {n: (n.args, n.kwargs) for n in graph.graph.nodes if n.target in paged.lowered.target.backend.ops}
     assert before, "the lowered graph has no paged op"
     run = paged.run
     if change:

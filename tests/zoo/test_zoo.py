@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 
+from quire.attn_ops.attention import Latent
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -107,10 +108,20 @@ def test_mutations_are_seen(zoo: Specimen) -> None:
         defaults["scale"] *= 2  # of two layers, the first one has the default
     mutations = {"only the query's own key": {"window": 1}}
     mutations |= {f"no {f}": {f: defaults[f]} for f in zoo.entry.features if f in defaults}
-    for name, mutation in mutations.items():
-        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", mutation=mutation)
+    for name, mutation in mutations.items():  # MLA on the latent cache has no such options
+        got = serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", mutation=mutation, dense=True)
         assert error(got, zoo.batch) > 1e-3, f"{name}: not seen"
-    assert error(serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native"), zoo.batch) <= TOLERANCE
+    assert error(serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", dense=True), zoo.batch) <= TOLERANCE
+
+
+def test_mla(zoo: Specimen) -> None:
+    """Every layer of an MLA model is on the latent cache, and no layer of another model; attention there moves the logits."""
+    rank = zoo.entry.options.get("kv_lora_rank")
+    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
+    assert {s.latent for s in zoo.paged.sites} == latents
+    if rank is not None:
+        options = {"page_size": 8, "attention": "torch_native", "mutation": {"scale": 2 * zoo.paged.sites[0].scale}}
+        assert error(serve(zoo.paged, zoo.batch, **options), zoo.batch) > 1e-3
 
 
 def test_cut_into_pieces(zoo: Specimen) -> None:

@@ -191,7 +191,7 @@ def test_names_of_implementations(name, known) -> None:
 def test_eager_paged_steps(name) -> None:
     model = model_of(name)
     ids = [torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in (13, 21)]
-    cache = PagedKVCache.for_sites(find_sites(model), num_pages=12, page_size=4, device="cpu")
+    cache = PagedKVCache.for_model(model, num_pages=12, page_size=4)
 
     def call(tokens: torch.Tensor, meta: CommonAttentionMetadata) -> torch.Tensor:
         with running(Step(cache, meta)) as step:
@@ -205,6 +205,16 @@ def test_eager_paged_steps(name) -> None:
             served = serve(call, ids, [(9, 1), (1, 13), (3, 7)], 4)
     for out, want in zip(served, expected, strict=True):
         assert (out - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def test_eager_paged_step_refuses_a_latent_cache() -> None:
+    """Without a graph there are keys and values only, which a cache of latent vectors cannot hold."""
+    model = model_of("deepseek_v3")
+    cache = PagedKVCache.for_model(model, num_pages=4, page_size=4, latent=True)
+    meta = CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
+    with (interface_active(model), running(Step(cache, meta)), torch.no_grad(),
+          pytest.raises(UnsupportedAttention, match="holds latent vectors .* torch.compile")):
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
 
 
 def test_eager_paged_step_refuses_what_the_backend_cannot() -> None:
