@@ -54,7 +54,8 @@ class EngineConfig:
         None, "maximum length of a request, prompt and continuation. None: what the model and the cache allow", least=2)
     gpu_memory_utilization: float = _option(
         0.9, "fraction of the GPU's memory that may be in use, in (0, 1]; sizes the KV cache")
-    kv_layout: Literal["NHD", "HND"] = _option("NHD", 'layout of the KV cache, "NHD" or "HND"')
+    kv_layout: Literal["NHD", "HND"] | None = _option(
+        None, 'layout of the KV cache, "NHD" or "HND". None: the environment variable QUIRE_KV_CACHE_LAYOUT, or "NHD"')
     prefill_chunk_size: int | None = _option(
         None, "maximum number of prompt tokens of one request per step. None: max_num_batched_tokens", least=1)
     cudagraph_capture_sizes: Sequence[int] | None = _option(
@@ -87,6 +88,9 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         import torch
 
+        from quire.attn_ops.metadata.layout import get_kv_cache_layout
+
+        object.__setattr__(self, "kv_layout", self.kv_layout or get_kv_cache_layout())
         self.compile_options(torch.device("cpu"))  # raises for names that do not exist
 
     @classmethod
@@ -125,7 +129,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: str | torch.dtype
     max_model_len: int | None
     gpu_memory_utilization: float
-    kv_layout: Literal["NHD", "HND"]
+    kv_layout: Literal["NHD", "HND"] | None
     prefill_chunk_size: int | None
     cudagraph_capture_sizes: Sequence[int] | None
     cudagraph_token_sizes: Sequence[int] | None
