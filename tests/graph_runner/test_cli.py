@@ -111,7 +111,7 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     (["generate", "hi", "--engine", "num_pages=abc"], "num_pages must be an integer or None, got 'abc'"),
     (["generate", "hi", "--engine", "num_pages=2.5"], "num_pages must be an integer or None, got 2.5"),
     (["generate", "hi", "--engine", "cudagraph_capture_sizes=[1,'x']"],
-     "cudagraph_capture_sizes must be a list of integers or None, got [1, 'x']"),
+     "cudagraph_capture_sizes must be a list of integers or 'sglang' or 'vllm' or 'powers' or None, got [1, 'x']"),
     (["generate", "hi", "--engine", "kv_layout=DNH"], "kv_layout must be 'NHD' or 'HND' or None, got 'DNH'"),
     (["generate", "hi", "--engine", "seed=True"], "seed must be an integer or None, got True"),
     (["generate", "hi", "--engine", "attention=flashinfer"], "attention='flashinfer' cannot serve this model on cpu"),
