@@ -166,7 +166,7 @@ def test_clear() -> None:
     r = runner(1)
     r.clear()
     assert r.can_run(BatchShape(1, 1), True) is None
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="was not captured"):
         r.replay(BatchShape(1, 1))
 
 
