@@ -19,7 +19,7 @@ Register it with ``quire.register_backend(BACKEND)``, or, for every process, by 
 and check it with ``python -m quire.attn_ops.conformance --backend mine``, or ``quire.check_backend(BACKEND)``.
 
 The paged op stores the step's keys and values, then attends each query to its sequence's pages and returns (T, H, Dv). T, B
-and the other letters are those of ``attention.py``, the tensors those of ``metadata.py`` and ``kv_cache.py``:
+and the other letters are those of ``attention.py``, the tensors those of ``metadata/core.py`` and ``kv_cache.py``:
 
 =================  ==================================================================================================
 q, k, v            (T, H, D), (T, Hkv, D), (T, Hkv, Dv), perhaps strided. k, v None: another layer with the same cache

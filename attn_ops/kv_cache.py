@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
-
-Layout = Literal["NHD", "HND"]
+from quire.attn_ops.metadata.layout import KVCacheLayoutType as Layout
+from quire.attn_ops.metadata.layout import get_kv_cache_layout, is_valid_kv_cache_layout
 
 SiteFinder = Callable[[Any], list[AttentionSite]]
 Finder = TypeVar("Finder", bound=Callable[..., list[AttentionSite]])
@@ -43,6 +43,7 @@ class PagedKVCache:
         num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
         page_size: tokens per page.
         num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one per layer. head_dim_v defaults to head_dim.
+        layout: "NHD" or "HND"; ``get_kv_cache_layout()`` by default.
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
         latent: whether values are the first head_dim_v numbers of the keys; a bool, or one per layer.
 
@@ -55,14 +56,15 @@ class PagedKVCache:
     def __init__(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int], head_dim_v: int | Sequence[int] | None = None, dtype: torch.dtype,
-        device: torch.device | str, layout: Layout = "NHD", layer_ids: Sequence[int] | None = None,
+        device: torch.device | str, layout: Layout | None = None, layer_ids: Sequence[int] | None = None,
         latent: bool | Sequence[bool] = False,
     ) -> None:
         if num_pages < 2:
             raise ValueError(f"a paged KV cache needs at least 2 pages (page 0 is the null page), got num_pages={num_pages}")
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
-        if layout not in ("NHD", "HND"):
+        layout = get_kv_cache_layout() if layout is None else layout
+        if not is_valid_kv_cache_layout(layout):
             raise ValueError(f"layout must be 'NHD' or 'HND', got {layout!r}")
         if dtype not in QUANTIZED_KV_DTYPES and not (dtype.is_floating_point and dtype.itemsize >= 2):
             raise ValueError(f"a KV cache of {dtype_name(dtype)} is not possible: give the model's own dtype or one of the "
@@ -106,7 +108,7 @@ class PagedKVCache:
 
     @classmethod
     def for_sites(cls, sites: Sequence[AttentionSite], *, num_pages: int, page_size: int = 16, device: torch.device | str,
-                  dtype: torch.dtype | None = None, layout: Layout = "NHD") -> PagedKVCache:
+                  dtype: torch.dtype | None = None, layout: Layout | None = None) -> PagedKVCache:
         """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent."""
         if not sites:
             raise ValueError("no attention sites: there is nothing to cache")
@@ -119,7 +121,7 @@ class PagedKVCache:
 
     @classmethod
     def for_model(cls, model: Any, *, num_pages: int, page_size: int = 16, dtype: torch.dtype | None = None,
-                  device: torch.device | str | None = None, layout: Layout = "NHD", latent: bool = False) -> PagedKVCache:
+                  device: torch.device | str | None = None, layout: Layout | None = None, latent: bool = False) -> PagedKVCache:
         """A cache for ``model``: its attention sites are found by tracing it (nothing is computed).
 
         Args:
@@ -198,4 +200,4 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return math.ceil(num_tokens / page_size)
 
 
-__all__ = ["PagedKVCache", "bytes_per_page", "pages_for", "register_site_finder", "token_bytes", "vector_bytes"]
+__all__ = ["Layout", "PagedKVCache", "bytes_per_page", "pages_for", "register_site_finder", "token_bytes", "vector_bytes"]

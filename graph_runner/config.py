@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
+from quire.graph_runner.buckets import Policy
+
 if TYPE_CHECKING:
     import torch
 
@@ -55,14 +57,19 @@ class EngineConfig:
         None, "maximum length of a request, prompt and continuation. None: what the model and the cache allow", least=2)
     gpu_memory_utilization: float = _option(
         0.9, "fraction of the GPU's memory that may be in use, in (0, 1]; sizes the KV cache")
-    kv_layout: Literal["NHD", "HND"] = _option("NHD", 'layout of the KV cache, "NHD" or "HND"')
+    kv_layout: Literal["NHD", "HND"] | None = _option(
+        None, 'layout of the KV cache, "NHD" or "HND". None: the environment variable QUIRE_KV_CACHE_LAYOUT, or "NHD"')
     prefill_chunk_size: int | None = _option(
         None, "maximum number of prompt tokens of one request per step. None: max_num_batched_tokens", least=1)
-    cudagraph_capture_sizes: Sequence[int] | None = _option(
-        None, "decode batch sizes to capture. None: the default buckets, []: none")
-    cudagraph_token_sizes: Sequence[int] | None = _option(
-        None, "token counts of mixed batches to capture, for backends that allow it. None: default buckets up to 1024 on a "
-        "GPU, none on a CPU. []: none")
+    cudagraph_capture_sizes: Sequence[int] | Policy | None = _option(
+        None, 'decode batch sizes to capture, or the name of a list: "sglang", "vllm", "powers". None: the default buckets, '
+        "[]: none")
+    cudagraph_token_sizes: Sequence[int] | Policy | None = _option(
+        None, "token counts of mixed batches to capture, for backends that allow it, or the name of a list (up to 1024). None: "
+        "default buckets up to 1024 on a GPU, none on a CPU. []: none")
+    cudagraph_lazy: bool = _option(False, "capture a batch size when the first batch of it comes, and not at the start")
+    cudagraph_debug: bool = _option(
+        False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
     compiler: str = _option(
         "auto", '"inductor", "inductor-whole", "eager", or "auto": inductor on a GPU, eager on a CPU, where compiling takes '
         "longer than it saves")
@@ -88,6 +95,9 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         import torch
 
+        from quire.attn_ops.metadata.layout import get_kv_cache_layout
+
+        object.__setattr__(self, "kv_layout", self.kv_layout or get_kv_cache_layout())
         self.compile_options(torch.device("cpu"))  # raises for names that do not exist
 
     @classmethod
@@ -126,10 +136,12 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: str | torch.dtype
     max_model_len: int | None
     gpu_memory_utilization: float
-    kv_layout: Literal["NHD", "HND"]
+    kv_layout: Literal["NHD", "HND"] | None
     prefill_chunk_size: int | None
-    cudagraph_capture_sizes: Sequence[int] | None
-    cudagraph_token_sizes: Sequence[int] | None
+    cudagraph_capture_sizes: Sequence[int] | Policy | None
+    cudagraph_token_sizes: Sequence[int] | Policy | None
+    cudagraph_lazy: bool
+    cudagraph_debug: bool
     compiler: str
     fusions: str | Sequence[str]
     async_stepping: bool | None

@@ -25,12 +25,13 @@ from quire.graph_runner.model_runner import Launched, ModelRunner
 from quire.graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, make_requests, pairs_of
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
+from quire.graph_runner.weights import WeightUpdates
 
 logger = logging.getLogger(__name__)
 
 
 @documents_options
-class Engine:
+class Engine(WeightUpdates):
     """Serves one causal LM in this process. Use as a context manager, or call ``close``: the model is then as it was.
     Threads may share an engine: their requests run together, in the model's dtypes (``torch.autocast`` does not apply).
 
@@ -56,10 +57,10 @@ class Engine:
         self.model, self.tokenizer = loading.load(model, tokenizer)
         self._live = LiveModel(self.model, config)
         self.config = config = self._live.config
-        self.max_model_len = min(self.runner.max_model_len, (self._live.num_pages - 1) * config.page_size)
         self.scheduler = Scheduler(BlockAllocator(self._live.num_pages), page_size=config.page_size,
                                    max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                                    prefill_chunk_size=config.prefill_chunk_size)
+        self.max_model_len, self.scheduler.prefill_chunk_size, self.scheduler.reach = self._live.limits()
         self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
         self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
@@ -179,6 +180,7 @@ class Engine:
         self.scheduler.preempt_all()
         self._launch_failed = False
         self._live.trace_again(change)
+        self.max_model_len, self.scheduler.prefill_chunk_size, self.scheduler.reach = self._live.limits()
 
     def collect(self, leave: int = 0) -> None:
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""

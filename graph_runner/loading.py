@@ -93,7 +93,7 @@ def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:
         ValueError: ``max_model_len`` is more than the model has positions.
     """
     length = model_length(model, config.max_model_len)
-    if config.num_pages is not None:
+    if config.num_pages is not None and config.max_model_len is None:  # else the engine limits it, where pages are not reused
         length = max(2, min(length, (config.num_pages - 1) * config.page_size))
     return replace(config, max_model_len=length,
                    max_num_batched_tokens=min(config.max_num_batched_tokens, length * config.max_num_seqs))

@@ -33,6 +33,7 @@ from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers
+from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
@@ -122,7 +123,7 @@ class ModelRunner:
         config = self.config
         self.selection = self.paged.selection
         self.sites: list[AttentionSite] = list(self.selection.sites)  # as the backend serves them
-        self.backend = self.selection.backend
+        self.backend, self.reach = self.selection.backend, Reach.of(self.sites)
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():
             with start_times.timed("autotune"):
@@ -148,8 +149,9 @@ class ModelRunner:
                       max_model_len=self.max_model_len)
         self._new_states(self.cache)
         buckets = self._buckets(self.backend.capabilities.cudagraph_support)
-        self.graphs = CudaGraphRunner(self._run_captured, buckets, self.device, before_capture=self._before_capture,
-                                      progress=self._progress("Capturing CUDA graphs"))
+        self.graphs = CudaGraphRunner(
+            self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
+            progress=self._progress("Capturing CUDA graphs"), inputs=self._inputs if config.cudagraph_debug else None)
         if self.graphs.buckets:
             with start_times.timed("capture"):
                 self.graphs.capture()
@@ -200,7 +202,9 @@ class ModelRunner:
             token_sizes = token_buckets(min(MIXED_TOKENS, config.max_num_batched_tokens)) if (
                 found and self.device.type == "cuda") else []
         elif token_sizes:
-            token_sizes = token_buckets(config.max_num_batched_tokens, token_sizes)
+            limit = min(MIXED_TOKENS, config.max_num_batched_tokens) if isinstance(token_sizes, str) else (
+                config.max_num_batched_tokens)
+            token_sizes = token_buckets(limit, token_sizes)
         if support is CudagraphSupport.ALWAYS:
             for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
                 found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
@@ -212,6 +216,8 @@ class ModelRunner:
         config = self.config
         page = bytes_per_page(self.sites, config.page_size, self._kv_dtype)
         useful = config.max_num_seqs * self.buffers.width + 1
+        if self.reach is not None:
+            useful = min(useful, self.reach.useful_pages(config.max_num_seqs, largest.num_tokens, config.page_size))
         if self.device.type != "cuda":
             return max(2, min(useful, CPU_KV_BYTES // page))
         torch.cuda.empty_cache()
@@ -275,13 +281,24 @@ class ModelRunner:
     def bucket_for(self, batch: ScheduledBatch) -> BatchShape | None:
         """The captured graph that runs the batch, or None."""
         live = BatchShape(batch.num_tokens, len(batch.rows))
-        return self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
+        bucket = self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
+        self._capture_steps.clear()  # of a late capture
+        return bucket
+
+    def _inputs(self, bucket: BatchShape) -> list[torch.Tensor]:
+        """What a graph reads beside the weights."""
+        cache, buffers = self.cache, self.buffers
+        return [*buffers.views(bucket).values(), buffers.last_tokens, buffers.table.device, buffers.table.rows, *cache.k,
+                *cache.v, *self.paged.model.parameters()]
 
     def stage(self, batch: ScheduledBatch, bucket: BatchShape | None) -> StagedStep:
         """Copy the batch's inputs to the device, padded to ``bucket`` if one is given, and plan its replay."""
         shape = bucket or BatchShape(batch.num_tokens, len(batch.rows))
         host = self.buffers.fill(batch, shape)
         self.buffers.upload(shape)
+        if self.config.cudagraph_debug:
+            self.buffers.poison_padding(shape, len(batch.rows), batch.num_tokens, self.vocab_size - 1,
+                                        self.max_model_len - 1)
         if self.plans:
             self.buffers.update_table(shape)
         metadata = self.buffers.metadata(shape, host, batch)

@@ -72,7 +72,8 @@ class Request:
 
     ``token_ids`` holds the prompt and the continuation as far as the host knows it; ``num_pending`` more tokens were sampled by
     launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or
-    will have when the launched steps are done. ``inbox``: where the events of the request go.
+    will have when the launched steps are done. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``).
+    ``inbox``: where the events of the request go.
     """
 
     request_id: int
@@ -89,6 +90,7 @@ class Request:
     num_pending: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    num_behind: int = 0
     preemptions: int = 0
     finished: bool = False
 

@@ -16,6 +16,7 @@ from collections import deque
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.block_allocator import BlockAllocator
 from quire.graph_runner.request import Request, ScheduledBatch, ScheduledRow
+from quire.graph_runner.window_pages import Reach
 
 
 class Scheduler:
@@ -27,11 +28,15 @@ class Scheduler:
         max_num_seqs: maximum number of running requests; each has a slot in 0..max_num_seqs-1.
         max_num_batched_tokens: token budget of a step.
         prefill_chunk_size: maximum number of prompt tokens of one request per step, or None.
+
+    Attributes:
+        reach: of the model's attention; pages behind it are freed. None: all of a request's pages are needed.
     """
 
     def __init__(self, allocator: BlockAllocator, *, page_size: int, max_num_seqs: int, max_num_batched_tokens: int,
                  prefill_chunk_size: int | None = None) -> None:
         self.allocator, self.page_size = allocator, page_size
+        self.reach: Reach | None = None
         self.max_num_batched_tokens, self.prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -76,7 +81,7 @@ class Scheduler:
         while self.waiting and budget and self.free_slots and not preempted:
             request = self.waiting[0]
             count = self._chunk(request, budget)
-            pages = self.allocator.allocate(pages_for(count, self.page_size))
+            pages = self._allocate(pages_for(count, self.page_size))
             if pages is None:
                 break
             self.waiting.popleft()
@@ -120,8 +125,10 @@ class Scheduler:
     def _make_room(self, request: Request, count: int) -> bool:
         """Allocate pages for ``count`` more tokens, preempting later arrivals if needed. False if ``request`` was preempted."""
         missing = pages_for(request.num_computed + count, self.page_size) - len(request.pages)
+        if self.reach is not None:
+            self.reach.free_behind(request, self.allocator, self.page_size)
         while missing > 0:
-            pages = self.allocator.allocate(missing)
+            pages = self._allocate(missing)
             if pages is not None:
                 request.pages += pages
                 return True
@@ -133,6 +140,14 @@ class Scheduler:
                 return False
         return True
 
+    def _allocate(self, count: int) -> list[int] | None:
+        pages = self.allocator.allocate(count)
+        if pages is None and self.reach is not None:  # others may hold pages that they need no more
+            for request in self.running:
+                self.reach.free_behind(request, self.allocator, self.page_size)
+            pages = self.allocator.allocate(count)
+        return pages
+
     def _preempt(self, request: Request) -> None:
         self._release(request)
         request.num_computed = 0
@@ -142,9 +157,9 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
-        self.allocator.free(request.pages)
+        self.allocator.free(request.pages[request.num_behind :])
         self.free_slots.append(request.slot)
-        request.pages, request.slot = [], -1
+        request.pages, request.slot, request.num_behind = [], -1, 0
 
     def finish(self, request: Request) -> None:
         """Remove a request, running or waiting, and free what it holds."""

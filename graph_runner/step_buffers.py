@@ -184,6 +184,8 @@ class StepBuffers:
             if holder[slot] is not pages:  # each request gets a new list with its slot, also after a preemption
                 self._new_holder(request)
             note(slot, pages)
+            if request.num_behind:
+                self.table.clear(slot, request.num_behind)
             slots.append(slot)
             start.append(begin)
             num_pages.append(len(pages))
@@ -246,6 +248,16 @@ class StepBuffers:
         for name, value in (("slot_mapping", PAD_SLOT_ID), ("token_source", -1), ("sample_slot", self.dummy_slot),
                             ("row_slot", self.dummy_slot), ("change_at", self.dummy_slot * self.width)):
             v[name].fill_(value)
+
+    def poison_padding(self, shape: BatchShape, rows: int, tokens: int, last_token: int, last_position: int) -> None:
+        """Fill what lies past the batch with values that would show if they had an effect (debugging). Slots, lengths and
+        offsets of padding are part of the contract, see NOTE [Padding], and stay."""
+        v = self.views(shape)
+        for name, value in (("input_ids", last_token), ("positions", last_position)):
+            v[name][tokens:] = value
+        for name, value in (("seed", 12345), ("sample_position", 7), ("temperature", 1), ("top_p", 0.5), ("min_p", 0.5)):
+            v[name][rows:] = value
+        v["logits_indices"][rows:] = max(0, tokens - 1)
 
     def sampling(self, shape: BatchShape, host: dict[str, np.ndarray], batch: ScheduledBatch) -> SamplingTensors | None:
         """Sampling parameters over the device fields, or None if no row needs the sampler."""

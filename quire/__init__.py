@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from quire.graph_runner.request import RequestOutput as RequestOutput
     from quire.graph_runner.request import StreamEvent as StreamEvent
     from quire.graph_runner.sampling_params import SamplingParams as SamplingParams
+    from quire.graph_runner.weights import WeightUpdateError as WeightUpdateError
+    from quire.graph_runner.weights_group import WeightsGroup as WeightsGroup
     from quire.passes.capture.paged_model import PagedKVCache as PagedKVCache
     from quire.passes.explain import assert_attention_sites as assert_attention_sites
     from quire.passes.explain import explain as explain
@@ -38,6 +40,7 @@ _HOMES = {
     "PagedKVCache": "passes.capture.paged_model", "RequestOutput": "graph_runner.request",
     "SamplingParams": "graph_runner.sampling_params", "Step": "attn_ops.step", "StepLimits": "attn_ops.step",
     "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
+    "WeightUpdateError": "graph_runner.weights", "WeightsGroup": "graph_runner.weights_group",
     "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",
     "current_step": "attn_ops.step", "define_paged_op": "attn_ops.backend", "explain": "passes.explain",
     "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",

@@ -136,3 +136,14 @@ def test_padding_errors(tokens, reqs) -> None:
     meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
     with pytest.raises(ValueError, match=f"cannot pad a batch of 3 tokens and 2 sequences to {tokens} and {reqs}"):
         meta.padded(tokens, reqs)
+
+
+def test_without_padding() -> None:
+    """A planner that reads the live part sees the batch as it was built."""
+    meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
+    back = meta.padded(6, 4).unpadded()
+    for field in dataclasses.fields(meta):
+        before, after = getattr(meta, field.name), getattr(back, field.name)
+        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    assert meta.padded(6, 4).num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
+    assert meta.padded(6, 4).query_lens_cpu.tolist() == [2, 1, 0, 0]
