@@ -72,7 +72,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     check_tokens(gm.graph, tokens)
     check_rows(gm.graph, real)
     if raised or any_shape:
-        _check_shape_conditions(gm, inputs, tokens, raised > 0)
+        _check_shape_conditions(gm, inputs, tokens, raised > 0, any_shape)
     return gm, sites
 
 
@@ -112,15 +112,16 @@ def _check_one_row(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
                                        f"{shape} for one row of tokens; need (1, H, S, D)")
 
 
-def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool) -> None:
+def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, any_shape: bool) -> None:
     """Refuse a mask, or a path under dropped guards, that the trace shows for some numbers of tokens only."""
     stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
                     and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
     conditions = shape_conditions(gm.graph, tokens, stored_masks)
     if conditions:
         raise UnsupportedAttention(
-            f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so its masks cannot "
-            "be read off one trace. quire.paged and quire.Engine capture transformers models without masks.")
+            f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so one trace does not show "
+            "what it computes for others; let its forward not branch on the length of its input" + (
+                "." if any_shape else ", or serve a transformers model by quire.paged or quire.Engine, which trace no masks."))
     if raised and not symbolic(tokens):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, too few to tell what its masks mean for longer "

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import ancestors, is_module_tensor, module_path, source_name, symbolic, value, written_by
-from quire.passes.verify.breaks import break_of
+from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes
 from quire.passes.verify.row_index import of_order
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
@@ -308,11 +308,7 @@ def check_tokens(graph: fx.Graph, tokens: Any) -> None:
     Raises:
         UnsupportedAttention: names the operation and the module.
     """
-    broken = break_of(graph)
-    if broken:
-        raise UnsupportedAttention(
-            f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
-            "graph (torch._dynamo.explain, or fullgraph=True, says where)")
+    check_whole(graph)
     if not symbolic(tokens):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; "

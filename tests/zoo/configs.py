@@ -252,6 +252,12 @@ def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention
     torch.manual_seed(seed)
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation=attention).eval()
+    random_weights(model, std)
+    return model
+
+
+def random_weights(model: torch.nn.Module, std: float) -> None:
+    """See ``build``; buffers stay."""
     for name, parameter in model.named_parameters():
         if "sink" in name:
             parameter.data.normal_(0, 1)
@@ -259,4 +265,3 @@ def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention
             parameter.data.normal_(0, std)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.5)
-    return model
