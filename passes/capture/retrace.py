@@ -1,5 +1,5 @@
-"""Trace code again for steps: for rows of any length, where Dynamo traced it for one length only; and by transformers' attention
-interface, where its attention cannot be raised (eager attention with softcap or sinks, chunks).
+"""Trace code again for steps: for rows of any length, where Dynamo traced it for one length only; and by transformers'
+attention interface, where its attention cannot be raised (eager attention with softcap or sinks, chunks).
 
 Dynamo makes sizes of 0 and 1 constants, so a decode step of one token has a trace of its own, from which no mask can be read
 and in which the model may take another path. In a step such a graph is not run. ``TracedCall`` traces the same code on a longer
@@ -194,12 +194,12 @@ class AnyLength:
                 if any(symbolic(size) and not symbolic(other) for size, other in zip(x.shape, like.shape, strict=True)):
                     raise self._different(f"the size of {name} is a constant there")
                 if name not in known and node.users and not is_module_tensor(node):
-                    raise self._different(f"it does not read {name}; inside a step give no masks, which quire does not see there")
+                    raise self._different(f"it does not read {name}; give no masks inside a step")
             elif name not in known and not re.search(r"\.(size|stride|storage_offset)\(\)", name):
                 raise self._different(f"it does not read {name}")
         self._row = sizes[str(tokens)]
-        of_row = [n for n in placeholders(gm.graph) if isinstance(value(n), torch.Tensor) and str(tokens) in map(str, value(n).shape)]
-        like = next(value(n) for n in placeholders(static.graph) if source_name(n) == source_name(of_row[0]))
+        of_row = next(name for name, x in known.items() if isinstance(x, torch.Tensor) and str(tokens) in map(str, x.shape))
+        like = next(value(n) for n in placeholders(static.graph) if source_name(n) == of_row)
         self._outputs = self._match(static, gm, str(like.shape[self._row[1]]) if length is None else str(length))
 
     def num_tokens(self, args: Sequence[Any]) -> int:

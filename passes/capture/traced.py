@@ -33,6 +33,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
 from quire.passes.verify.breaks import check_whole, note_breaks
+from quire.passes.verify.positions import check_model
 from quire.passes.verify.sites import check_config, site_nodes
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class TracedGraph:
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
         ahead: compiles kernels of the lowered graph in other processes.
-        call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: see ``passes/capture/retrace.py``.
+        row_data: see ``raise_graph``.
+        call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
 
     Attributes:
         compilations: by (backend, page size, KV dtype, layout, with fusions).
@@ -87,9 +89,9 @@ class TracedGraph:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
                  config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None,
-                 call: TracedCall | None = None) -> None:
+                 row_data: str | None = None, call: TracedCall | None = None) -> None:
         self.gm, self.options, self.weights = gm, options, weights
-        self.config, self.any_shape, self.ahead = config, any_shape, ahead
+        self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
         self.compilations: dict[Any, CompiledGraph] = {}
         note_breaks(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
@@ -134,8 +136,8 @@ class TracedGraph:
         return self._static and self._call is not None and self._call.tokens is not None
 
     def prepare(self, step: Step) -> None:
-        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will run,
-        which is traced at the first call.
+        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will
+        run, which is traced at the first call.
 
         Raises:
             UnsupportedAttention: as ``compiled``.
@@ -175,6 +177,7 @@ class TracedGraph:
         if model is not None:
             config = model.config
             check_config(config)
+            check_model(model)
         call.trace(lambda gm, inputs: found.append(
             TracedGraph(gm, inputs, self.options, self.weights, config=config, any_shape=True)), model)
         if not found:
@@ -201,7 +204,8 @@ class TracedGraph:
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
-        return raise_graph(self.gm, self.inputs, self.config, self.any_shape)
+        return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
+                           max_length=self.options.max_model_len)
 
     @property
     def raised(self) -> fx.GraphModule:

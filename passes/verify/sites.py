@@ -135,8 +135,8 @@ def check_config(config: Any, max_length: int | None = None) -> None:
         raise UnsupportedAttention("; ".join([
             *([f"{kind} has layers of type {state}: they keep state that is not keys and values (SSM, convolution, linear "
                "attention), which a packed batch would leak between sequences"] if state else []),
-            *([f"{kind} has layers of type {sparse}: each token chooses by their content the keys that it attends to (sparse or "
-               "indexed attention), and no backend of quire does"] if sparse else []),
+            *([f"{kind} has layers of type {sparse}: each token chooses by their content the keys that it attends to (sparse "
+               "or indexed attention), and no backend of quire does"] if sparse else []),
             f"quire serves {sorted(STATELESS_LAYERS)}"]) + ".")
     if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": among tokens of images
         raise UnsupportedAttention(f"{kind} is configured with use_bidirectional_attention="
@@ -157,12 +157,12 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
         found = f"{kind} has {expected} layers but {len(sites)} attention sites were found. "
         if getattr(config, "_attn_implementation", None) == "eager":
             raise UnsupportedAttention(
-                f"{found}Under attn_implementation='eager' this class writes its attention out by hand; with its default "
-                "implementation it may be served: model.set_attn_implementation('sdpa'), or load it without attn_implementation.")
+                f"{found}Under attn_implementation='eager' this class writes its attention out by hand; with its default it "
+                "may be served: model.set_attn_implementation('sdpa'), or load it without attn_implementation.")
         raise UnsupportedAttention(
             f"{found}The rest either attends in a way that quire does not see (attention written out by hand, outside "
-            "transformers' attention interface and F.scaled_dot_product_attention) or is not attention (SSM, convolution, linear "
-            "attention).")
+            "transformers' attention interface and F.scaled_dot_product_attention) or is not attention (SSM, convolution, "
+            "linear attention).")
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap and any(s.softcap is None for s in sites):
         raise UnsupportedAttention(f"{kind} is configured with attn_logit_softcapping={cap}, but this version of transformers "

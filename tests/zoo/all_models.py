@@ -3,9 +3,9 @@
     make models                                          # writes docs/models.md; continues what was interrupted
     make models ARGS="--only LlamaForCausalLM --again"   # some classes, though their results are there
 
-Each class is built with random weights from its own config (``shrink.py``), in a process of its own with a time limit. An engine
-serves three sequences with chunked prefill beside decode: its logits are compared with those of transformers' forward of each
-sequence alone, and so are its greedy tokens. Image-text models are given text only.
+Each class is built with random weights from its own config (``shrink.py``), in a process of its own with a time limit. An
+engine serves three sequences with chunked prefill beside decode: its logits are compared with those of transformers' forward of
+each sequence alone, and so are its greedy tokens. Image-text models are given text only.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ REGISTRIES = {"causal LM": (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transforme
               "image-text": (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText)}
 SECONDS = 300  # of one class; most take 5
 NEW_TOKENS = 4
+OPTIONS: Any = dict(page_size=4, num_pages=64, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48)
+INTRO = f"""Written by `make models` (tests/zoo/all_models.py): every class of transformers' registries, shrunk from its own
+config, served by an engine with chunked prefill in mixed batches, and compared with transformers' forward of each sequence alone
+(float32, {TOLERANCE:g} of the largest logit). Exact: the same logits and greedy tokens. Refused: by quire, for the reason given.
+Not run: transformers cannot build the shrunk class in this environment. Image-text models are given text."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def check(registry: str, config: type) -> tuple[str, str]:
     except Exception as failed:
         alone = failed
     try:
-        with quire.Engine(model, page_size=4, num_pages=64, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48) as engine:
+        with quire.Engine(model, **OPTIONS) as engine:
             if alone is not None:
                 return "not run", line(alone)
             difference = error(serve(engine.runner.paged, batch, page_size=4, attention="torch_native", pad=(3, 2)), batch)
@@ -151,12 +156,7 @@ def stored() -> dict[tuple[str, str], Result]:
 
 def page(results: list[Result], versions: str) -> str:
     """The Markdown of docs/models.md."""
-    out = ["# transformers' models", "",
-           "Written by `make models` (tests/zoo/all_models.py): every class of transformers' registries, shrunk from its own "
-           "config, served by an engine", "with chunked prefill in mixed batches, and compared with transformers' forward of each "
-           f"sequence alone (float32, {TOLERANCE:g} of the", "largest logit). Exact: the same logits and greedy tokens. Refused: by "
-           "quire, for the reason given. Not run: transformers cannot build", "the shrunk class in this environment, or not run it "
-           "on text alone. Image-text models are given text.", "", versions]
+    out = ["# transformers' models", "", INTRO, "", versions]
     for registry in dict.fromkeys(r.registry for r in results):
         rows = [r for r in results if r.registry == registry]
         counts = Counter(r.outcome for r in rows)

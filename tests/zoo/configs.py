@@ -182,6 +182,7 @@ SERVED: dict[str, Served] = {
 }
 
 STATE = "layers of type .*they keep state that is not keys and values"
+SPARSE = "each token chooses by their content the keys that it attends to"
 UNSEEN = "0 attention sites were found"
 REFUSED: dict[str, Refused] = {
     # Recurrent state would leak from one sequence of a packed batch into the next.
@@ -202,7 +203,7 @@ REFUSED: dict[str, Refused] = {
     "minimax_m3_sparse": Refused("MiniMaxM3VLTextConfig", dict(
         SIZES, **MOE, head_dim=16, num_local_experts=4, layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=2,
         index_head_dim=16, index_block_size=4), "minimax_m3_sparse"),
-    "deepseek_v4": Refused("DeepseekV4Config", SIZES, STATE),
+    "deepseek_v4": Refused("DeepseekV4Config", SIZES, SPARSE),
     # Attention that is written out by hand.
     "bloom": Refused("BloomConfig", dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4), UNSEEN),
     "gptj": Refused("GPTJConfig", dict(GPT2, rotary_dim=8), UNSEEN),
@@ -215,7 +216,7 @@ REFUSED: dict[str, Refused] = {
     "falcon_alibi": Refused("FalconConfig", dict(SIZES, alibi=True), "its mask is not proven to be one of positions: .*ALiBi"),
     "doge": Refused("DogeConfig", SIZES, "was given an attention_mask"),
     "deepseek_v32": Refused("DeepseekV32Config", dict(DEEPSEEK, index_n_heads=2, index_head_dim=16, index_topk=8),
-                            "indexed|indices|deepseek_sparse_attention"),
+                            SPARSE),
     "diffllama": Refused("DiffLlamaConfig", SIZES, "attend more than once"),
     "bert": Refused("BertConfig", SIZES, "no non-causal attention"),
     "t5": Refused("T5Config", dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
@@ -230,7 +231,7 @@ REFUSED: dict[str, Refused] = {
     "camembert": Refused("CamembertConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
     "longcat_flash": Refused("LongcatFlashConfig", dict(
         MLA, head_dim=8, num_layers=1, ffn_hidden_size=96, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
-        expert_ffn_hidden_size=32), "could not be traced into one graph"),
+        expert_ffn_hidden_size=32), "a Python loop over the experts"),
     "llama_dynamic_rope": Refused("LlamaConfig", dict(
         SIZES, rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)), "rope_type 'dynamic'"),
 }

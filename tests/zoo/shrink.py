@@ -17,12 +17,13 @@ def _names(text: str, value: int) -> dict[str, int]:
 
 #: The largest value of an attribute: what is smaller stays.
 _SIZES = {
-    **_names("hidden_size d_model n_embd word_embed_proj_dim embed_dim embedding_size emb_dim dim projection_dim out_hidden_size "
-             "projector_hidden_size attention_hidden_size text_hidden_size encoder_hidden_size hidden_size_global lru_width "
-             "vision_hidden_size output_dim decoder_hidden_size image_text_hidden_size moe_hidden_size embedding_dim "
-             "input_embedding_size output_embedding_size cross_hidden_size vision_output_dim projector_input_dim "
-             "projector_output_dim backbone_hidden_size patch_embed_hidden_size projection_hidden_size merged_hidden_size "
-             "image_token_embed_dim multimodal_hidden_size query_pre_attn_scalar ple_embed_dim dim_model_base", HIDDEN),
+    **_names("hidden_size d_model n_embd word_embed_proj_dim embed_dim embedding_size emb_dim dim projection_dim "
+             "out_hidden_size projector_hidden_size attention_hidden_size text_hidden_size encoder_hidden_size "
+             "hidden_size_global lru_width vision_hidden_size output_dim decoder_hidden_size image_text_hidden_size "
+             "moe_hidden_size embedding_dim input_embedding_size output_embedding_size cross_hidden_size vision_output_dim "
+             "projector_input_dim projector_output_dim backbone_hidden_size patch_embed_hidden_size projection_hidden_size "
+             "merged_hidden_size image_token_embed_dim multimodal_hidden_size query_pre_attn_scalar ple_embed_dim "
+             "dim_model_base", HIDDEN),
     **_names("num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads attention_heads n_heads "
              "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_sliding_attention_heads "
              "linear_num_heads router_num_heads", HEADS),
@@ -43,9 +44,9 @@ _SIZES = {
              "encoder_hash_byte_group_vocab pronunciation_vocab_size shape_vocab_size unpadded_vocab_size", VOCAB),
     **_names("max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions model_max_length "
              "original_max_position_embeddings rel_extent context_length", 64),
-    **_names("sliding_window sliding_window_size attention_chunk_size window_size attention_window_size local_attn_chunk_length "
-             "lsh_attn_chunk_length index_topk mamba_chunk_size chunk_size floor_scale keep_window_size "
-             "local_attention_window_len index_block_size", WINDOW),
+    **_names("sliding_window sliding_window_size attention_chunk_size window_size attention_window_size "
+             "local_attn_chunk_length lsh_attn_chunk_length index_topk mamba_chunk_size chunk_size floor_scale "
+             "keep_window_size local_attention_window_len index_block_size", WINDOW),
     **_names("num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers layers depth num_decoder_layers "
              "num_encoder_layers num_blocks num_layers_per_stack", 2),
     **_names("local_attention", 2 * WINDOW),

@@ -275,7 +275,9 @@ def test_chosen_ahead_of_the_first_step() -> None:
 @pytest.mark.parametrize("name, changes, message", [
     ("llama", dict(is_encoder_decoder=True), "llama is an encoder-decoder model; quire serves decoder-only models"),
     ("llama", dict(layer_types=["conv", "full_attention"]), r"llama has layers of type \['conv'\]"),
-    ("llama", dict(use_bidirectional_attention=True), "configured with bidirectional attention"),
+    ("llama", dict(use_bidirectional_attention=True), "configured with use_bidirectional_attention=True"),
+    ("llama", dict(layer_types=["indexed_attention", "conv"]), r"\['conv'\]: they keep state .*\['indexed_attention'\]: each "
+     "token chooses by their content"),
     ("llama", dict(rope_parameters={"rope_type": "dynamic"}), "rope_type 'dynamic'"),
 ])
 def test_configs_refused_before_tracing(name, changes, message) -> None:
@@ -290,7 +292,7 @@ def test_configs_refused_before_tracing(name, changes, message) -> None:
 @pytest.mark.parametrize("name, changes, message", [
     ("llama", dict(num_hidden_layers=3), "llama has 3 layers but 2 attention sites were found"),
     ("llama", dict(attn_logit_softcapping=30.0), "configured with attn_logit_softcapping=30.0, but this version"),
-    ("llama", dict(sliding_window=8), "configured with sliding_window=8, but it did not reach every attention site"),
+    ("llama", dict(sliding_window=8), "configured with sliding_window=8, but attends without it at layer 0"),
     ("gemma2", dict(layer_types=["sliding_attention"] * 2), r"layer 1 \(model.layers.1.self_attn\) is a sliding_attention"),
 ])
 def test_what_was_found_must_agree_with_the_config(name, changes, message) -> None:
@@ -299,6 +301,39 @@ def test_what_was_found_must_agree_with_the_config(name, changes, message) -> No
         setattr(model.config, key, value)
     with pytest.raises(UnsupportedAttention, match=message):
         PagedModel(model, EAGER)
+
+
+def test_eager_attention_written_by_hand_names_the_way_out() -> None:
+    with pytest.raises(UnsupportedAttention, match=r"Under attn_implementation='eager' .*set_attn_implementation\('sdpa'\)"):
+        PagedModel(build(SERVED["falcon"], attention="eager"), EAGER)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.inner, self.compute = build(SERVED["llama"]), forward
+
+    def forward(self, input_ids, position_ids, pixel_values=None):
+        return self.inner(input_ids, position_ids=position_ids * self.compute(input_ids, pixel_values), use_cache=False)
+
+
+def needs_pixels(ids, pixels):
+    if pixels is None:
+        raise ValueError("You have to specify pixel_values")
+
+
+def test_refusals_of_forwards_say_what_is_wrong() -> None:
+    """Not in the words of the tracer: an image model without its image, a path that depends on the tokens."""
+    class Needs(Wrapped):
+        def forward(self, input_ids, pixel_values, position_ids=None):
+            return super().forward(input_ids, position_ids, pixel_values)
+
+    with pytest.raises(UnsupportedAttention, match="Needs.forward cannot do without pixel_values"):
+        PagedModel(Needs(needs_pixels), EAGER)
+    with pytest.raises(UnsupportedAttention, match="forward raises ValueError .* alone: You have to specify pixel_values"):
+        PagedModel(Wrapped(needs_pixels), EAGER)
+    with pytest.raises(UnsupportedAttention, match="reads values of tensors on the host, as a Python loop over the experts"):
+        PagedModel(Wrapped(lambda ids, pixels: 1 if ids.sum() > 3 else 2), EAGER)
 
 
 class Mixing(torch.nn.Module):
