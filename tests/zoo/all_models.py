@@ -38,9 +38,9 @@ SECONDS = 300  # of one class; most take 5
 NEW_TOKENS = 4
 OPTIONS: Any = dict(page_size=4, num_pages=64, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48)
 INTRO = f"""Written by `make models` (tests/zoo/all_models.py): every class of transformers' registries, shrunk from its own
-config, served by an engine with chunked prefill in mixed batches, and compared with transformers' forward of each sequence alone
-(float32, {TOLERANCE:g} of the largest logit). Exact: the same logits and greedy tokens. Refused: by quire, for the reason given.
-Not run: transformers cannot build the shrunk class in this environment. Image-text models are given text."""
+config, served by an engine with chunked prefill in mixed batches, and compared with transformers' forward of each sequence
+alone (float32, {TOLERANCE:g} of the largest logit). Exact: the same logits and greedy tokens. Refused: by quire, for the reason
+given. Not run: transformers cannot build the shrunk class in this environment. Image-text models are given text."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Result:
 
 
 def entries() -> Iterator[tuple[str, type, str]]:
-    """(registry, config class, name of the model class) of every class."""
+    """(registry, config class, name of the model class) of every class. GPT2Config is registered under two names."""
     for registry, (classes, _) in REGISTRIES.items():
-        for config, model in classes.items():
+        for config, model in {config.__name__: (config, model) for config, model in classes.items()}.values():
             yield registry, config, (model[0] if isinstance(model, (tuple, list)) else model).__name__
 
 
