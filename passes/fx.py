@@ -192,7 +192,8 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), lon
         def holds(n: int, expr: Any = of_size) -> bool:
             return bool(expr.subs({symbol: n}))
 
-        tried = {2, 3, 7, 31, 257, 4099, 65537, *(n + d for n in numbers for d in (-1, 0, 1)), *([longest] if longest else [])}
+        tried = {2, 3, 7, 31, 257, 4099, 65537, *([longest] if longest else [])}
+        tried |= {n + d for n in numbers for d in (-1, 0, 1) if n < max(tried)}  # both sides of where the path changes
         below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
         if not all(holds(n) for n in tried if n >= 2 and (below is None or n < below) and (longest is None or n <= longest)):
             found.append(str(expr))

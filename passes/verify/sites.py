@@ -155,7 +155,7 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
     expected = getattr(text, "num_hidden_layers", None)
     if expected is not None and len(sites) != expected:
         found = f"{kind} has {expected} layers but {len(sites)} attention sites were found. "
-        if getattr(config, "_attn_implementation", None) == "eager":
+        if getattr(config, "_attn_implementation", None) == "eager" and _has_sdpa(config):
             raise UnsupportedAttention(
                 f"{found}Under attn_implementation='eager' this class writes its attention out by hand; with its default it "
                 "may be served: model.set_attn_implementation('sdpa'), or load it without attn_implementation.")
@@ -181,6 +181,14 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
                                        "reach the attention call")
         if kind_of == "chunked_attention" and s.chunk is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a chunked_attention layer, but its chunk is unknown")
+
+
+def _has_sdpa(config: Any) -> bool:
+    """Whether transformers' causal LM of this config has an implementation by F.scaled_dot_product_attention."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and bool(
+        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False))
 
 
 def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None = None) -> str:

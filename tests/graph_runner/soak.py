@@ -44,7 +44,10 @@ class Soak:
         self.model = load_model(num_layers=2)
         self.weights = [copy.deepcopy(self.model.state_dict())]
         for _ in range(2):
-            self.weights.append({k: t + 0.02 * torch.randn_like(t) for k, t in self.weights[0].items()})
+            other = load_model(num_layers=2)
+            for parameter in other.parameters():  # once each: some are tied
+                parameter.data += 0.02 * torch.randn_like(parameter)
+            self.weights.append(other.state_dict())
         self.alone = [self._alone(w) for w in self.weights]
         #: Even: which weights the model has is in ``current``. Odd: they are being changed.
         self.version, self.current = 0, 0
@@ -82,7 +85,8 @@ class Soak:
         after = self.version
         for index, output in outputs.items():
             if output.finish_reason == "abort":
-                assert engine is not self.engine or self.stop.is_set() or events_to_read is not None, "aborted by nobody"
+                with self._making:  # it is closed before it is replaced
+                    assert engine is not self.engine or events_to_read is not None, "aborted by nobody"
                 self.counts["aborted"] += 1
                 continue
             assert output.error is None and len(output.token_ids) == 12, output

@@ -21,6 +21,10 @@ MOE = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 DEEPSEEK = dict(MLA, **MOE, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1)
 DEEPSEEK_ONE_GROUP = dict(DEEPSEEK, n_group=1)
 GLM_MOE = dict(SIZES, **MOE, head_dim=16, n_routed_experts=4, n_group=1, topk_group=1)
+#: Image-text models, given text: their image tokens are beyond those of the prompts.
+TEXT = dict(SIZES, vocab_size=72)
+CLIP = dict(model_type="clip_vision_model", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+            image_size=28, patch_size=14)
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 SSM = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
 
@@ -179,6 +183,18 @@ SERVED: dict[str, Served] = {
     "glm4_moe_lite": served("Glm4MoeLiteConfig", DEEPSEEK_ONE_GROUP, features={"head_dim_v": 16}, slow=True),
     "axk1": served("AXK1Config", DEEPSEEK_ONE_GROUP, head_dim=8, features={"head_dim": 24, "head_dim_v": 16}, slow=True),
     "youtu": served("YoutuConfig", MLA, features={"head_dim_v": 16}, slow=True),
+    # Image-text models, on text.
+    "llava": served("LlavaConfig", {}, text_config=dict(TEXT, model_type="llama"), vision_config=CLIP, image_token_index=70,
+                    slow=True),
+    "qwen2_5_vl": served("Qwen2_5_VLConfig", {}, image_token_id=70, video_token_id=71, vision_start_token_id=68,
+                         vision_end_token_id=69, text_config=dict(TEXT, rope_parameters={
+                             "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}),
+                         vision_config=dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64),
+                         slow=True),
+    "gemma3_image": served("Gemma3Config", {}, text_config=dict(TEXT, head_dim=16, layer_types=ALTERNATING, sliding_window=8,
+                                                                num_hidden_layers=4),
+                           vision_config=dict(CLIP, model_type="siglip_vision_model"), image_token_index=70, boi_token_index=68,
+                           eoi_token_index=69, mm_tokens_per_image=4, features=WINDOW, slow=True),
 }
 
 STATE = "layers of type .*they keep state that is not keys and values"
@@ -252,6 +268,8 @@ def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention
     config = getattr(transformers, entry.config)(**entry.options)
     torch.manual_seed(seed)
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        kind = transformers.AutoModelForImageTextToText
     model = kind.from_config(config, attn_implementation=attention).eval()
     random_weights(model, std)
     return model

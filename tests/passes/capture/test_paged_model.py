@@ -351,6 +351,26 @@ class Mixing(torch.nn.Module):
         return self.head(x + y.transpose(1, 2).flatten(2))
 
 
+def test_a_path_for_long_rows_is_served_up_to_its_length() -> None:
+    """A batch may have more tokens than that, as its sequences have not. A path for one length is refused in any case."""
+    model = Mixing(lambda m, x, p: x * 2 if x.shape[1] > 40 else x).eval()
+    with pytest.raises(UnsupportedAttention, match=r"path of its own for some numbers of tokens .*<= 40\).*max_model_len"):
+        PagedModel(model, EAGER)
+    with pytest.raises(UnsupportedAttention, match="path of its own"):
+        PagedModel(model, QuireOptions(compiler="eager", max_model_len=41))
+    paged = PagedModel(model, QuireOptions(compiler="eager", max_model_len=40))
+    ids = [torch.randint(32, (n,)) for n in (40, 33)]
+    meta = CommonAttentionMetadata.build([40, 33], [40, 33], [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], page_size=8)
+    cache = PagedKVCache.for_sites(paged.sites, num_pages=12, page_size=8, device="cpu")
+    got = paged(Step(cache, meta), torch.cat(ids), meta.positions, torch.arange(73))
+    with torch.no_grad():
+        want = torch.cat([model(i[None], torch.arange(len(i))[None])[0] for i in ids])
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+    with pytest.raises(UnsupportedAttention, match="path of its own"):
+        PagedModel(Mixing(lambda m, x, p: x * 2 if x.shape[1] == 37 else x).eval(), QuireOptions(
+            compiler="eager", max_model_len=40))
+
+
 @pytest.mark.parametrize("before", [
     lambda m, x, p: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
     lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1],

@@ -62,7 +62,7 @@ def test_a_mask_of_the_call_is_not_dropped(lengths: list[int]) -> None:
     def mask(n: int) -> torch.Tensor:
         return torch.tensor([[0] + [1] * (n - 1)])
 
-    with pytest.raises(Exception, match="it does not read L\\['attention_mask'\\]; inside a step give no masks"):
+    with pytest.raises(Exception, match="it does not read .*attention_mask.*; give no masks inside a step"):
         run(model, compiled(model), lengths, attention_mask=mask)
 
 
