@@ -161,13 +161,14 @@ def constant(arg: Any) -> Any:
     return val
 
 
-def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> list[str]:
+def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None) -> list[str]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``.
 
     A graph with one is the model's path for some batch shapes; another path may compute something else.
 
     Args:
         limits: sizes beyond which the model cannot run at all; guards against them are left out.
+        longest: only sizes up to this one matter; None: all.
     """
     if not symbolic(size):
         return []
@@ -179,12 +180,15 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> 
         if symbol not in expr.free_symbols:
             continue
         of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
+        numbers = {int(n) for n in of_size.atoms() if n.is_Integer}
 
         def holds(n: int, expr: Any = of_size) -> bool:
             return bool(expr.subs({symbol: n}))
 
+        tried = {2, 3, 7, 31, 257, 4099, 65537, *([longest] if longest else [])}
+        tried |= {n + d for n in numbers for d in (-1, 0, 1) if n < max(tried)}  # both sides of where the path changes
         below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
-        if not all(holds(n) for n in (2, 3, 7, 31, 257, 4099, 65537) if below is None or n < below):
+        if not all(holds(n) for n in tried if n >= 2 and (below is None or n < below) and (longest is None or n <= longest)):
             found.append(str(expr))
     return found
 

@@ -32,8 +32,9 @@ from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
-from quire.passes.verify.breaks import note_breaks
-from quire.passes.verify.sites import site_nodes
+from quire.passes.verify.breaks import check_whole, note_breaks
+from quire.passes.verify.positions import check_model
+from quire.passes.verify.sites import check_config, site_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class TracedGraph:
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
         ahead: compiles kernels of the lowered graph in other processes.
-        call: what Dynamo is tracing; a graph for one length of rows traces it again for a step.
+        row_data: see ``raise_graph``.
+        call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
 
     Attributes:
         compilations: by (backend, page size, KV dtype, layout, with fusions, latent).
@@ -87,14 +89,14 @@ class TracedGraph:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
                  config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None,
-                 call: TracedCall | None = None) -> None:
+                 row_data: str | None = None, call: TracedCall | None = None) -> None:
         self.gm, self.options, self.weights = gm, options, weights
-        self.config, self.any_shape, self.ahead = config, any_shape, ahead
+        self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
         self.compilations: dict[Any, CompiledGraph] = {}
         note_breaks(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
-        self._call = call if is_static(gm) else None
+        self._call, self._static = call, is_static(gm)
         self._context = TracingContext.try_get()
         self._guards: list[Any] = []
         self._selected: dict[Any, Selection] = {}
@@ -112,9 +114,9 @@ class TracedGraph:
 
     def run_paged(self, step: Step, *args: Any) -> Any:
         """Run in ``step``."""
-        if self.static:
-            graph, adapter = self._any_length
-            check_step(step, adapter.length)
+        if self._other is not None:
+            graph, adapter = self._other
+            check_step(step, adapter.num_tokens(args))
             return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)
         tokens = self.num_tokens(args)
@@ -130,21 +132,58 @@ class TracedGraph:
 
     @property
     def static(self) -> bool:
-        """Whether steps run another graph, since this one is for rows of one length. See ``passes/capture/retrace.py``."""
-        return self._call is not None and self._call.tokens is not None
+        """Whether steps run another graph, since this one is for rows of one length."""
+        return self._static and self._call is not None and self._call.tokens is not None
+
+    def prepare(self, step: Step) -> None:
+        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will
+        run, which is traced at the first call.
+
+        Raises:
+            UnsupportedAttention: as ``compiled``.
+        """
+        if self.static:
+            return
+        try:
+            self.compiled(step)
+        except UnsupportedAttention:
+            if self._call is None or self._call.tokens is None or self._call.model is None:
+                raise
 
     @functools.cached_property
-    def _any_length(self) -> tuple[TracedGraph, AnyLength]:
+    def _other(self) -> tuple[TracedGraph, AnyLength] | None:
+        """The graph that steps run in the place of this one, if it is for one length of rows, or if its attention cannot be
+        raised but is behind transformers' interface. Raises UnsupportedAttention."""
         call = self._call
-        found: list[TracedGraph] = []
-        assert call is not None and call.tokens is not None
+        if call is None or call.tokens is None:
+            return None
+        check_whole(self.gm.graph)
+        graph = self._traced_again() if self.static else self
+        try:
+            _ = graph.raised
+        except UnsupportedAttention:
+            if call.model is None:
+                raise
+            graph = self._traced_again(call.model)
+        if graph is self:
+            return None
+        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens if self._static else None)
+
+    def _traced_again(self, model: torch.nn.Module | None = None) -> TracedGraph:
+        """For rows of any length. ``model``: by the attention interface of this transformers model."""
+        call, found = self._call, list[TracedGraph]()
+        assert call is not None
+        config = self.config
+        if model is not None:
+            config = model.config
+            check_config(config)
+            check_model(model)
         call.trace(lambda gm, inputs: found.append(
-            TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True)))
+            TracedGraph(gm, inputs, self.options, self.weights, config=config, any_shape=True)), model)
         if not found:
             raise UnsupportedAttention(f"{call.code.co_name} could not be traced for rows of any length; give steps at "
                                        "least 2 tokens (metadata.padded), or use quire.Engine")
-        graph = found[0]
-        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens)
+        return found[0]
 
     def _compile_plain(self) -> Callable[..., Any]:
         if self.options.compiler == "eager":
@@ -165,7 +204,8 @@ class TracedGraph:
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
-        return raise_graph(self.gm, self.inputs, self.config, self.any_shape)
+        return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
+                           max_length=self.options.max_model_len)
 
     @property
     def raised(self) -> fx.GraphModule:
@@ -276,8 +316,8 @@ class TracedGraph:
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""
-        if "_any_length" in self.__dict__:  # kept: another model of the class may run these graphs
-            self._any_length[0].drop()
+        if self.__dict__.get("_other"):  # kept: another model of the class may run these graphs
+            self._other[0].drop()  # type: ignore[index]
         self.compilations.clear()
         self.weights.drop()
 

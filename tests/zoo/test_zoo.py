@@ -46,9 +46,10 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
            "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1")
-#: Served by ``torch.compile`` too, which sees F.sdpa and its mask, not the attention interface.
-BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral")
-QUICK_BY_HAND = ("llama", "falcon")
+#: A sample of those served by ``torch.compile`` too, which sees F.sdpa and its mask; or transformers' eager attention (gemma2,
+#: gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention interface.
+BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
+QUICK_BY_HAND = ("llama", "falcon", "gemma2")
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
