@@ -320,6 +320,15 @@ class ModelRunner:
             done.record()
         return Launched(batch, host_tokens, done)
 
+    @_without_autocast
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Run a step whose rows sample nothing. (rows, V): logits of each row's last token, valid until the next step."""
+        logits, _ = self.forward(self.stage(batch, self.bucket_for(batch)))
+        self.buffers.table.commit()
+        return logits[: len(batch.rows)]
+
     def close(self) -> None:
         """Free graphs and cache, and restore the model."""
         if hasattr(self, "graphs"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import copyreg
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+#: What runs the decoding loop of the ``generate`` in progress, of the model given; None: transformers.
+SAMPLING: contextvars.ContextVar[tuple[Any, Callable[..., Any]] | None] = contextvars.ContextVar("sampling", default=None)
 
 
 class OnInstance:
@@ -35,6 +40,11 @@ class OwnCopies:
         replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
         _bind(replica)
         return replica
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoding loop, which transformers' ``generate`` calls by this name when it has prepared everything."""
+        plain, standing = super()._sample, SAMPLING.get()  # type: ignore[misc]
+        return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is self else plain(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the importable class."""
@@ -82,4 +92,4 @@ def restore_attribute(model: torch.nn.Module, name: str, original: Any) -> None:
         object.__setattr__(model, name, original)
 
 
-__all__ = ["OnInstance", "restore_attribute", "set_own_copies"]
+__all__ = ["SAMPLING", "OnInstance", "OwnCopies", "restore_attribute", "set_own_copies"]
