@@ -43,7 +43,7 @@ def training_difference(model: torch.nn.Module) -> str | None:
             if (found := _active(getattr(module, "config", None))) is not None:
                 return f"{where}config.{found}"
             cls: type[torch.nn.Module] = type(module)
-            if (method := _asks(cls)) is not None:
+            if (method := _asks(cls)) is not None:  # type: ignore[arg-type]
                 return f"{method} asks whether it is in training mode"
     return None
 
