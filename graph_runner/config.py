@@ -67,6 +67,8 @@ class EngineConfig:
         "longer than it saves")
     fusions: str | Sequence[str] = _option(
         "auto", 'fusion passes: "all", "none", "auto" (all on a GPU, none on a CPU), or names (a sequence, or comma-separated)')
+    max_logprobs: int = _option(
+        20, "maximum of logprobs, prompt_logprobs and logprob_token_ids of a request: tokens per position", least=0)
     async_stepping: bool | None = _option(
         None, "take in the results of a step while the next one runs. None: on a GPU only")
     seed: int | None = _option(0, "seed of requests that have none. None: different in every run")
@@ -131,6 +133,7 @@ class EngineOptions(TypedDict, total=False):
     cudagraph_token_sizes: Sequence[int] | None
     compiler: str
     fusions: str | Sequence[str]
+    max_logprobs: int
     async_stepping: bool | None
     seed: int | None
 

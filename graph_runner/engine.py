@@ -21,8 +21,9 @@ from quire.graph_runner.config import EngineConfig, EngineOptions, documents_opt
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.gc_freeze import ServingFreeze
 from quire.graph_runner.live_model import LiveModel
+from quire.graph_runner.logprobs import SCORED_ROWS, RowLogprobs
 from quire.graph_runner.model_runner import Launched, ModelRunner
-from quire.graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, make_requests, pairs_of
+from quire.graph_runner.request import FinishReason, Prompt, Request, RequestOutput, ScheduledRow, StreamEvent, make_requests, pairs_of
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
 
@@ -59,11 +60,11 @@ class Engine:
         self.max_model_len = min(self.runner.max_model_len, (self._live.num_pages - 1) * config.page_size)
         self.scheduler = Scheduler(BlockAllocator(self._live.num_pages), page_size=config.page_size,
                                    max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-                                   prefill_chunk_size=config.prefill_chunk_size)
+                                   prefill_chunk_size=config.prefill_chunk_size, max_scored=SCORED_ROWS)
         self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
         self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
-        self._results: deque[tuple[Any, int]] = deque()  # (row, token) of a finished step, not handled yet
+        self._results: deque[tuple[ScheduledRow, int, RowLogprobs | None]] = deque()  # of a finished step, not handled yet
         self._gc, self.lock = ServingFreeze(), EngineLock()
         self.requests: dict[int, Request] = {}
         self._events: deque[StreamEvent] = deque()  # for ``step``; each stream has its own
@@ -94,7 +95,8 @@ class Engine:
             raise RuntimeError("the engine is closed; make a new one")
         self._check_due |= not self.requests
         made = make_requests(prompt, params, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
-                             vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len, random=self._random)
+                             vocab_size=self.runner.vocab_size, num_logits=self.runner.paged.num_logits,
+                             max_model_len=self.max_model_len, max_logprobs=self.config.max_logprobs, random=self._random)
         self._next_id += len(made)
         for request in made:
             self.requests[request.request_id] = request
@@ -184,14 +186,18 @@ class Engine:
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""
         while self._results or len(self._in_flight) > leave:
             if not self._results:
-                tokens = self._in_flight[0].tokens()
-                self._results.extend(zip(self._in_flight.popleft().batch.rows, tokens, strict=True))
+                step = self._in_flight[0]
+                results = zip(step.batch.rows, step.tokens(), step.logprobs(), strict=True)
+                self._in_flight.popleft()
+                self._results.extend(results)
             while self._results:  # if interrupted, the next call continues here
-                row, token = self._results.popleft()
+                row, token, logprobs = self._results.popleft()
                 if row.samples:
                     row.request.num_pending -= 1
-                    if not row.request.finished:
-                        self._take(row.request, token)
+                if logprobs is not None and not row.request.finished:
+                    logprobs.give(row.request, token)
+                if row.samples and not row.request.finished:
+                    self._take(row.request, token)
 
     def _take(self, request: Request, token: int) -> None:
         """Append a new token to a request, decode it, and end the request if it is the last."""

@@ -25,6 +25,17 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Logprob(NamedTuple):
+    """Log probability of a token at one position, and its rank there: 1 for the likeliest. vLLM's names.
+
+    ``decoded_token``: its text, None where no text is made (no tokenizer, or detokenize=False).
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
 @dataclass
 class RequestOutput:
     """The result of one request.
@@ -37,6 +48,10 @@ class RequestOutput:
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
         error: the error message of a failed request, or None.
         stop_reason: the stop string or token id that ended it, or None.
+        logprobs: for each of ``token_ids`` the log probabilities by token id, the sampled token's first; None if not asked for.
+        cumulative_logprob: sum of those of ``token_ids``, or None.
+        prompt_logprobs: for each of ``prompt_token_ids`` the log probabilities by token id, its own first; the first entry is
+            None. None if not asked for.
     """
 
     index: int
@@ -47,6 +62,9 @@ class RequestOutput:
     finish_reason: str | None = None
     error: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @classmethod
     def refused(cls, index: int, prompt: Prompt, error: Exception) -> RequestOutput:
@@ -72,7 +90,8 @@ class Request:
 
     ``token_ids`` holds the prompt and the continuation as far as the host knows it; ``num_pending`` more tokens were sampled by
     launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or
-    will have when the launched steps are done. ``inbox``: where the events of the request go.
+    will have when the launched steps are done. ``num_scored``: from which prompt token on log probabilities are still to be
+    computed; the prompt's length if none. ``inbox``: where the events of the request go.
     """
 
     request_id: int
@@ -87,6 +106,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
+    num_scored: int = -1
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     preemptions: int = 0
@@ -94,6 +114,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        if self.num_scored < 0:
+            self.num_scored = len(self.prompt_token_ids)
 
     def append(self, token: int) -> tuple[bool, bool]:
         """Add a sampled token. Returns whether it ends the request, and whether the maximum length is reached."""
@@ -118,12 +140,14 @@ class Request:
 
 class ScheduledRow(NamedTuple):
     """One request's part in a step: ``num_new`` tokens from position ``start`` on. ``samples``: the row ends with the request's
-    last token, so a new token is sampled from its logits."""
+    last token, so a new token is sampled from its logits. ``num_scored``: prompt tokens whose log probabilities it computes, those
+    before the request's ``num_scored``."""
 
     request: Request
     start: int
     num_new: int
     samples: bool
+    num_scored: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +157,7 @@ class ScheduledBatch:
     rows: Sequence[ScheduledRow]
     num_tokens: int
     num_decode_rows: int
+    num_scored: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -225,31 +250,57 @@ def _detokenizer_of(params: SamplingParams, tokenizer: Any, prompt_token_ids: li
                        params.include_stop_str_in_output)
 
 
+def check_logprobs(params: SamplingParams, num_logits: int, max_logprobs: int) -> None:
+    """Raises ValueError for more log probabilities than the engine allows, or tokens that have none."""
+    ids = params.logprob_token_ids or ()
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs), ("logprob_token_ids", len(ids))):
+        number = num_logits if count == -1 else count
+        if number is not None and number > max_logprobs:
+            raise ValueError(f"{name} asks for {number} tokens per position, and this engine gives at most {max_logprobs}. Ask for "
+                             f"fewer, or make the engine with max_logprobs={number}")
+    outside = [token for token in ids if token >= num_logits]
+    if outside:
+        raise ValueError(f"logprob_token_ids {outside[:5]} have no logits; the model has {num_logits}")
+
+
 def make_requests(prompt: Prompt, params: SamplingParams | None, first_id: int, index: int | None, inbox: deque[StreamEvent], *,
-                  tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int, max_model_len: int,
-                  random: Random) -> list[Request]:
+                  tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int, num_logits: int, max_model_len: int,
+                  max_logprobs: int, random: Random, score_from: int | None = None) -> list[Request]:
     """The ``params.n`` requests of a prompt.
 
     Args:
         first_id: id of the first; the others follow.
         index: of the first output; None: the request's id.
+        num_logits: width of the logits.
         random: draws the seeds of requests that have none.
+        score_from: first prompt token whose log probability is wanted; None: as params say.
 
     Raises:
         ValueError, TypeError: the prompt cannot be served; says why.
     """
     params, ids = params_of(params), token_ids_of(prompt, tokenizer, vocab_size, max_model_len)
     limit = max_model_len if params.max_tokens is None else min(max_model_len, len(ids) + params.max_tokens)
+    check_logprobs(params, num_logits, max_logprobs)
+    if score_from is None:
+        score_from = len(ids) if params.prompt_logprobs is None else 1
+    if any(token >= num_logits for token in ids[score_from:]):
+        raise ValueError(f"the prompt has tokens for which the model has no logits ({num_logits} of them), so these have no log "
+                         "probability")
     stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
     made = []
     for k in range(params.n):
         seed = params.seed if params.seed is not None else random.getrandbits(62)
         output = RequestOutput((first_id if index is None else index) + k, prompt if isinstance(prompt, str) else None, ids)
+        if score_from < len(ids) or params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None] * score_from
+        if params.wants_logprobs:
+            output.logprobs, output.cumulative_logprob = [], 0.0
         made.append(Request(
             first_id + k, ids, params, output, seed=(seed + k * 0x9E3779B9) % 2**63, stop_token_ids=stops,
-            max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids)))
+            max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids),
+            num_scored=score_from))
     return made
 
 
-__all__ = ["FinishReason", "Prompt", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent",
+__all__ = ["FinishReason", "Logprob", "Prompt", "Request", "RequestOutput", "ScheduledBatch", "ScheduledRow", "StreamEvent",
            "as_prompts", "make_requests", "pairs_of", "params_of", "token_ids_of"]

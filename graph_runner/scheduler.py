@@ -27,12 +27,14 @@ class Scheduler:
         max_num_seqs: maximum number of running requests; each has a slot in 0..max_num_seqs-1.
         max_num_batched_tokens: token budget of a step.
         prefill_chunk_size: maximum number of prompt tokens of one request per step, or None.
+        max_scored: prompt tokens whose log probabilities one step may compute.
     """
 
     def __init__(self, allocator: BlockAllocator, *, page_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 prefill_chunk_size: int | None = None) -> None:
+                 prefill_chunk_size: int | None = None, max_scored: int = 256) -> None:
         self.allocator, self.page_size = allocator, page_size
         self.max_num_batched_tokens, self.prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
+        self.max_scored = self._scores_left = max_scored
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -53,6 +55,7 @@ class Scheduler:
                 of the launched step have been collected.
         """
         budget, before = self.max_num_batched_tokens, self.num_preemptions
+        self._scores_left = self.max_scored
         decodes: list[ScheduledRow] = []
         prefills: list[ScheduledRow] = []
         for request in list(self.running):
@@ -68,7 +71,7 @@ class Scheduler:
                     decodes.append(ScheduledRow(request, start, 1, True))
                 continue
             count = self._chunk(request, budget)
-            if self._make_room(request, count):
+            if count and self._make_room(request, count):
                 budget -= count
                 prefills.append(self._row(request, count))
         # Not in a step that preempted: the victim would take its pages right back.
@@ -76,7 +79,7 @@ class Scheduler:
         while self.waiting and budget and self.free_slots and not preempted:
             request = self.waiting[0]
             count = self._chunk(request, budget)
-            pages = self.allocator.allocate(pages_for(count, self.page_size))
+            pages = self.allocator.allocate(pages_for(count, self.page_size)) if count else None
             if pages is None:
                 break
             self.waiting.popleft()
@@ -90,32 +93,48 @@ class Scheduler:
         rows = decodes + prefills
         if not rows:
             return None
-        for request, _, count, samples in rows:
+        scored = 0
+        for request, _, count, samples, new in rows:
             request.num_computed += count
             request.num_pending += samples
-        return ScheduledBatch(rows, self.max_num_batched_tokens - budget, len(decodes))
+            request.num_scored += new
+            scored += new
+        return ScheduledBatch(rows, self.max_num_batched_tokens - budget, len(decodes), scored)
 
     def take_back(self, batch: ScheduledBatch) -> None:
         """Undo the last ``schedule``: its batch did not run."""
         for row in batch.rows:
             row.request.num_computed -= row.num_new
             row.request.num_pending -= row.samples
+            row.request.num_scored -= row.num_scored
 
     def preempt_all(self) -> None:
         """Make every running request wait to be recomputed from the tokens that the host has. The caller drops all launched
         steps."""
         while self.running:
             self.running[-1].num_pending = 0
+            if self.running[-1].output.prompt_logprobs is not None:
+                self.running[-1].num_scored = len(self.running[-1].output.prompt_logprobs)
             self._preempt(self.running[-1])
 
     def _chunk(self, request: Request, budget: int) -> int:
         left = request.num_uncomputed
         if left > 1 and self.prefill_chunk_size is not None:
             left = min(left, self.prefill_chunk_size)
-        return min(left, budget)
+        count, first = min(left, budget), self._first_score(request)
+        if first < len(request.prompt_token_ids):  # not more tokens than predict ``_scores_left`` others
+            count = min(count, first - 1 - request.num_computed + self._scores_left)
+        return count
+
+    def _first_score(self, request: Request) -> int:
+        """The first prompt token that the request's next tokens predict and whose log probability is to be computed."""
+        return max(request.num_scored, request.num_computed + 1)
 
     def _row(self, request: Request, count: int) -> ScheduledRow:
-        return ScheduledRow(request, request.num_computed, count, request.num_computed + count == request.num_tokens)
+        end = request.num_computed + count
+        scored = max(0, min(end + 1, len(request.prompt_token_ids)) - self._first_score(request))
+        self._scores_left -= scored
+        return ScheduledRow(request, request.num_computed, count, end == request.num_tokens, scored)
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Allocate pages for ``count`` more tokens, preempting later arrivals if needed. False if ``request`` was preempted."""
