@@ -82,6 +82,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
         params, names = (None, []) if odd else from_generation_config(config, ids.shape[1])
     except ValueError as error:
         return str(error)
+    if config.cache_implementation == "paged":
+        return "cache_implementation='paged' asks for generate_batch"
     if refused := [name for name in names if name not in IN_LOCKSTEP]:
         return f"quire does not have {', '.join(refused)}"
     mask, pad, eos = given.get("attention_mask"), config.pad_token_id, config.eos_token_id

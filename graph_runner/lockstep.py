@@ -112,10 +112,11 @@ class Rows:
                     found.clear()
                 batch = self._schedule()
                 logits = self._runner.logits_of(batch)
-                for i, (row, start, count, _) in enumerate(batch.rows):
-                    row.num_computed = start + count
+                for scheduled, of_row in zip(batch.rows, logits, strict=True):
+                    row = scheduled.request
+                    row.num_computed += scheduled.num_new
                     if not row.num_uncomputed:
-                        found[row.output.index] = logits[i].to(torch.float32, copy=True)
+                        found[row.output.index] = of_row.to(torch.float32, copy=True)
             if self.engine.requests:
                 self.engine._step()
         return torch.stack([found[i] for i in range(len(self._rows))])

@@ -361,7 +361,7 @@ class ModelRunner:
     @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run a step whose rows sample nothing. (rows, V): logits of each row's last token, valid until the next step."""
-        logits, _ = self.forward(self.stage(batch, self.bucket_for(batch)))
+        logits = self.forward(self.stage(batch, self.bucket_for(batch)))[0]
         self.buffers.table.commit()
         return logits[: len(batch.rows)]
 

@@ -21,6 +21,10 @@ class OnInstance:
     model: torch.nn.Module
     original: Any  # what was in the ``__dict__`` before; None: nothing
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``OwnCopies``; of what stands for ``generate``."""
+        raise NotImplementedError
+
     def of(self, model: torch.nn.Module) -> OnInstance:
         """The same for another model."""
         made = copy.copy(self)
@@ -45,6 +49,13 @@ class OwnCopies:
         """The decoding loop, which transformers' ``generate`` calls by this name when it has prepared everything."""
         plain, standing = super()._sample, SAMPLING.get()  # type: ignore[misc]
         return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is self else plain(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """The manager behind transformers' ``generate_batch``: on the engine of ``quire.paged``."""
+        generate = vars(self).get("generate")
+        if isinstance(generate, OnInstance):
+            return generate.init_continuous_batching(*args, **kwargs)
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the importable class."""

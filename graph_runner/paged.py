@@ -25,9 +25,10 @@ import torch
 from quire.attn_ops.step import current_step
 from quire.graph_runner import lockstep
 from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.hf_generate import Job, prompts_of, understand
-from quire.graph_runner.on_instance import SAMPLING, OnInstance, restore_attribute, set_own_copies
+from quire.graph_runner.hf_generate import Job, own_method, prompts_of, understand
+from quire.graph_runner.on_instance import SAMPLING, OnInstance, OwnCopies, restore_attribute, set_own_copies
 from quire.graph_runner.paged_forward import PagedForward
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.errors import unwrapped
@@ -172,6 +173,36 @@ class PagedGenerate(OnInstance):
             return plain(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                          generation_config=generation_config, streamer=streamer, **rest)
         return lockstep.sample(rows, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+
+    def init_continuous_batching(self, generation_config: Any = None, continuous_batching_config: Any = None,
+                                 workload_hints: Any = None) -> Any:
+        """transformers' continuous batching, by this engine, which a config with other sizes replaces when it is idle.
+
+        Raises:
+            ValueError: an option that quire does not have; names it. RuntimeError: requests run on an engine of other sizes.
+        """
+        from transformers.generation import ContinuousBatchingConfig
+
+        why = own_method(self.model, self._original)
+        if why is not None:
+            self._warn(f"continuous batching runs on transformers' own code, because {why} is the model's own", 4)
+            plain: Any = super(OwnCopies, self.model)
+            return plain.init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
+        generation_config = generation_config or self.model.generation_config
+        config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
+        config = config if config is not None else ContinuousBatchingConfig()
+        options = self._options | engine_options(config)
+        EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})
+        with self._making:
+            if options != self._options:
+                if self._engine is not None and self._engine.requests:
+                    raise RuntimeError("requests run on the engine, so a continuous_batching_config with other sizes cannot "
+                                       "replace it; wait for them, or give the sizes to quire.paged")
+                if self._engine is not None:
+                    self._engine.close()
+                    self._engine = None
+                self._options = options
+        return Manager(lambda: self.engine, generation_config, config)
 
     def _run(self, job: Job) -> Any:
         ids, params, streamer = job.ids, job.params, job.streamer
