@@ -130,6 +130,14 @@ class PagedKVCache:
         i = self.index(layer)
         return self.k[i], self.v[i], self.k_scale[i], self.v_scale[i]
 
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy pages ``source`` to pages ``target``, both (n,) int64 on the cache's device, with their scales. All are read
+        before any is written."""
+        for t in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+            if t is not None:
+                codes = t.view(torch.uint8) if t.element_size() == 1 else t  # float8 cannot be indexed
+                codes.index_copy_(0, target, codes.index_select(0, source))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, scales included."""

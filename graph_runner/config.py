@@ -67,6 +67,12 @@ class EngineConfig:
         "longer than it saves")
     fusions: str | Sequence[str] = _option(
         "auto", 'fusion passes: "all", "none", "auto" (all on a GPU, none on a CPU), or names (a sequence, or comma-separated)')
+    enable_prefix_caching: bool | None = _option(
+        None, "compute equal beginnings of prompts once. None: of requests that wait or run together. True: pages of finished "
+        "requests are kept for later ones too, until memory is needed or the weights change; after a change that PyTorch does "
+        "not count (writes through p.data) call reset_prefix_cache. False: never")
+    max_waiting: int | None = _option(
+        None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
     max_logprobs: int = _option(
         20, "maximum of logprobs, prompt_logprobs and logprob_token_ids of a request: tokens per position", least=0)
     async_stepping: bool | None = _option(
@@ -133,6 +139,8 @@ class EngineOptions(TypedDict, total=False):
     cudagraph_token_sizes: Sequence[int] | None
     compiler: str
     fusions: str | Sequence[str]
+    enable_prefix_caching: bool | None
+    max_waiting: int | None
     max_logprobs: int
     async_stepping: bool | None
     seed: int | None

@@ -1,8 +1,8 @@
 """Log probabilities of a step: computed on the device, copied to the host, and given to the requests.
 
 The sampled token's are computed in the step's graph, for the rows that want them (``attn_ops/ops/logprobs.py``). What few steps
-need comes after it: the likeliest tokens (``topk``), other tokens by id, rows with filters, and prompt tokens. Nothing waits for
-the device before ``StepLogprobs.rows``.
+need comes after it: the likeliest tokens (``topk``), other tokens by id, rows with filters, and prompt tokens. Nothing waits
+for the device before ``StepLogprobs.rows``.
 
 Prompt tokens need logits at every position, which the LM head gives only where it is asked to: a step with *scored* rows passes
 their positions too, at most ``SCORED_ROWS`` (``Scheduler`` cuts prompts into such chunks), so memory does not grow with

@@ -30,7 +30,7 @@ from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
-from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs
+from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
@@ -61,8 +61,8 @@ class StagedStep:
 
 
 class StepResults(NamedTuple):
-    """Of a forward, padding rows included: logits (B + N, V) of B rows and then of N scored prompt tokens, tokens (B,) int64, and
-    their log probabilities in the rows that want them."""
+    """Of a forward, padding rows included: logits (B + N, V) of B rows and then of N scored prompt tokens, tokens (B,) int64,
+    and their log probabilities in the rows that want them."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -327,6 +327,9 @@ class ModelRunner:
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
+        if batch.copies:
+            pages = to_device(np.array(batch.copies, np.int64), self.device)
+            self.cache.copy_pages(pages[:, 0], pages[:, 1])
         staged = self.stage(batch, self.bucket_for(batch))
         logits, tokens, in_graph = self.forward(staged)
         shape, rows, sampled = staged.shape, len(batch.rows), None

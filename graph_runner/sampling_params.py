@@ -158,7 +158,8 @@ class SamplingParams:
              "detokenize=True, or use stop_token_ids"),
             (min(self.stop_token_ids, default=0) >= 0,
              f"stop_token_ids must not be negative, got {min(self.stop_token_ids, default=0)}"),
-            *((count is None or count >= -1, f"{name} must be at least 0, -1 for the whole vocabulary, or None for none, got {count}")
+            *((count is None or count >= -1,
+               f"{name} must be at least 0, -1 for the whole vocabulary, or None for none, got {count}")
               for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))),
             (min(self.logprob_token_ids, default=0) >= 0,
              f"logprob_token_ids must not be negative, got {min(self.logprob_token_ids, default=0)}"),

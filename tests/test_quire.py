@@ -40,7 +40,8 @@ def plain():
 def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
-        "PagedKVCache", "RequestOutput", "SamplingParams", "Step", "StepLimits", "StreamEvent", "UnsupportedAttention",
+        "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
+        "Step", "StepLimits", "StreamEvent", "UnsupportedAttention",
         "assert_attention_sites", "backends", "check_backend", "current_step", "define_paged_op", "explain", "paged",
         "register_backend", "step",
     ]

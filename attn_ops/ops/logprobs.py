@@ -88,8 +88,8 @@ def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, thr
     floats = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     out = TokenLogprobs(floats[0], torch.empty(rows, dtype=torch.int64, device=logits.device), floats[1])
     filtered, bound = threshold is not None, temperature if threshold is None else threshold
-    launch(kernels.part_kernel, (rows, parts), logits, tokens, temperature, bound, partial, vocabulary, logits.stride(0), part_size,
-           BLOCK=BLOCK, FILTERED=filtered, pdl=pdl, num_warps=4)
+    launch(kernels.part_kernel, (rows, parts), logits, tokens, temperature, bound, partial, vocabulary, logits.stride(0),
+           part_size, BLOCK=BLOCK, FILTERED=filtered, pdl=pdl, num_warps=4)
     launch(kernels.merge_kernel, (rows,), logits, tokens, temperature, bound, partial, *out, logits.stride(0), parts, BLOCK=128,
            FILTERED=filtered, pdl=pdl, num_warps=1)
     return out
