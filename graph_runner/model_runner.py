@@ -376,6 +376,15 @@ class ModelRunner:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
+    @_without_autocast
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Run a step whose rows sample nothing. (rows, V): logits of each row's last token, valid until the next step."""
+        logits = self.forward(self.stage(batch, self.bucket_for(batch)))[0]
+        self.buffers.table.commit()
+        return logits[: len(batch.rows)]
+
     def close(self) -> None:
         """Free graphs and cache, and restore the model."""
         if hasattr(self, "graphs"):
