@@ -48,11 +48,20 @@ class BlockTable:
         self.rows = torch.full((max_num_reqs, width), NULL_PAGE, dtype=torch.int32, device=device)
         self._known = [0] * max_num_seqs  # pages of each slot in ``host``
         self._sent = np.zeros(max_num_seqs, np.int64)  # and in ``device``
-        self._packed = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        # Leading pages of each slot that were given back: in ``host``, and in ``device``.
+        self._cleared, self._cleared_sent = np.zeros((2, max_num_seqs), np.int64)
+        self._packed = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def new_holder(self, slot: int) -> None:
         """Assign the slot to another request, none of whose pages are known."""
         self._sent[slot] = self._known[slot] = 0
+        self._cleared[slot] = self._cleared_sent[slot] = 0
+
+    def clear(self, slot: int, count: int) -> None:
+        """The first ``count`` pages of the slot belong to others now: the null page takes their places."""
+        if self._cleared[slot] != count:
+            self.host[slot, self._cleared[slot] : count] = NULL_PAGE
+            self._cleared[slot] = count
 
     def note(self, slot: int, pages: list[int]) -> None:
         """Copy the new entries of ``pages`` into the host table."""
@@ -69,12 +78,12 @@ class BlockTable:
             slots: (B,) of the step's rows, all different.
             num_pages: (B,) pages of each row, all passed to ``note``.
         """
-        new = num_pages - self._sent[slots]
-        count = int(new.sum())
-        if count:
-            row = np.repeat(np.arange(slots.shape[0]), new)
-            column = np.arange(count) - np.repeat(np.cumsum(new) - num_pages, new)
-            places, pages = slots[row] * self.width + column, self.host[slots[row], column]
+        cleared = self._cleared[slots]
+        places = self._places(slots, self._sent[slots], num_pages)
+        if (cleared != self._cleared_sent[slots]).any():
+            places = np.concatenate([places, self._places(slots, self._cleared_sent[slots], cleared)])
+        if count := places.shape[0]:
+            pages = self.host.reshape(-1)[places]
             fits = at.shape[0]
             if count > fits:  # pages of earlier steps that failed
                 logger.debug("%d new pages in a step with room for %d: the others are sent separately", count, fits)
@@ -82,12 +91,19 @@ class BlockTable:
                 places, pages, count = places[:fits], pages[:fits], fits
             at[:count], page[:count] = places, pages
         at[count:], page[count:] = self.dummy_slot * self.width, NULL_PAGE
-        self._packed = slots, num_pages
+        self._packed = slots, num_pages, cleared
+
+    def _places(self, slots: np.ndarray, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Flat positions in the table of columns ``first`` to ``end`` of each slot's row."""
+        new = end - first
+        count = int(new.sum())
+        column = np.arange(count) - np.repeat(np.cumsum(new) - end, new)
+        return np.repeat(slots, new) * self.width + column
 
     def commit(self) -> None:
         """The step packed last was launched: the device has its pages, or will before any later work."""
-        slots, num_pages = self._packed
-        self._sent[slots] = num_pages
+        slots, num_pages, cleared = self._packed
+        self._sent[slots], self._cleared_sent[slots] = num_pages, cleared
 
     def update(self, at: torch.Tensor, page: torch.Tensor, row_slot: torch.Tensor) -> None:
         """Device work of a step: write its changes, then gather its rows (B,) int64. Fixed addresses, no synchronization."""

@@ -5,7 +5,13 @@ which every sequence has as many tokens, is measured in sequences (`decode_bucke
 decode in tokens (`token_buckets`). A batch that fits no bucket (`pick_bucket` returns None) runs without a graph.
 
 The steps between sizes grow with the size, so that padding wastes a bounded share of a large batch and few graphs are
-captured. Both ladders follow SGLang 0.5.23, with 8 in place of its 8 and 12.
+captured. Both default ladders follow SGLang 0.5.23, with 8 in place of its 8 and 12. Other lists have names (`POLICIES`):
+
+sglang   decode 1, 2, 4, 8, 12, then 16 to 256 by 8, to 512 by 16, then by 32; the default's token counts
+vllm     1, 2, 4, then 8 to 248 by 8, then from 256 by 16
+powers   1, 2, 4, 8, ...
+
+All end with the maximum, so that no batch is too large for its graphs (the systems' own lists may miss it).
 """
 
 from __future__ import annotations
@@ -13,46 +19,60 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from numbers import Integral
+from typing import Literal, get_args
 
 # (last size, step): sizes go up by `step`, starting one step above the last size of the rung before.
 _DECODE_LADDER = ((256, 8), (512, 16))
 _DECODE_LAST_STEP = 32
 _SMALL_DECODE_SIZES = (1, 2, 4)  # batches of one to four are common; padding 1 to 8 is expensive
+Policy = Literal["sglang", "vllm", "powers"]
+POLICIES: tuple[str, ...] = get_args(Policy)
 _TOKEN_LADDER = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256))
 _TOKEN_LAST_STEP = 512
 
 
-def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | None = None) -> list[int]:
+def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None, *, multiple_of: int = 1) -> list[int]:
     """Batch sizes, in sequences, of the decode graphs: ascending, without duplicates.
 
     Args:
         max_num_seqs: maximum number of sequences in a batch, >= 1; without `sizes` the last bucket.
-        sizes: the user's list, in any order, used unchanged; a batch larger than its largest size has no graph.
+        sizes: the user's list, in any order, used unchanged; a batch larger than its largest size has no graph. Or the name of
+            a list.
+        multiple_of: sizes are rounded up to multiples of it (ranks that share a batch, halves of a batch that overlap).
 
     Raises:
-        ValueError: a maximum below 1; `sizes` is empty, or has a size that is not an integer, below 1, or larger than any
-            batch can be.
+        ValueError: a maximum below 1; an unknown name; `sizes` is empty, or has a size that is not an integer, below 1, or
+            larger than any batch can be.
     """
     _check_positive("max_num_seqs", max_num_seqs)
-    if sizes is not None:
-        return _validated(sizes, max_num_seqs, "batch size", "max_num_seqs")
-    ladder = [*_SMALL_DECODE_SIZES, *_climb(_DECODE_LADDER, _DECODE_LAST_STEP, max_num_seqs), max_num_seqs]
-    return sorted({size for size in ladder if size <= max_num_seqs})
+    _check_positive("multiple_of", multiple_of)
+    if isinstance(sizes, str):
+        found = _named(sizes, max_num_seqs) if sizes != "sglang" else [
+            1, 2, 4, 8, 12, *_climb(_DECODE_LADDER, _DECODE_LAST_STEP, max_num_seqs)[1:]]
+    elif sizes is not None:
+        found = _validated(sizes, max_num_seqs, "batch size", "max_num_seqs")
+        return sorted({-(-size // multiple_of) * multiple_of for size in found})
+    else:
+        found = [*_SMALL_DECODE_SIZES, *_climb(_DECODE_LADDER, _DECODE_LAST_STEP, max_num_seqs)]
+    return sorted({-(-size // multiple_of) * multiple_of for size in (*found, max_num_seqs) if size <= max_num_seqs})
 
 
-def token_buckets(max_num_batched_tokens: int, sizes: Iterable[int] | None = None) -> list[int]:
+def token_buckets(max_num_batched_tokens: int, sizes: Iterable[int] | str | None = None) -> list[int]:
     """Token counts of the graphs of mixed prefill and decode batches: ascending, without duplicates. Without `sizes`: 4 to 32
     by 4, to 256 by 16, to 512 by 32, to 1024 by 64, to 4096 by 256, then by 512, and the maximum.
 
     Args:
         max_num_batched_tokens: maximum number of tokens in a step, >= 1.
-        sizes: the user's list, in any order, used unchanged; a step with more tokens than its largest has no graph.
+        sizes: the user's list, in any order, used unchanged; a step with more tokens than its largest has no graph. Or the
+            name of a list.
 
     Raises:
         ValueError: as for `decode_buckets`.
     """
     _check_positive("max_num_batched_tokens", max_num_batched_tokens)
-    if sizes is not None:
+    if isinstance(sizes, str) and sizes != "sglang":
+        return sorted({*_named(sizes, max_num_batched_tokens), max_num_batched_tokens})
+    if sizes is not None and not isinstance(sizes, str):
         return _validated(sizes, max_num_batched_tokens, "token count", "max_num_batched_tokens")
     return sorted({*_climb(_TOKEN_LADDER, _TOKEN_LAST_STEP, max_num_batched_tokens), max_num_batched_tokens})
 
@@ -61,6 +81,15 @@ def pick_bucket(buckets: Sequence[int], n: int) -> int | None:
     """The smallest of the ascending `buckets` that holds `n` sequences or tokens, or None."""
     i = bisect_left(buckets, n)
     return None if i == len(buckets) else buckets[i]
+
+
+def _named(policy: str, limit: int) -> list[int]:
+    """The sizes of vllm's or powers' list up to ``limit``."""
+    if policy == "vllm":
+        return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, limit + 1, 16)) if size <= limit]
+    if policy == "powers":
+        return [2**i for i in range(limit.bit_length())]
+    raise ValueError(f"no list of capture sizes is called {policy!r}; there are {', '.join(POLICIES)}, or give a list")
 
 
 def _climb(ladder: Sequence[tuple[int, int]], last_step: int, limit: int) -> list[int]:
@@ -91,4 +120,4 @@ def _check_positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-__all__ = ["decode_buckets", "pick_bucket", "token_buckets"]
+__all__ = ["POLICIES", "Policy", "decode_buckets", "pick_bucket", "token_buckets"]

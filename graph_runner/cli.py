@@ -228,7 +228,7 @@ def _explain_config(args: argparse.Namespace) -> Any:
     import transformers
 
     from quire.attn_ops.backend import UnsupportedAttention
-    from quire.attn_ops.selection import select_backend
+    from quire.attn_ops.selection import select_latent_or_dense
     from quire.graph_runner.bench.models import ModelSpec, config_of
     from quire.graph_runner.bench.shapes import SHAPES
     from quire.passes.capture.paged_model import find_sites
@@ -250,7 +250,7 @@ def _explain_config(args: argparse.Namespace) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     try:
         sites = find_sites(model.eval())
-        selection = select_backend(args.attention, sites, device=where, page_size=args.page_size)
+        selection = select_latent_or_dense(args.attention, sites, device=where, page_size=args.page_size)
     except UnsupportedAttention as error:
         return Explanation(type(model).__name__, sites, None, str(error))
     return Explanation(type(model).__name__, sites, selection, None)

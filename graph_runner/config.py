@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
+from quire.graph_runner.buckets import Policy
+
 if TYPE_CHECKING:
     import torch
 
@@ -41,7 +43,8 @@ class EngineConfig:
         ValueError: a value of the wrong type or out of range; names the option.
     """
 
-    attention: str = _option("auto", 'attention backend, or "auto" (quire.backends() lists them)')
+    attention: str | Mapping[str, str] = _option(
+        "auto", 'attention backend, "auto", or one for each kind of layer: full=NAME,window=NAME (quire.backends() lists them)')
     page_size: int = _option(16, "tokens per page of the KV cache", least=1)
     num_pages: int | None = _option(
         None, "pages of the KV cache, the null page included. None: what fits in GPU memory, 256 MiB on a CPU", least=2)
@@ -54,19 +57,32 @@ class EngineConfig:
         None, "maximum length of a request, prompt and continuation. None: what the model and the cache allow", least=2)
     gpu_memory_utilization: float = _option(
         0.9, "fraction of the GPU's memory that may be in use, in (0, 1]; sizes the KV cache")
-    kv_layout: Literal["NHD", "HND"] = _option("NHD", 'layout of the KV cache, "NHD" or "HND"')
+    kv_layout: Literal["NHD", "HND"] | None = _option(
+        None, 'layout of the KV cache, "NHD" or "HND". None: the environment variable QUIRE_KV_CACHE_LAYOUT, or "NHD"')
     prefill_chunk_size: int | None = _option(
         None, "maximum number of prompt tokens of one request per step. None: max_num_batched_tokens", least=1)
-    cudagraph_capture_sizes: Sequence[int] | None = _option(
-        None, "decode batch sizes to capture. None: the default buckets, []: none")
-    cudagraph_token_sizes: Sequence[int] | None = _option(
-        None, "token counts of mixed batches to capture, for backends that allow it. None: default buckets up to 1024 on a "
-        "GPU, none on a CPU. []: none")
+    cudagraph_capture_sizes: Sequence[int] | Policy | None = _option(
+        None, 'decode batch sizes to capture, or the name of a list: "sglang", "vllm", "powers". None: the default buckets, '
+        "[]: none")
+    cudagraph_token_sizes: Sequence[int] | Policy | None = _option(
+        None, "token counts of mixed batches to capture, for backends that allow it, or the name of a list (up to 1024). None: "
+        "default buckets up to 1024 on a GPU, none on a CPU. []: none")
+    cudagraph_lazy: bool = _option(False, "capture a batch size when the first batch of it comes, and not at the start")
+    cudagraph_debug: bool = _option(
+        False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
     compiler: str = _option(
         "auto", '"inductor", "inductor-whole", "eager", or "auto": inductor on a GPU, eager on a CPU, where compiling takes '
         "longer than it saves")
     fusions: str | Sequence[str] = _option(
         "auto", 'fusion passes: "all", "none", "auto" (all on a GPU, none on a CPU), or names (a sequence, or comma-separated)')
+    enable_prefix_caching: bool | None = _option(
+        None, "compute equal beginnings of prompts once. None: of requests that wait or run together. True: pages of finished "
+        "requests are kept for later ones too, until memory is needed or the weights change; after a change that PyTorch does "
+        "not count (writes through p.data) call reset_prefix_cache. False: never")
+    max_waiting: int | None = _option(
+        None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
+    max_logprobs: int = _option(
+        20, "maximum of logprobs, prompt_logprobs and logprob_token_ids of a request: tokens per position", least=0)
     async_stepping: bool | None = _option(
         None, "take in the results of a step while the next one runs. None: on a GPU only")
     seed: int | None = _option(0, "seed of requests that have none. None: different in every run")
@@ -87,6 +103,9 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         import torch
 
+        from quire.attn_ops.metadata.layout import get_kv_cache_layout
+
+        object.__setattr__(self, "kv_layout", self.kv_layout or get_kv_cache_layout())
         self.compile_options(torch.device("cpu"))  # raises for names that do not exist
 
     @classmethod
@@ -117,7 +136,7 @@ class EngineConfig:
 class EngineOptions(TypedDict, total=False):
     """Names and types of the fields of ``EngineConfig``, for type checkers (``**options: Unpack[EngineOptions]``)."""
 
-    attention: str
+    attention: str | Mapping[str, str]
     page_size: int
     num_pages: int | None
     max_num_seqs: int
@@ -125,12 +144,17 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: str | torch.dtype
     max_model_len: int | None
     gpu_memory_utilization: float
-    kv_layout: Literal["NHD", "HND"]
+    kv_layout: Literal["NHD", "HND"] | None
     prefill_chunk_size: int | None
-    cudagraph_capture_sizes: Sequence[int] | None
-    cudagraph_token_sizes: Sequence[int] | None
+    cudagraph_capture_sizes: Sequence[int] | Policy | None
+    cudagraph_token_sizes: Sequence[int] | Policy | None
+    cudagraph_lazy: bool
+    cudagraph_debug: bool
     compiler: str
     fusions: str | Sequence[str]
+    enable_prefix_caching: bool | None
+    max_waiting: int | None
+    max_logprobs: int
     async_stepping: bool | None
     seed: int | None
 
@@ -150,6 +174,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in inner
     if typing.get_origin(kind) is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(item, inner[0]) for item in value)
+    if typing.get_origin(kind) is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(x, inner[1]) for k, x in value.items())
     if inner:  # a union
         return any(_fits(value, one) for one in inner)
     if kind in (int, float):
@@ -164,6 +190,8 @@ def _described(kind: Any) -> str:
         return " or ".join(map(repr, inner))
     if typing.get_origin(kind) is Sequence:
         return "a list of " + {int: "integers", str: "strings"}[inner[0]]
+    if typing.get_origin(kind) is Mapping:
+        return "a dictionary of strings"
     if inner:
         return " or ".join(map(_described, inner))
     names = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}

@@ -9,13 +9,12 @@ NOTE [Largest first, one pool]: graphs are captured from the largest bucket down
 the memory of large ones. That is sound because only one graph runs at a time and its outputs are read before the next one
 runs: an output is valid until the next replay of *any* bucket.
 
-On a CPU there is nothing to capture; the same runner keeps one callable per bucket, so that buckets, padding and fallback are
-tested without a GPU.
+What records and replays is the device's (``graph_runner/device_graph.py``). On a CPU there is nothing to capture; the same
+runner keeps one callable per bucket, so that buckets, padding and fallback are tested without a GPU.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import Counter
@@ -24,9 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from quire.attn_ops.kernels.launch import side_stream
 from quire.graph_runner.buckets import pick_bucket
+from quire.graph_runner.device_graph import GraphPool, Recorded, device_graphs
+from quire.graph_runner.forward_mode import CaptureHiddenMode
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.step_buffers import BatchShape
 
@@ -37,13 +38,16 @@ FIRST_WARMUPS, WARMUPS = 2, 1
 
 @dataclass
 class GraphStats:
-    """Counts so far. ``fell_back``: steps that ran without a graph, by reason."""
+    """Counts so far. ``fell_back``: steps that ran without a graph, by reason; ``replays``: by bucket; ``padding_tokens``: by
+    which batches were padded."""
 
     captured: int = 0
     replayed: int = 0
     fell_back: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     capture_bytes: int = 0
+    replays: Counter[BatchShape] = field(default_factory=Counter)
+    padding_tokens: int = 0
 
     def __str__(self) -> str:
         over = ", ".join(f"{n} for {why}" for why, n in self.fell_back.items()) or "none"
@@ -58,34 +62,73 @@ class CudaGraphRunner:
         run: shape -> output tensors. Runs a step of that shape on static buffers: device work only, the same kernels each time.
         before_capture: shape -> None. Host work that ``run`` needs; called outside the capture.
         buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens.
-        device: only CUDA devices capture.
+        device: of the step; a CPU keeps callables.
         progress: wraps the sequence of buckets while capturing, for a progress bar.
+        lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
+        pool: memory shared with other runners; one of its own by default.
+        keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool.
+        hidden_mode: the hidden states that ``run`` returns. A batch that wants more runs without a graph.
+        inputs: shape -> the tensors that ``run`` reads, to check that they are where they were (debugging).
+
+    Attributes:
+        reason: why the last batch had no graph; None if it had one.
     """
 
     def __init__(self, run: Callable[[BatchShape], Any], buckets: Iterable[BatchShape], device: torch.device, *,
                  before_capture: Callable[[BatchShape], None] | None = None,
-                 progress: Callable[[Sequence[BatchShape]], Iterator[BatchShape]] | None = None) -> None:
+                 progress: Callable[[Sequence[BatchShape]], Iterator[BatchShape]] | None = None, lazy: bool = False,
+                 pool: GraphPool | None = None, keep_outputs: bool = False,
+                 hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+                 inputs: Callable[[BatchShape], Iterable[torch.Tensor]] | None = None) -> None:
         self._run, self._before, self.device = run, before_capture, device
         self.buckets = sorted(set(buckets), reverse=True)
         self.stats = GraphStats()
+        self.reason: str | None = None
+        self._no_room = False  # a late capture ran out of memory
+        self.lazy, self.hidden_mode, self._keep, self._inputs = lazy, hidden_mode, keep_outputs, inputs
         self._progress = progress or iter
-        self._entries: dict[BatchShape, Any] = {}
-        self._outputs: dict[BatchShape, Any] = {}
-        self._pool: Any = None
+        self._graphs = device_graphs(device)
+        self._shared, self._pool = pool, pool or GraphPool()
+        self._entries: dict[BatchShape, Recorded] = {}
+        self._addresses: dict[BatchShape, list[int]] = {}
         self._decode = sorted(b.num_reqs for b in self.buckets if b.num_tokens == b.num_reqs)
         self._mixed = sorted(b for b in self.buckets if b.num_tokens != b.num_reqs)
         self._warned: set[str] = set()
 
-    def can_run(self, shape: BatchShape, decode: bool) -> BatchShape | None:
-        """The captured bucket that ``shape`` is padded to, or None, which is counted and logged once per reason.
+    def can_run(self, shape: BatchShape, decode: bool, hidden: CaptureHiddenMode = CaptureHiddenMode.NULL) -> BatchShape | None:
+        """The captured bucket that ``shape`` is padded to, or None: ``reason`` says why, counted and logged once per reason.
 
         Args:
             shape: of the live batch.
             decode: every row has one token.
+            hidden: the hidden states that the batch wants.
         """
-        if not self._entries:
-            self._no(shape, "nothing is captured")
-            return None
+        if not self._entries and not self.lazy:
+            return self._no(shape, "nothing is captured")
+        if hidden > self.hidden_mode:
+            return self._no(shape, f"hidden states of {hidden.name} are wanted, graphs have {self.hidden_mode.name}")
+        bucket = self._bucket(shape, decode)
+        if bucket is None and decode:
+            return self._no(shape, f"more rows than the largest decode bucket ({self._decode[-1] if self._decode else 0})")
+        if bucket is None and not self._mixed:
+            return self._no(shape, "a prefill in the batch, and no mixed bucket captured", logging.DEBUG)
+        if bucket is None:
+            return self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(self._mixed[-1])}", logging.DEBUG)
+        if bucket not in self._entries:
+            if self._no_room:
+                return self._no(shape, "there was no memory for another graph")
+            try:
+                self._capture([bucket])
+            except RuntimeError as error:
+                if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                    raise
+                self._no_room = True
+                return self._no(shape, str(error))
+        self.reason = None
+        self.stats.padding_tokens += bucket.num_tokens - shape.num_tokens
+        return bucket
+
+    def _bucket(self, shape: BatchShape, decode: bool) -> BatchShape | None:
         if decode:
             size = pick_bucket(self._decode, shape.num_reqs)
             if size is not None:
@@ -93,78 +136,81 @@ class CudaGraphRunner:
         for bucket in self._mixed:  # sorted by tokens: the first that fits wastes least
             if bucket.num_tokens >= shape.num_tokens and bucket.num_reqs >= shape.num_reqs:
                 return bucket
-        if decode:
-            self._no(shape, f"more rows than the largest decode bucket ({self._decode[-1] if self._decode else 0})")
-        elif not self._mixed:
-            self._no(shape, "a prefill in the batch, and no mixed bucket captured", logging.DEBUG)
-        else:
-            self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(self._mixed[-1])}", logging.DEBUG)
         return None
 
     def _no(self, shape: BatchShape, why: str, level: int = logging.WARNING) -> None:
+        self.reason = why
         self.stats.fell_back[why] += 1
         if why not in self._warned:
             self._warned.add(why)
             logger.log(level, "step of %d tokens, %d rows runs without a CUDA graph: %s", *shape, why)
 
     def capture(self) -> None:
-        """Capture every bucket. See NOTE [Largest first, one pool].
+        """Capture every bucket, or none yet if ``lazy``. See NOTE [Largest first, one pool].
 
         Raises:
             RuntimeError: out of memory; says what to change. Earlier captures are dropped.
         """
-        began, before = time.perf_counter(), self._free_bytes()
+        if self.lazy:
+            return
+        try:
+            self._capture(self.buckets)
+        except RuntimeError:
+            self.clear()
+            raise
+
+    def _capture(self, buckets: Sequence[BatchShape]) -> None:
+        began, before = time.perf_counter(), self._graphs.free_bytes()
         with freeze_gc():
-            for bucket in self._progress(self.buckets):
+            for bucket in self._progress(buckets):
                 try:
                     self._capture_one(bucket)
                 except torch.OutOfMemoryError as error:
-                    self.clear()
                     raise RuntimeError(
                         f"out of GPU memory while capturing the CUDA graph of {bucket.num_reqs} rows. Give the KV cache less "
                         "(gpu_memory_utilization or num_pages), capture fewer or smaller batches (max_num_seqs or "
                         "cudagraph_capture_sizes), or none (cudagraph_capture_sizes=[]).") from error
         self.stats.capture_seconds += time.perf_counter() - began
-        self.stats.capture_bytes += max(0, before - self._free_bytes())
+        self.stats.capture_bytes += max(0, before - self._graphs.free_bytes())
 
     def _capture_one(self, bucket: BatchShape) -> None:
         if self._before is not None:
             self._before(bucket)
-        if self.device.type != "cuda":
-            self._entries[bucket] = functools.partial(self._run, bucket)
-            self.stats.captured += 1
-            return
-        stream = side_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUPS if self._entries else FIRST_WARMUPS):
-                self._run(bucket)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            output = self._run(bucket)
-        if self._pool is None:
-            self._pool = graph.pool()
-        self._entries[bucket], self._outputs[bucket] = graph, output
+
+        def run() -> Any:
+            return self._run(bucket)
+
+        self._graphs.warm_up(run, WARMUPS if self._entries else FIRST_WARMUPS)
+        self._entries[bucket] = self._graphs.record(run, self._pool.handle(self._graphs))
+        if self._inputs is not None:
+            self._addresses[bucket] = [t.data_ptr() for t in self._inputs(bucket)]
         self.stats.captured += 1
 
     def replay(self, bucket: BatchShape) -> Any:
-        """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket."""
+        """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket of the pool,
+        or for good with ``keep_outputs``.
+
+        Raises:
+            RuntimeError: the bucket was not captured, or (with ``inputs``) a tensor that its graph reads has moved.
+        """
+        if bucket not in self._entries:
+            raise RuntimeError(f"the step {tuple(bucket)} was not captured: capture it at the start, or make the runner lazy")
+        if self._inputs is not None:
+            moved = [i for i, (t, there) in enumerate(zip(self._inputs(bucket), self._addresses[bucket], strict=True))
+                     if t.data_ptr() != there]
+            if moved:
+                raise RuntimeError(f"inputs {moved} of the graph of {tuple(bucket)} are not where they were at its capture; "
+                                   "the graph would read what lies at the old addresses")
         self.stats.replayed += 1
-        entry = self._entries[bucket]
-        if self.device.type != "cuda":
-            return entry()
-        entry.replay()
-        return self._outputs[bucket]
+        self.stats.replays[bucket] += 1
+        output = self._entries[bucket].replay()
+        return tree_map_only(torch.Tensor, torch.clone, output) if self._keep else output
 
     def clear(self) -> None:
         """Drop the graphs and their memory."""
         self._entries.clear()
-        self._outputs.clear()
-        self._pool = None
-
-    def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        self._addresses.clear()
+        self._pool = self._shared or GraphPool()
 
 
 __all__ = ["CudaGraphRunner", "GraphStats"]

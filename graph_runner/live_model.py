@@ -12,6 +12,7 @@ from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
+from quire.graph_runner.window_pages import Reach, fit_requests
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class LiveModel:
         self._trace()
         self.num_pages = self.runner.cache.num_pages
         self.config = replace(self.config, num_pages=self.num_pages)
+        self._longest = self.limits()[0]
 
     def _trace(self) -> None:
         versions = buffer_versions(self.model)
@@ -47,6 +49,12 @@ class LiveModel:
             return self._stale or "torch._dynamo.reset() dropped its trace"
         return self._guard.change() if everything else self._guard.next_change()
 
+    def limits(self) -> tuple[int, int | None, Reach | None]:
+        """The maximum length of a request, the maximum chunk of a prefill, and how far back attention reaches."""
+        config, reach = self.config, self.runner.reach
+        return *fit_requests(reach, self.num_pages, config.page_size, config.prefill_chunk_size,
+                             config.max_num_batched_tokens, self.runner.max_model_len), reach
+
     def trace_again(self, change: str) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight.
 
@@ -58,6 +66,9 @@ class LiveModel:
         self.runner.close()
         try:
             self._trace()
+            if self.limits()[0] < self._longest:
+                raise ValueError("its attention reaches further back than before, so that requests may need more KV cache than "
+                                 "there is")
         except Exception as error:
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
                                f"now: {error}. Undo the change, or close the engine") from error

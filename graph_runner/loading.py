@@ -93,7 +93,7 @@ def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:
         ValueError: ``max_model_len`` is more than the model has positions.
     """
     length = model_length(model, config.max_model_len)
-    if config.num_pages is not None:
+    if config.num_pages is not None and config.max_model_len is None:  # else the engine limits it, where pages are not reused
         length = max(2, min(length, (config.num_pages - 1) * config.page_size))
     return replace(config, max_model_len=length,
                    max_num_batched_tokens=min(config.max_num_batched_tokens, length * config.max_num_seqs))
@@ -103,7 +103,7 @@ def model_length(model: torch.nn.Module, requested: int | None) -> int:
     """Maximum tokens of a sequence. Raises ValueError if more are requested than the model has positions."""
     config = _text_config(model)
     own = next((getattr(config, n) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-                if isinstance(getattr(config, n, None), int)), None)
+                if isinstance(length := getattr(config, n, None), int) and length > 0), None)  # XLNet's is -1: no maximum
     if requested is not None and own is not None and requested > own:
         raise ValueError(f"max_model_len={requested}, but the model has {own} positions")
     return requested or own or DEFAULT_LENGTH

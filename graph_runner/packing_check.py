@@ -41,7 +41,7 @@ _ROUNDING_OF_HALVES = 0.1
 
 
 def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
-                  kv_dtype: torch.dtype | None, layout: Layout, device: torch.device, vocab_size: int, max_model_len: int
+                  kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int, max_model_len: int
                   ) -> None:
     """Run the trial.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.kv_cache import token_bytes
 from quire.attn_ops.selection import Selection
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
@@ -34,25 +36,37 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.model_name}: {len(self.sites)} attention sites"]
         if self.sites:
-            op = f"{self.selection.backend.name}_paged_attention" if self.selection else "refused"
-            lines.append(format_sites(self.sites, [op] * len(self.sites)))
+            served = self.selection.sites if self.selection else self.sites
+            lines.append(format_sites(served, [self._lowered_to(s) for s in served]))
         if self.selection is not None:
             why = f", {self.selection.why}" if self.selection.why else ""
             lines.append(f"attention backend: {self.selection.backend.name}{why}")
             lines += [f"  {name} passed over: {'; '.join(why)}" for name, why in self.selection.passed_over.items()]
+            if self.selection.not_latent:
+                lines.append(f"MLA with keys and values of all heads in the cache, as the latent one is not served: "
+                             f"{self.selection.not_latent}")
         if self.error is not None:
             lines.append(f"refused: {self.error}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
+    def _lowered_to(self, site: AttentionSite) -> str:
+        """The paged op, and for MLA what a token takes in the cache, in the model's dtype."""
+        if self.selection is None:
+            return "refused"
+        if site.latent is not None:
+            return f"{self.selection.backend.name}_mla_paged_attention, latent cache of {token_bytes(site)} bytes per token"
+        dense = f", {token_bytes(site)} bytes per token" if self.selection.not_latent else ""
+        return f"{self.selection.backend.serves(site)}{dense}"
 
-def explain(model: torch.nn.Module, *, attention: str = "auto", page_size: int = 16) -> Explanation:
+
+def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "auto", page_size: int = 16) -> Explanation:
     """Trace ``model`` (nothing is computed) and show for each site how its attention would run, or why it is refused.
 
     Args:
         model: as for ``quire.Engine``.
-        attention: backend name, or "auto".
+        attention: as for ``quire.Engine``.
         page_size: tokens per page, which some backends restrict.
 
     Raises:

@@ -144,13 +144,6 @@ def written_between(first: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-def number_constants(node: fx.Node) -> list[int | float]:
-    """Every number in the arguments of the node, booleans excluded."""
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs) if node.op != "placeholder" else (), found.append)
-    return [x for x in found if type(x) in (int, float)]
-
-
 def constant(arg: Any) -> Any:
     """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal.
 
@@ -168,13 +161,14 @@ def constant(arg: Any) -> Any:
     return val
 
 
-def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> list[str]:
+def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None) -> list[str]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``.
 
     A graph with one is the model's path for some batch shapes; another path may compute something else.
 
     Args:
         limits: sizes beyond which the model cannot run at all; guards against them are left out.
+        longest: only sizes up to this one matter; None: all.
     """
     if not symbolic(size):
         return []
@@ -186,12 +180,15 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> 
         if symbol not in expr.free_symbols:
             continue
         of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
+        numbers = {int(n) for n in of_size.atoms() if n.is_Integer}
 
         def holds(n: int, expr: Any = of_size) -> bool:
             return bool(expr.subs({symbol: n}))
 
+        tried = {2, 3, 7, 31, 257, 4099, 65537, *([longest] if longest else [])}
+        tried |= {n + d for n in numbers for d in (-1, 0, 1) if n < max(tried)}  # both sides of where the path changes
         below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
-        if not all(holds(n) for n in (2, 3, 7, 31, 257, 4099, 65537) if below is None or n < below):
+        if not all(holds(n) for n in tried if n >= 2 and (below is None or n < below) and (longest is None or n <= longest)):
             found.append(str(expr))
     return found
 
@@ -268,19 +265,12 @@ def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) 
     return [n for n in node.graph.nodes if n in found]
 
 
-def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
-             replace: Callable[[fx.Node, Any], Any] | None = None) -> None:
-    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace`` maps a node's numbers to others."""
+def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any]) -> None:
+    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs."""
     for node in nodes:
         if node in env:
             continue
-
-        def look_up(arg: Any, node: fx.Node = node) -> Any:
-            if isinstance(arg, fx.Node):
-                return env[arg]
-            return replace(node, arg) if replace is not None and type(arg) in (int, float) else arg
-
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), look_up)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "call_function":
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif node.op == "call_method":

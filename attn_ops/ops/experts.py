@@ -236,8 +236,7 @@ class _Pairs:
         x = rows_contiguous(x)
         pairs, (experts, n, k) = len(self.ids), w.shape
         n = n // 2 if gated else n
-        few = self.tiles is None
-        tile = self.tile or (decode_tile if few else prefill_tile)(pairs, experts, k, x.dtype, gated)
+        tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gated)
         out = x.new_empty(pairs, n)
         options: dict[str, Any] = {
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
@@ -246,7 +245,7 @@ class _Pairs:
             "pdl": self.pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
         sizes = (pairs, n, k, experts, pairs // len(x), x.stride(0), *w.stride())
         blocks = -(-n // tile.block_n)
-        if few:
+        if self.tiles is None:
             by_pair = pairs <= experts  # fewer leaders than experts and one more for ids out of range
             launch(kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1), x, w, bias, self.ids, out, *sizes,
                    BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)

@@ -111,6 +111,12 @@ def _uses(node: fx.Node) -> tuple[bool, bool]:
         for user in n.users:
             name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
             data = user.args[0] if user.args else None
+            if name in ("setitem", "index_put_") and isinstance(data, fx.Node):
+                if data is n:
+                    continue
+                if not _indexes(user, name, n):  # written into a tensor: an inverse permutation, say
+                    todo.append(data)
+                    continue
             indexing = name in ("getitem", "setitem", "index_put", "index_put_", *_PICKING)
             if indexing and data is not n and _indexes(user, name, n):
                 if _picks_rows(user, name, n):

@@ -264,6 +264,7 @@ MIXES = {
     "index by position": lambda m, x, p: x + x[0][p[0]][None],
     "row numbers as positions": lambda m, x, p: x + m.table[torch.arange(x.shape[1])],
     "cut table": lambda m, x, p: x + m.table[: x.shape[1]],
+    "positions from the first": lambda m, x, p: x + m.table[p - p[:, :1]],
     "linspace": lambda m, x, p: x + torch.linspace(0, 1, x.shape[1])[None, :, None],
     "embedding by row number": lambda m, x, p: x + F.embedding(torch.arange(x.shape[1]), m.table),
     "product with (T, T)": lambda m, x, p: torch.ones(x.shape[1], x.shape[1]).tril() @ x,

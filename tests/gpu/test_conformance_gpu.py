@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from quire.attn_ops.conformance.checks import Kit
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.registry import get_backend
+from tests.gpu.helpers import need
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,21 +36,10 @@ COMBINATIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name, dtype, kv_dtype", COMBINATIONS, ids=str)
 def test_conformance(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, check: str) -> None:
-    backend = get_backend(name)
-    why = backend.available(torch.device("cuda"))
-    if why:
-        pytest.skip(f"{name}: {why}")
+    backend = get_backend(need(name))
     if torch.cuda.get_device_capability() < backend.capabilities.min_kv_compute_capability.get(kv_dtype, (0, 0)):
         pytest.skip(f"{name}: {kv_dtype} needs a newer GPU")
     (result,) = (r for r in check_backend(backend, "cuda", dtype, only=check, kv_dtype=kv_dtype) if r.check == check)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.graph_runner.buckets import decode_buckets, pick_bucket, token_buckets
+from quire.graph_runner.buckets import POLICIES, decode_buckets, pick_bucket, token_buckets
 
 TO_256 = [1, 2, 4, *range(8, 257, 8)]
 TO_512 = [*TO_256, *range(272, 513, 16)]
@@ -76,3 +76,36 @@ def test_ladder_properties(maximum: int) -> None:
 def test_pick_is_the_smallest_that_fits(sizes: set[int], n: int) -> None:
     fits = [size for size in sizes if size >= n]
     assert pick_bucket(decode_buckets(600, sizes), n) == (min(fits) if fits else None)
+
+
+# Named lists.
+
+
+def test_named_lists() -> None:
+    assert decode_buckets(20, "sglang") == [1, 2, 4, 8, 12, 16, 20]
+    big = decode_buckets(600, "sglang")
+    assert big[-6:] == [480, 496, 512, 544, 576, 600] and big[5:8] == [16, 24, 32]
+    assert decode_buckets(512, "vllm") == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert len(decode_buckets(512, "vllm")) == 51
+    assert decode_buckets(100, "powers") == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert token_buckets(40, "powers") == [1, 2, 4, 8, 16, 32, 40] and token_buckets(40, "vllm") == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert token_buckets(300, "sglang") == token_buckets(300)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("largest", [1, 3, 37, 257, 513])
+def test_every_list_ends_with_the_maximum(policy, largest) -> None:
+    """SGLang 0.5.2's list with cuda_graph_max_bs, and vLLM's, may miss it: the largest batches would have no graph."""
+    for found in (decode_buckets(largest, policy), token_buckets(largest, policy)):
+        assert found[-1] == largest and found == sorted(set(found))
+
+
+def test_multiples() -> None:
+    assert decode_buckets(10, "powers", multiple_of=4) == [4, 8, 12]
+    assert decode_buckets(10, [1, 3, 5], multiple_of=2) == [2, 4, 6]
+
+
+def test_an_unknown_list() -> None:
+    for buckets in (decode_buckets, token_buckets):
+        with pytest.raises(ValueError, match="no list of capture sizes is called 'squares'; there are sglang, vllm, powers"):
+            buckets(8, "squares")

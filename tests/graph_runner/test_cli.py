@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And what a command does to a logger, for the rest of its process, ends with the test."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    yield
+    logging.getLogger("quire.graph_runner.engine").setLevel(logging.NOTSET)
 
 
 def test_help_needs_no_torch_and_names_every_command() -> None:
@@ -111,8 +116,8 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     (["generate", "hi", "--engine", "num_pages=abc"], "num_pages must be an integer or None, got 'abc'"),
     (["generate", "hi", "--engine", "num_pages=2.5"], "num_pages must be an integer or None, got 2.5"),
     (["generate", "hi", "--engine", "cudagraph_capture_sizes=[1,'x']"],
-     "cudagraph_capture_sizes must be a list of integers or None, got [1, 'x']"),
-    (["generate", "hi", "--engine", "kv_layout=DNH"], "kv_layout must be 'NHD' or 'HND', got 'DNH'"),
+     "cudagraph_capture_sizes must be a list of integers or 'sglang' or 'vllm' or 'powers' or None, got [1, 'x']"),
+    (["generate", "hi", "--engine", "kv_layout=DNH"], "kv_layout must be 'NHD' or 'HND' or None, got 'DNH'"),
     (["generate", "hi", "--engine", "seed=True"], "seed must be an integer or None, got True"),
     (["generate", "hi", "--engine", "attention=flashinfer"], "attention='flashinfer' cannot serve this model on cpu"),
     (["generate", "hi", "--engine", "attention=triton", "--attention", "auto"],

@@ -125,12 +125,6 @@ DECODE = batch_of(row(3, 9, 1, [4, 9, 2]), row(0, 7, 1, [7, 1], known=7, params=
                   row(6, 8, 1, [5, 3, 1], known=8))
 
 
-@pytest.mark.parametrize("more", [(0, 0), (5, 0), (0, 4), (13, 6)], ids=str)
-@pytest.mark.parametrize("batch", [MIXED, DECODE], ids=["mixed", "decode"])
-def test_fill(batch, more) -> None:
-    check(buffers(), batch, BatchShape(batch.num_tokens + more[0], len(batch.rows) + more[1]))
-
-
 def random_batch(rng: random.Random) -> ScheduledBatch:
     """Up to all slots, decode rows first, each with the pages that its tokens need and some to spare."""
     free = list(range(1, SLOTS * WIDTH + 1))
@@ -171,12 +165,6 @@ def test_bytes_of_a_larger_batch_do_not_leak() -> None:
     check(buffer, DECODE, small)  # the other host side
     after = buffer.layout(small).num_bytes
     assert (buffer.device_bytes[after:] == 0xAB).all()  # only the layout's own bytes were copied
-
-
-def test_pages_of_the_request_before_are_not_in_the_table() -> None:
-    buffer = buffers()
-    check(buffer, batch_of(row(2, 20, 1, [9, 8, 7, 6, 5, 4])), BatchShape(1, 1))
-    check(buffer, batch_of(row(2, 3, 1, [3]), row(1, 20, 1, [10, 11, 12, 13, 14, 15])), BatchShape(2, 2))
 
 
 @pytest.mark.parametrize("page", [1, 7, 64])

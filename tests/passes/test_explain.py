@@ -112,17 +112,6 @@ def test_explain_no_backend_fits(gemma2) -> None:
     assert text.splitlines()[2].split()[-1] == "refused"
 
 
-def test_explain_unknown_backend(llama) -> None:
-    with pytest.raises(ValueError, match="unknown attention backend 'nope'; there are: auto"):
-        quire.explain(llama, attention="nope")
-
-
-@pytest.mark.parametrize("page_size", [0, -3])
-def test_explain_page_size_below_1(llama, page_size) -> None:
-    with pytest.raises(ValueError, match=f"page_size must be at least 1, got {page_size}"):
-        quire.explain(llama, page_size=page_size)
-
-
 def test_explain_a_model_in_training_mode(llama) -> None:
     llama.train()
     try:

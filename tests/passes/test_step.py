@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import quire
 from quire.attn_ops.ops.experts import expert_swiglu
 from quire.attn_ops.step import current_step
 from quire.passes.backend import quire_backend
-from tests.tiny import assert_unchanged, snapshot
+from tests.steps import serve
+from tests.tiny import assert_unchanged, small_llama, snapshot
 
 PAGE = 8
 LENGTHS = (19, 7, 12)
@@ -42,15 +43,7 @@ class Decorated(nn.Module):
 
 
 def llama() -> nn.Module:
-    """Two layers; large weights, so that attention is far from uniform."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64)).eval()
-    for p in model.parameters():
-        if p.dim() == 2:
-            nn.init.normal_(p, std=0.3)
-    return model
+    return small_llama(0.3, num_hidden_layers=2)
 
 
 def cache_for(model: nn.Module, num_pages: int = 10, **options: Any) -> quire.PagedKVCache:
@@ -97,25 +90,18 @@ def plain(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return logits_of(model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False))[0]
 
 
-def in_steps(call: Callable[..., Any], cache: quire.PagedKVCache, ids: list[torch.Tensor],
-             pad: int = 0) -> list[torch.Tensor]:
-    """Logits of each sequence, its tokens computed as STEPS says; with ``pad`` tokens and rows more in each step."""
-    table = [[5, 2, 9], [1, 0, 0], [8, 3, 0]]
-    done, found = [0] * len(ids), [[] for _ in ids]
-    for counts in STEPS:
-        rows = [r for r, n in enumerate(counts) if n]
-        parts = [ids[r][done[r] : done[r] + counts[r]] for r in rows]
-        for r in rows:
-            done[r] += counts[r]
-        meta = quire.CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows],
-                                                   [table[r] for r in rows], page_size=PAGE)
+def in_steps(call: Callable[..., Any], cache: quire.PagedKVCache, ids: list[torch.Tensor], pad: int = 0, steps: Any = STEPS
+             ) -> list[torch.Tensor]:
+    """Logits of each sequence; with ``pad`` tokens and rows more in each step."""
+    def one_step(tokens: torch.Tensor, meta: quire.CommonAttentionMetadata) -> torch.Tensor:
         meta = meta.padded(meta.num_tokens + pad, meta.num_reqs + pad)
-        row = torch.cat([*parts, torch.zeros(pad, dtype=torch.long)])
+        row = torch.cat([tokens, tokens.new_zeros(pad)])
         with torch.no_grad(), quire.step(cache, meta):
             out = logits_of(call(input_ids=row[None], position_ids=meta.positions[None], use_cache=False))[0]
-        for r, part in zip(rows, out[: meta.num_actual_tokens].split([counts[r] for r in rows]), strict=True):
-            found[r].append(part)
-    return [torch.cat(f) for f in found]
+        assert len(out) == len(row)
+        return out
+
+    return serve(one_step, ids, steps, PAGE)
 
 
 @WAYS
@@ -184,15 +170,7 @@ def test_no_gradients(way) -> None:
 
 def in_cuts(call: Callable[..., Any], cache: quire.PagedKVCache, ids: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
     """Logits of one sequence computed in steps of ``cuts`` tokens."""
-    found, done = [], 0
-    for n in cuts:
-        meta = quire.CommonAttentionMetadata.build([n], [done + n], [[2, 1, 7]], page_size=PAGE)
-        with torch.no_grad(), quire.step(cache, meta):
-            out = call(input_ids=ids[None, done : done + n], position_ids=meta.positions[None], use_cache=False)
-        assert logits_of(out).shape[1] == n
-        found.append(logits_of(out)[0])
-        done += n
-    return torch.cat(found)
+    return in_steps(call, cache, [ids], steps=[(n,) for n in cuts])[0]
 
 
 @pytest.mark.parametrize("cuts", [(5, 1, 1, 3, 1), (1, 1, 1, 8)], ids=str)
@@ -412,16 +390,6 @@ def test_cache_for_model(model) -> None:
     made, ours = quire.PagedKVCache.for_model(model, num_pages=10, page_size=PAGE), cache_for(model)
     assert repr(made) == repr(ours) and made.layer_ids == ours.layer_ids
     assert [t.shape for t in [*made.k, *made.v]] == [t.shape for t in [*ours.k, *ours.v]]
-
-
-def test_attention_mask_in_a_step() -> None:
-    model = llama()
-    quire.paged(model)
-    cache = quire.PagedKVCache.for_model(model, num_pages=8, page_size=4)
-    meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=4)
-    ids = torch.tensor([[5, 6, 7]])
-    with pytest.raises(quire.UnsupportedAttention, match="no mask and no padding"), quire.step(cache, meta):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
 @pytest.mark.slow

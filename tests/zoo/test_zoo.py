@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 
+from quire.attn_ops.attention import Latent
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -45,9 +46,10 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
            "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1")
-#: Served by ``torch.compile`` too, which sees F.sdpa and its mask, not the attention interface.
-BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral")
-QUICK_BY_HAND = ("llama", "falcon")
+#: A sample of those served by ``torch.compile`` too, which sees F.sdpa and its mask; or transformers' eager attention (gemma2,
+#: gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention interface.
+BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
+QUICK_BY_HAND = ("llama", "falcon", "gemma2")
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
@@ -107,10 +109,20 @@ def test_mutations_are_seen(zoo: Specimen) -> None:
         defaults["scale"] *= 2  # of two layers, the first one has the default
     mutations = {"only the query's own key": {"window": 1}}
     mutations |= {f"no {f}": {f: defaults[f]} for f in zoo.entry.features if f in defaults}
-    for name, mutation in mutations.items():
-        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", mutation=mutation)
+    for name, mutation in mutations.items():  # MLA on the latent cache has no such options
+        got = serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", mutation=mutation, dense=True)
         assert error(got, zoo.batch) > 1e-3, f"{name}: not seen"
-    assert error(serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native"), zoo.batch) <= TOLERANCE
+    assert error(serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", dense=True), zoo.batch) <= TOLERANCE
+
+
+def test_mla(zoo: Specimen) -> None:
+    """Every layer of an MLA model is on the latent cache, and no layer of another model; attention there moves the logits."""
+    rank = zoo.entry.options.get("kv_lora_rank")
+    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
+    assert {s.latent for s in zoo.paged.sites} == latents
+    if rank is not None:
+        options = {"page_size": 8, "attention": "torch_native", "mutation": {"scale": 2 * zoo.paged.sites[0].scale}}
+        assert error(serve(zoo.paged, zoo.batch, **options), zoo.batch) > 1e-3
 
 
 def test_cut_into_pieces(zoo: Specimen) -> None:

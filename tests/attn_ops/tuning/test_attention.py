@@ -16,7 +16,7 @@ from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, Cuda
 from quire.attn_ops.registry import backends, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
-from quire.attn_ops.tuning.attention import Measurement, ShapeClass
+from quire.attn_ops.tuning.attention import Measurement
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SITE = AttentionSite(layer=0, num_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=0.1)
@@ -248,13 +248,6 @@ def test_the_shipped_file_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     assert len({r.identity for r in rows}) == len(rows)
 
 
-def test_shape_class() -> None:
-    site = dataclasses.replace(WINDOWED, sinks=True, softcap=9.0, causal=False)
-    shape = ShapeClass.of(site, 16, torch.float8_e4m3fn, "HND")
-    features = ("window", "softcap", "sinks", "non-causal")
-    assert shape == ShapeClass("bfloat16", "float8_e4m3fn", 128, 128, 4, 16, "HND", features)
-
-
 # What is shown.
 
 
@@ -271,4 +264,3 @@ def test_the_table_of_backends_shows_the_measurements() -> None:
 def test_a_gpu_that_is_only_asked_about_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tuning.sources(GPU) == []
-

@@ -14,6 +14,7 @@ contract reads a device tensor on the host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,10 @@ class CommonAttentionMetadata:
         max_query_len, max_seq_len: upper bounds on the host.
         page_size: tokens per page.
         max_page: the largest page that holds a token, where the host knows it; None where only the device has the pages.
+        causal: queries see no later keys.
+        logits_indices_padded, num_logits_indices: tokens whose logits are wanted, ascending, perhaps padded, and how many are
+            not padding; only for layers that share an earlier layer's keys and values (``metadata/kv_sharing.py``).
+        encoder_seq_lens: (B,) int array on the host, encoder tokens per sequence; only for cross attention.
     """
 
     query_start_loc: torch.Tensor
@@ -52,6 +57,20 @@ class CommonAttentionMetadata:
     max_seq_len: int
     page_size: int
     max_page: int | None = None
+    causal: bool = True
+    logits_indices_padded: torch.Tensor | None = None
+    num_logits_indices: int = 0
+    encoder_seq_lens: np.ndarray | None = None
+
+    @property
+    def query_lens_cpu(self) -> torch.Tensor:
+        """(B,) int32, host: tokens scheduled per sequence; 0 for padding rows."""
+        return self.query_start_loc_cpu.diff()
+
+    @property
+    def num_computed_tokens_cpu(self) -> torch.Tensor:
+        """(B,) int32, host: tokens in the cache before this step."""
+        return self.seq_lens_cpu - self.query_lens_cpu
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +95,7 @@ class CommonAttentionMetadata:
         cls,
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
-        block_table: Sequence[Sequence[int]] | torch.Tensor,
+        block_table: Sequence[Sequence[int]] | torch.Tensor | np.ndarray,
         *,
         page_size: int,
         device: torch.device | str = "cpu",
@@ -96,30 +115,19 @@ class CommonAttentionMetadata:
         if not len(query_lens) == len(seq_lens) == len(block_table):
             raise ValueError(f"query_lens, seq_lens and block_table describe {len(query_lens)}, {len(seq_lens)} and "
                              f"{len(block_table)} sequences; the numbers must be equal")
-        rows = [list(map(int, row)) for row in block_table]
-        max_page = NULL_PAGE
-        for r, (query, seq, row) in enumerate(zip(query_lens, seq_lens, rows, strict=True)):
-            if not 0 <= query <= seq:
-                raise ValueError(f"sequence {r} schedules {query} tokens but has {seq} after the step; need "
-                                 "0 <= query_len <= seq_len (seq_lens counts the tokens of this step too)")
-            needed = -(-seq // page_size)
-            if len(row) < needed:
-                raise ValueError(f"sequence {r} has {seq} tokens and needs {needed} pages of {page_size}, but its row of "
-                                 f"block_table has {len(row)}: {row}")
-            lowest = min(row[:needed], default=1)
-            if lowest <= NULL_PAGE:
-                raise ValueError(f"sequence {r} uses page {lowest} in block_table row {row}; page 0 is the null page that "
-                                 "padding points to, give sequences pages from 1 on")
-            max_page = max([max_page, *row[:needed]])
-        table = np.zeros((len(rows), max(1, *map(len, rows)) if rows else 1), dtype=np.int32)
-        for r, row in enumerate(rows):
-            table[r, : len(row)] = row
-        lens = np.asarray(query_lens, dtype=np.int32)
-        seqs = np.asarray(seq_lens, dtype=np.int32)
-        start = np.zeros(len(rows) + 1, dtype=np.int32)
+        lens, seqs = np.array(query_lens, dtype=np.int32), np.array(seq_lens, dtype=np.int32)
+        table, widths = _table(block_table)
+        needed = -(-seqs // page_size)
+        used = np.arange(table.shape[1]) < needed[:, None]
+        bad = (lens < 0) | (lens > seqs) | (widths < needed) | (used & (table <= NULL_PAGE)).any(1)
+        if bad.any():
+            r = int(bad.argmax())
+            _explain(r, int(lens[r]), int(seqs[r]), table[r, : widths[r]].tolist(), page_size)
+        max_page = int(table.max(initial=NULL_PAGE, where=used))
+        start = np.zeros(len(lens) + 1, dtype=np.int32)
         np.cumsum(lens, out=start[1:])
         positions = _positions(lens, seqs)
-        row_of = np.repeat(np.arange(len(rows)), lens)
+        row_of = np.repeat(np.arange(len(lens)), lens)
         slots = table[row_of, positions // page_size].astype(np.int64) * page_size + positions % page_size
         _check_slots(slots, row_of, page_size)
 
@@ -128,10 +136,18 @@ class CommonAttentionMetadata:
 
         return cls(
             query_start_loc=to(start), query_start_loc_cpu=torch.from_numpy(start), seq_lens=to(seqs),
-            seq_lens_cpu=torch.from_numpy(seqs), block_table_tensor=to(table), slot_mapping=to(slots), num_reqs=len(rows),
+            seq_lens_cpu=torch.from_numpy(seqs), block_table_tensor=to(table), slot_mapping=to(slots), num_reqs=len(lens),
             num_actual_tokens=int(start[-1]), max_query_len=int(lens.max(initial=0)), max_seq_len=int(seqs.max(initial=0)),
             page_size=page_size, max_page=max_page,
         )
+
+    def unpadded(self) -> CommonAttentionMetadata:
+        """The same batch without padding rows and padding tokens; views of the same tensors."""
+        rows, tokens = self.num_reqs, self.num_actual_tokens
+        return replace(
+            self, query_start_loc=self.query_start_loc[: rows + 1], query_start_loc_cpu=self.query_start_loc_cpu[: rows + 1],
+            seq_lens=self.seq_lens[:rows], seq_lens_cpu=self.seq_lens_cpu[:rows],
+            block_table_tensor=self.block_table_tensor[:rows], slot_mapping=self.slot_mapping[:tokens])
 
     def padded(self, num_tokens: int, num_reqs: int) -> CommonAttentionMetadata:
         """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows. See NOTE [Padding].
@@ -155,6 +171,32 @@ class CommonAttentionMetadata:
             block_table_tensor=pad(self.block_table_tensor, more_reqs, NULL_PAGE),
             slot_mapping=pad(self.slot_mapping, more_tokens, PAD_SLOT_ID),
         )
+
+
+def _table(block_table: Sequence[Sequence[int]] | torch.Tensor | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(B, at least 1) int32, filled up with the null page, and the length of each row (B,)."""
+    if isinstance(block_table, (torch.Tensor, np.ndarray)):
+        given = np.asarray(block_table.cpu() if isinstance(block_table, torch.Tensor) else block_table)
+        table = np.array(given, dtype=np.int32, ndmin=2) if given.size else np.zeros((len(given), 1), np.int32)
+        return table, np.full(len(given), given.shape[1] if given.ndim == 2 else 0)
+    widths = np.fromiter(map(len, block_table), np.int64, len(block_table))
+    table = np.full((len(block_table), max(1, int(widths.max(initial=0)))), NULL_PAGE, dtype=np.int32)
+    table[np.arange(table.shape[1]) < widths[:, None]] = np.fromiter(
+        itertools.chain.from_iterable(block_table), np.int32, int(widths.sum()))
+    return table, widths
+
+
+def _explain(r: int, query: int, seq: int, row: list[int], page_size: int) -> None:
+    """Raise for the row of a batch that does not fit."""
+    if not 0 <= query <= seq:
+        raise ValueError(f"sequence {r} schedules {query} tokens but has {seq} after the step; need "
+                         "0 <= query_len <= seq_len (seq_lens counts the tokens of this step too)")
+    needed = -(-seq // page_size)
+    if len(row) < needed:
+        raise ValueError(f"sequence {r} has {seq} tokens and needs {needed} pages of {page_size}, but its row of "
+                         f"block_table has {len(row)}: {row}")
+    raise ValueError(f"sequence {r} uses page {min(row[:needed])} in block_table row {row}; page 0 is the null page that "
+                     "padding points to, give sequences pages from 1 on")
 
 
 def _check_slots(slots: np.ndarray, row_of: np.ndarray, page_size: int) -> None:

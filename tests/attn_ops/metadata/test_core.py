@@ -14,16 +14,6 @@ from quire.attn_ops.metadata import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetad
 build = CommonAttentionMetadata.build
 
 
-def test_slots() -> None:
-    """Position p of a sequence with pages [7, 3] of 16 tokens: 0 -> 7 * 16, 15 -> 7 * 16 + 15, 16 -> 3 * 16, ..."""
-    meta = build([21], [21], [[7, 3]], page_size=16)
-    slots = meta.slot_mapping.tolist()
-    assert [slots[p] for p in (0, 15, 16, 20)] == [112, 127, 48, 52]
-    decode = build([1], [21], [[7, 3]], page_size=16)  # the last token alone
-    assert decode.slot_mapping.tolist() == [52]
-    assert decode.positions.tolist() == [20]
-
-
 def test_mixed_batch() -> None:
     """A chunk of a prefill over a cached prefix, a sequence that waits, a decode."""
     meta = build([3, 0, 1], [10, 4, 6], [[5, 2, 9], [4], [1, 8]], page_size=4)
@@ -146,3 +136,14 @@ def test_padding_errors(tokens, reqs) -> None:
     meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
     with pytest.raises(ValueError, match=f"cannot pad a batch of 3 tokens and 2 sequences to {tokens} and {reqs}"):
         meta.padded(tokens, reqs)
+
+
+def test_without_padding() -> None:
+    """A planner that reads the live part sees the batch as it was built."""
+    meta = build([2, 1], [5, 9], [[3, 4], [1, 2, 6]], page_size=4)
+    back = meta.padded(6, 4).unpadded()
+    for field in dataclasses.fields(meta):
+        before, after = getattr(meta, field.name), getattr(back, field.name)
+        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    assert meta.padded(6, 4).num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
+    assert meta.padded(6, 4).query_lens_cpu.tolist() == [2, 1, 0, 0]

@@ -1,0 +1,105 @@
+"""``AttentionMetadataBuilder``: the base class of a backend's own metadata, one builder per group of like layers.
+
+For engine builders whose backends want metadata objects of their own, as in vLLM. quire's own backends are records whose
+``plan`` and ``prepare`` do this work (``attn_ops/backend.py``), so its engine has no builder.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import field, is_dataclass, make_dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from quire.attn_ops.backend import CudagraphSupport
+from quire.attn_ops.metadata.core import CommonAttentionMetadata
+from quire.attn_ops.metadata.split import InputBatch, SchedulerOutput, reorder_batch_to_split_decodes_and_prefills
+
+M = TypeVar("M")
+AttentionCGSupport = CudagraphSupport  # the name that authors of builders know
+
+
+class AttentionMetadataBuilder(abc.ABC, Generic[M]):
+    """Makes a backend's metadata M from a batch's.
+
+    Every tensor that a captured kernel reads must be a buffer at a fixed address, written in place by ``build``. Host numbers
+    (longest query, splits) are constants of a captured graph: they must be upper bounds.
+
+    Args:
+        kv_cache_spec: what the layers' cache holds (attention sites, or the engine's own record).
+        layer_names: the layers that use these metadata.
+        config: the engine's; of it ``speculative_config.num_speculative_tokens`` is read, if there is one.
+        device: of the metadata.
+
+    Attributes:
+        cudagraph_support: which batches may be captured.
+        reorder_batch_threshold: rows of at most so many tokens must be in front of the batch; None: any order.
+    """
+
+    cudagraph_support: ClassVar[CudagraphSupport] = CudagraphSupport.NEVER
+    reorder_batch_threshold: int | None = None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Sequence[Any], config: Any, device: torch.device) -> None:
+        self.kv_cache_spec, self.layer_names, self.config, self.device = kv_cache_spec, list(layer_names), config, device
+
+    def _init_reorder_batch_threshold(self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode: bool = False
+                                      ) -> None:
+        """Set the threshold; with ``supports_spec_as_decode`` a row of a token and its speculative ones is a decode too."""
+        speculative = getattr(getattr(self.config, "speculative_config", None), "num_speculative_tokens", None)
+        if reorder_batch_threshold is not None and supports_spec_as_decode and speculative is not None:
+            reorder_batch_threshold = max(reorder_batch_threshold, 1 + speculative)
+        self.reorder_batch_threshold = reorder_batch_threshold
+
+    @abc.abstractmethod
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> M:
+        """The metadata of a batch.
+
+        Args:
+            common_prefix_len: tokens at the start of all sequences that are the same pages, for ``use_cascade_attention``.
+            fast_build: build fast rather than run fast; the result serves few layers.
+        """
+
+    def reorder_batch(self, input_batch: InputBatch, scheduler_output: SchedulerOutput) -> bool:
+        """Bring the engine's batch into the order that ``build`` needs. Returns whether anything moved."""
+        if self.reorder_batch_threshold is None:
+            return False
+        return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, self.reorder_batch_threshold)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """The metadata with which a graph is captured: those of ``build``, unless a backend needs upper bounds there."""
+        return self.build(0, common_attn_metadata)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
+        """The metadata of draft token (or tree level) ``draft_index`` of a draft model."""
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, num_query_heads: int, num_kv_heads: int,
+                              use_alibi: bool, use_sliding_window: bool, use_local_attention: bool, num_sms: int) -> bool:
+        """Whether to attend to the common prefix once for all sequences. A backend with cascades overrides it."""
+        return False
+
+
+def subclass_attention_backend(name_prefix: str, attention_backend_cls: type, builder_cls: type) -> type:
+    """A subclass of an engine's backend class whose ``get_builder_cls()`` returns ``builder_cls``, on the class and on its
+    instances. quire's own backends are records: see ``create_fast_prefill_custom_backend``."""
+    get = staticmethod(lambda: builder_cls)
+    return type(name_prefix + attention_backend_cls.__name__, (attention_backend_cls,), {"get_builder_cls": get})
+
+
+def subclass_attention_metadata(name_prefix: str, metadata_cls: type, fields: Sequence[tuple[str, Any, Any]]) -> type:
+    """A dataclass that has ``metadata_cls``'s fields and these (name, type, default), frozen if ``metadata_cls`` is.
+
+    Raises:
+        TypeError: ``metadata_cls`` is no dataclass.
+    """
+    if not is_dataclass(metadata_cls):
+        raise TypeError(f"{metadata_cls.__name__} is no dataclass: fields cannot be added to it")
+    frozen: bool = metadata_cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    added = [(name, kind, field(default=default)) for name, kind, default in fields]
+    return make_dataclass(name_prefix + metadata_cls.__name__, added, bases=(metadata_cls,), frozen=frozen)
+
+
+__all__ = ["AttentionCGSupport", "AttentionMetadataBuilder", "subclass_attention_backend", "subclass_attention_metadata"]

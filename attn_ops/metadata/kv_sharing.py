@@ -1,0 +1,89 @@
+"""Fast prefill of layers that read an earlier layer's keys and values (gemma3n's later layers, YOCO).
+
+Such layers write no cache, so a token that no later layer's logits need can be left out of them: their prefill runs on the
+last tokens only. The keys and values of all tokens are in the cache, written by the layer that owns them; the queries are the
+tokens whose logits are wanted. User: an engine that runs a model's shared layers on those rows. quire's own does not do that
+yet: it needs a pass that gathers the rows in the middle of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.metadata.core import CommonAttentionMetadata
+
+#: (name, type, default) of the fields that metadata of a fast prefill have.
+KV_SHARING_FAST_PREFILL_METADATA_FIELDS: list[tuple[str, Any, Any]] = [
+    ("logits_indices_padded", torch.Tensor | None, None),
+    ("num_logits_indices", int, 0),
+]
+
+
+@runtime_checkable
+class KVSharingFastPrefillMetadata(Protocol):
+    """Metadata that say which tokens have logits: indices into the ragged row, ascending, and how many are not padding."""
+
+    logits_indices_padded: torch.Tensor | None
+    num_logits_indices: int
+
+
+def make_kv_sharing_fast_prefill_common_attn_metadata(
+    common_attn_metadata: CommonAttentionMetadata, logits_indices_cpu: torch.Tensor | np.ndarray | None = None,
+) -> CommonAttentionMetadata:
+    """The batch of the tokens with logits: queries are theirs, keys and slots those of the whole batch.
+
+    Returns the same object where there is nothing to leave out: no logits indices, or decodes only.
+
+    Args:
+        logits_indices_cpu: ``logits_indices_padded`` on the host, needed where that is on a device: nothing here waits for one.
+
+    Raises:
+        ValueError: indices on a device without their copy; indices that are not the last tokens of their sequences (their
+            positions are counted from the end, so others would attend wrongly).
+    """
+    meta = common_attn_metadata
+    if meta.logits_indices_padded is None or meta.max_query_len <= 1:
+        return meta
+    if logits_indices_cpu is None:
+        if meta.logits_indices_padded.device.type != "cpu":
+            raise ValueError(f"logits_indices_padded is on {meta.logits_indices_padded.device}; pass logits_indices_cpu, its "
+                             "copy on the host, so that the step need not wait for the device")
+        logits_indices_cpu = meta.logits_indices_padded
+    indices = np.asarray(logits_indices_cpu, dtype=np.int64)[: meta.num_logits_indices]
+    start = meta.query_start_loc_cpu.numpy()
+    counts = np.bincount(np.searchsorted(start, indices, side="right") - 1, minlength=len(start) - 1)[: len(start) - 1]
+    local = np.zeros(len(start), dtype=np.int32)
+    np.cumsum(counts, out=local[1:])
+    last = np.repeat(start[1:] - local[1:], counts) + np.arange(local[-1])
+    if not np.array_equal(indices, last):
+        raise ValueError(f"logits indices {indices.tolist()[:16]} are not the last tokens of their sequences, in order, which "
+                         f"begin at {start.tolist()[:16]}: a layer that runs on them alone would attend from wrong positions")
+    start_cpu = torch.from_numpy(local)
+    return replace(meta, query_start_loc=start_cpu.to(meta.query_start_loc.device), query_start_loc_cpu=start_cpu,
+                   num_actual_tokens=int(local[-1]), max_query_len=int(counts.max(initial=0)), causal=True)
+
+
+def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend) -> AttentionBackend:
+    """``backend`` for shared layers, named ``prefix`` + its name: it plans for the tokens with logits.
+
+    Its op is the same. The caller gives it q of these tokens, k and v None, and the tensors of
+    ``make_kv_sharing_fast_prefill_common_attn_metadata(metadata)``. Captured graphs have the full batch's shapes.
+    """
+    plan = backend.plan
+    if plan is None:
+        return replace(backend, name=prefix + backend.name, priority=None)
+
+    def plan_logits(metadata: CommonAttentionMetadata, step: Any, plan: Callable[..., None] = plan) -> None:
+        plan(metadata if step.capturing else make_kv_sharing_fast_prefill_common_attn_metadata(metadata), step)
+
+    return replace(backend, name=prefix + backend.name, plan=plan_logits, priority=None)
+
+
+__all__ = ["KV_SHARING_FAST_PREFILL_METADATA_FIELDS", "KVSharingFastPrefillMetadata", "create_fast_prefill_custom_backend",
+           "make_kv_sharing_fast_prefill_common_attn_metadata"]

@@ -1,0 +1,48 @@
+"""The memory layout that new KV caches have unless they are told another: ``EngineConfig.kv_layout`` and ``PagedKVCache``.
+
+In this order: ``set_kv_cache_layout``, the environment variable QUIRE_KV_CACHE_LAYOUT, "NHD". Read at each use, so a change
+affects every cache made after it, and no cache made before.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, TypeGuard, get_args
+
+KVCacheLayoutType = Literal["NHD", "HND"]
+
+_override: KVCacheLayoutType | None = None
+
+
+def is_valid_kv_cache_layout(value: object) -> TypeGuard[KVCacheLayoutType]:
+    """Whether ``value`` is "NHD" or "HND"."""
+    return value in get_args(KVCacheLayoutType)
+
+
+def get_kv_cache_layout() -> KVCacheLayoutType:
+    """The layout of a cache made now.
+
+    Raises:
+        ValueError: QUIRE_KV_CACHE_LAYOUT is neither NHD nor HND.
+    """
+    if _override is not None:
+        return _override
+    value = os.environ.get("QUIRE_KV_CACHE_LAYOUT") or "NHD"
+    if not is_valid_kv_cache_layout(value):
+        raise ValueError(f"QUIRE_KV_CACHE_LAYOUT={value!r} is no layout of a KV cache; set NHD or HND, or unset it")
+    return value
+
+
+def set_kv_cache_layout(cache_layout: KVCacheLayoutType | None) -> None:
+    """Set the layout of caches made from now on in this process; None: what the environment says.
+
+    Raises:
+        ValueError: another value.
+    """
+    global _override
+    if cache_layout is not None and not is_valid_kv_cache_layout(cache_layout):
+        raise ValueError(f"the layout of a KV cache is 'NHD' or 'HND', got {cache_layout!r}")
+    _override = cache_layout
+
+
+__all__ = ["KVCacheLayoutType", "get_kv_cache_layout", "is_valid_kv_cache_layout", "set_kv_cache_layout"]

@@ -1,0 +1,80 @@
+"""A batch's cached prefixes cut into chunks of bounded size: prefill of MLA that expands latent keys chunk by chunk.
+
+The new tokens attend to themselves, then to each chunk of the prefixes, without a mask; the parts are merged by their
+log-sum-exp. User: a backend for MLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+MAX_CHUNK_CAPACITY = 128 * 1024
+
+
+@dataclass(frozen=True)
+class PrefixChunks:
+    """All chunks of a batch's prefixes; n chunks, B sequences.
+
+    Args:
+        chunk_len: tokens per sequence and chunk.
+        starts, seq_lens: (n, B) int32, device: first token of each sequence's part, and its length, perhaps 0.
+        cu_seq_lens: (n, B + 1) int32, device: prefix sums of seq_lens.
+        num_tokens: per chunk, on the host.
+        max_seq_lens: per chunk, on the host.
+        seq_lens_cpu, cu_seq_lens_cpu: the same on the host.
+    """
+
+    chunk_len: int
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seq_lens: torch.Tensor
+    num_tokens: list[int]
+    max_seq_lens: list[int]
+    seq_lens_cpu: torch.Tensor
+    cu_seq_lens_cpu: torch.Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.num_tokens)
+
+    @classmethod
+    def build(cls, prefix_lens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu",
+              capacity: int = MAX_CHUNK_CAPACITY) -> PrefixChunks:
+        """Chunks of at most ``capacity`` tokens of all sequences together. No chunks where no sequence has a prefix.
+
+        Raises:
+            ValueError: more sequences than ``capacity``.
+        """
+        prefix = np.asarray(prefix_lens, dtype=np.int32)
+        rows = len(prefix)
+        if rows > capacity:
+            raise ValueError(f"{rows} sequences do not fit into chunks of {capacity} tokens; raise the capacity")
+        chunk_len = capacity // max(rows, 1)
+        starts, lens = get_prefix_chunk_seq_lens(prefix, -(-int(prefix.max(initial=0)) // chunk_len), chunk_len)
+        cu = np.zeros((len(lens), rows + 1), np.int32)
+        np.cumsum(lens, axis=1, out=cu[:, 1:])
+        lens_cpu, cu_cpu = torch.from_numpy(lens), torch.from_numpy(cu)
+        return cls(chunk_len, torch.from_numpy(starts).to(device), lens_cpu.to(device), cu_cpu.to(device),
+                   cu[:, -1].tolist(), lens.max(axis=1, initial=0).tolist(), lens_cpu, cu_cpu)
+
+    def slots(self, chunk: int, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
+        """(num_tokens[chunk],) int64: the slots of a chunk's tokens, sequence after sequence, without a wait for the device."""
+        total, lens = self.num_tokens[chunk], self.seq_lens[chunk].long()
+        row = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
+        position = torch.arange(total, device=lens.device) + (self.starts[chunk] - self.cu_seq_lens[chunk][:-1]).long()[row]
+        return block_table[row, position // page_size].long() * page_size + position % page_size
+
+
+def get_prefix_chunk_seq_lens(prefix_lens: np.ndarray, num_prefix_chunks: int, prefix_chunk_len: int
+                              ) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, lens), each (chunks, B) int32: where chunk i of a sequence begins, and how much of its prefix is in it."""
+    starts = np.broadcast_to(np.arange(num_prefix_chunks, dtype=np.int32)[:, None] * prefix_chunk_len,
+                             (num_prefix_chunks, len(prefix_lens))).copy()
+    return starts, np.clip(prefix_lens - starts, 0, prefix_chunk_len).astype(np.int32)
+
+
+__all__ = ["MAX_CHUNK_CAPACITY", "PrefixChunks", "get_prefix_chunk_seq_lens"]

@@ -1,0 +1,92 @@
+"""Host time of a step's metadata, on one core: what the engine packs for a step, and the functions of ``attn_ops/metadata``.
+
+    python benchmarks/metadata.py            # prints a table; exits with 1 if a step's metadata take longer than the limits
+
+decode: 256 sequences of 2048 tokens, one token each. mixed: 8192 tokens, 128 decodes and 4 chunks of prefills.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from quire.attn_ops.metadata import (
+    CommonAttentionMetadata,
+    create_ubatch_slices,
+    make_local_attention_virtual_batches,
+    split_attn_metadata,
+    split_decodes_and_prefills,
+)
+from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.step_buffers import BatchShape, StepBuffers
+
+PAGE, LENGTH = 16, 2048
+LIMITS = {"decode": 0.5, "mixed": 2.0}  # ms
+CASES = {"decode": [1] * 256, "mixed": [1] * 128 + [2016] * 4}
+
+
+def _median_ms(function: Callable[[], object], repeats: int = 200) -> float:
+    times = []
+    for i in range(repeats + 20):
+        began = time.perf_counter()
+        function()
+        if i >= 20:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
+    """Pack a batch and make its metadata, as ``ModelRunner.stage`` does."""
+    rows = len(query_lens)
+    shape = BatchShape(sum(query_lens), rows)
+    buffers = StepBuffers(shape, max_pages_per_seq=LENGTH // PAGE, max_num_seqs=rows, page_size=PAGE,
+                          device=torch.device("cpu"))
+    width = LENGTH // PAGE
+    scheduled = []
+    for i, count in enumerate(query_lens):
+        ids = list(range(LENGTH))
+        request = Request(i, ids, SamplingParams(temperature=0), RequestOutput(i, None, ids), seed=0,
+                          stop_token_ids=frozenset(), max_total_tokens=LENGTH, slot=i,
+                          pages=list(range(1 + i * width, 1 + (i + 1) * width)))
+        scheduled.append(ScheduledRow(request, LENGTH - count, count, True))
+    batch = ScheduledBatch(scheduled, shape.num_tokens, sum(n == 1 for n in query_lens))
+
+    def run() -> CommonAttentionMetadata:
+        host = buffers.fill(batch, shape)
+        return buffers.metadata(shape, host, batch)
+
+    return run
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    slow = 0
+    for name, query_lens in CASES.items():
+        table = np.arange(1, 1 + len(query_lens) * (LENGTH // PAGE), dtype=np.int32).reshape(len(query_lens), -1)
+        seqs = [LENGTH] * len(query_lens)
+        meta = CommonAttentionMetadata.build(query_lens, seqs, table, page_size=PAGE)
+        half = create_ubatch_slices(meta.query_start_loc_cpu, 2)
+        functions: dict[str, Callable[[], object]] = {
+            "the engine's step": engine_step(query_lens),
+            "CommonAttentionMetadata.build": lambda q=query_lens, s=seqs, t=table: CommonAttentionMetadata.build(
+                q, s, t, page_size=PAGE),
+            "split_decodes_and_prefills": lambda m=meta: split_decodes_and_prefills(m),
+            "split_attn_metadata, 2 parts": lambda m=meta, h=half: split_attn_metadata(h, m),
+            "make_local_attention_virtual_batches": lambda m=meta: make_local_attention_virtual_batches(512, m),
+        }
+        for what, function in functions.items():
+            ms = _median_ms(function)
+            over = ms > LIMITS[name]
+            slow += over
+            print(f"{name:8}{what:40}{ms:8.3f} ms{f'  over the limit of {LIMITS[name]} ms' if over else ''}")
+    return int(slow > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""How a device records a step and replays it: all that ``CudaGraphRunner`` needs of one.
+
+A new device is one class with the four methods of ``DeviceGraphs``, registered for its torch device type. On a CPU there is
+nothing to record: a step is kept as a callable, so that buckets, padding and fallback are tested without an accelerator.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from quire.attn_ops.kernels.launch import side_stream
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step. ``replay()`` runs it on the addresses that it was recorded on and returns its output, which is the same
+    tensors every time: valid until the next replay of any step of the pool."""
+
+    replay: Callable[[], Any]
+
+
+class DeviceGraphs(Protocol):
+    """One device's graphs. ``verified``: whether this class has run on the hardware."""
+
+    verified: ClassVar[bool]
+
+    def __init__(self, device: torch.device) -> None:
+        """For one device."""
+
+    def new_pool(self) -> Any:
+        """Memory that several graphs may share, also graphs of several runners."""
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        """Run the step as it will be recorded, and wait for it."""
+
+    def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        """Record ``run``, whose memory comes from ``pool``."""
+
+    def free_bytes(self) -> int:
+        """Free device memory; 0 where that has no meaning."""
+
+
+class CpuGraphs:
+    """Keeps callables. Their outputs are new at every replay."""
+
+    verified: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def new_pool(self) -> Any:
+        return None
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        pass
+
+    def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        return Recorded(run)
+
+    def free_bytes(self) -> int:
+        return 0
+
+
+class CudaGraphs:
+    """CUDA graphs, recorded on the side stream that quire's kernels know."""
+
+    verified: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        stream = side_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                run()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=side_stream(self.device)):
+            output = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return output
+
+        return Recorded(replay)
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+class NpuGraphs:
+    """Ascend's graphs, by torch_npu's published names. Never run on hardware, and no attention backend here runs on an NPU yet:
+    the class is for who adds one. Lengths that a kernel reads from the host (``actual_seq_lengths_kv``) must be updated at each
+    replay by that backend's ``plan``."""
+
+    verified: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            importlib.import_module("torch_npu")
+        except ImportError as error:
+            raise RuntimeError(f"graphs on {device} need torch_npu, which is not installed: pip install torch_npu") from error
+        self.device, self._npu = device, torch.npu  # type: ignore[attr-defined]
+
+    def new_pool(self) -> Any:
+        return self._npu.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        for _ in range(times):
+            run()
+        self._npu.synchronize()
+
+    def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        graph = self._npu.NPUGraph()
+        with self._npu.graph(graph, pool=pool, auto_dispatch_capture=True):
+            output = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return output
+
+        return Recorded(replay)
+
+    def free_bytes(self) -> int:
+        return self._npu.mem_get_info(self.device)[0]
+
+
+_DEVICES: dict[str, type[DeviceGraphs]] = {"cpu": CpuGraphs, "cuda": CudaGraphs, "npu": NpuGraphs}
+
+
+def register_device_graphs(device_type: str, graphs: type[DeviceGraphs]) -> None:
+    """Use ``graphs`` for devices of a torch device type."""
+    _DEVICES[device_type] = graphs
+
+
+def device_graphs(device: torch.device) -> DeviceGraphs:
+    """The graphs of a device.
+
+    Raises:
+        RuntimeError: none are registered for it, or its package is missing.
+    """
+    if device.type not in _DEVICES:
+        raise RuntimeError(f"no graphs are known for {device.type}; there are those of {', '.join(_DEVICES)}. Register a class "
+                           "with quire.graph_runner.device_graph.register_device_graphs")
+    return _DEVICES[device.type](device)
+
+
+class GraphPool:
+    """Memory for the graphs of several runners (a target and its draft model), made at the first use.
+
+    Sound because replays never overlap; a runner that shares one copies its outputs (``CudaGraphRunner(keep_outputs=True)``)
+    if they are read after another's replay.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._made = False
+
+    def handle(self, graphs: DeviceGraphs) -> Any:
+        if not self._made:
+            self._handle, self._made = graphs.new_pool(), True
+        return self._handle
+
+
+__all__ = ["CpuGraphs", "CudaGraphs", "DeviceGraphs", "GraphPool", "NpuGraphs", "Recorded", "device_graphs",
+           "register_device_graphs"]

@@ -1,0 +1,222 @@
+"""``ForwardBatch``: one step's batch as model code of other engines expects it, over the same tensors as the step's metadata.
+
+For engine builders: quire's engine hands a step to the model through ``CommonAttentionMetadata`` and its staged inputs
+(``step_buffers.py``); ``ForwardBatch.of`` makes a view of these, copies nothing and waits for nothing. Beside it are pieces for
+engines on several ranks: padding for MLPs that all ranks run together, the halves of a batch for two-batch overlap, the
+tensors between pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.attn_ops.metadata import CommonAttentionMetadata, UBatchSlice, create_ubatch_slices
+from quire.attn_ops.metadata.prefix_chunks import MAX_CHUNK_CAPACITY, PrefixChunks
+from quire.graph_runner.forward_mode import CaptureHiddenMode, ForwardMode
+
+
+@dataclass
+class ForwardBatch:
+    """A step's batch. T tokens and B sequences, padding included.
+
+    Args:
+        forward_mode: see ForwardMode.
+        metadata: lengths, block table and slots.
+        input_ids, positions: (T,) int64.
+        mrope_positions: (3, T) int64 for models with positions in time, height and width; None for the others.
+        capture_hidden_mode: hidden states that the batch wants.
+        prefix_chunks: see ``prepare_chunked_prefix_cache_info``.  prefix_chunk_idx: the chunk at work.
+        attn_attend_prefix_cache: True: attend to that chunk; False: to the new tokens; None: to all at once.
+    """
+
+    forward_mode: ForwardMode
+    metadata: CommonAttentionMetadata
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    mrope_positions: torch.Tensor | None = None
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    prefix_chunks: PrefixChunks | None = None
+    prefix_chunk_idx: int = -1
+    attn_attend_prefix_cache: bool | None = None
+
+    @classmethod
+    def of(cls, metadata: CommonAttentionMetadata, input_ids: torch.Tensor, positions: torch.Tensor | None = None, *,
+           rope_deltas: torch.Tensor | None = None, capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+           ) -> ForwardBatch:
+        """The batch of a step's metadata.
+
+        Args:
+            positions: (T,); those of the metadata by default.
+            rope_deltas: (B,) int64 per sequence, for models with mrope: what its text positions are ahead of its token
+                positions (0 for a text without images).
+
+        Raises:
+            ValueError: token ids or positions that are not one per token.
+        """
+        positions = metadata.positions if positions is None else positions
+        for name, tensor in (("input_ids", input_ids), ("positions", positions)):
+            if tensor.shape != (metadata.num_tokens,):
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the batch has {metadata.num_tokens} tokens")
+        lens = np.diff(metadata.query_start_loc_cpu.numpy()[: metadata.num_reqs + 1])
+        made = cls(ForwardMode.of(int((lens == 1).sum()), len(lens)), metadata, input_ids, positions,
+                   capture_hidden_mode=capture_hidden_mode)
+        if rope_deltas is not None:
+            made.mrope_positions = made.text_mrope_positions(rope_deltas)
+        return made
+
+    @property
+    def batch_size(self) -> int:
+        return self.metadata.num_reqs
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return self.metadata.seq_lens
+
+    @property
+    def seq_lens_cpu(self) -> torch.Tensor:
+        return self.metadata.seq_lens_cpu
+
+    @property
+    def seq_lens_sum(self) -> int:
+        return int(self.metadata.seq_lens_cpu.sum())
+
+    @property
+    def out_cache_loc(self) -> torch.Tensor:
+        """(T,) int64 slots; -1 for padding."""
+        return self.metadata.slot_mapping
+
+    @property
+    def extend_seq_lens(self) -> torch.Tensor:
+        return self.metadata.query_start_loc.diff()
+
+    @property
+    def extend_prefix_lens(self) -> torch.Tensor:
+        return self.seq_lens - self.extend_seq_lens
+
+    @property
+    def extend_start_loc(self) -> torch.Tensor:
+        return self.metadata.query_start_loc[:-1]
+
+    @property
+    def num_token_non_padded(self) -> int:
+        return self.metadata.num_actual_tokens
+
+    def text_mrope_positions(self, rope_deltas: torch.Tensor) -> torch.Tensor:
+        """(3, T) int64: positions of text tokens, equal in time, height and width, each sequence shifted by its delta. Right
+        for decodes and for texts; those of an image's tokens follow from its grid, which the model's ``get_rope_index`` reads.
+        """
+        lens = self.metadata.query_start_loc.diff().long()
+        actual = self.metadata.num_actual_tokens
+        shift = self.positions.new_zeros(self.positions.shape[0])
+        shift[:actual] = torch.repeat_interleave(rope_deltas.to(shift)[: lens.shape[0]], lens[: rope_deltas.shape[0]],
+                                                 output_size=actual)
+        return (self.positions + shift).expand(3, -1)
+
+    # -- chunked prefixes -------------------------------------------------------------------------------------------
+
+    def prepare_chunked_prefix_cache_info(self, capacity: int = MAX_CHUNK_CAPACITY) -> None:
+        """Cut the prefixes of the batch into chunks of at most ``capacity`` tokens."""
+        prefix = self.metadata.num_computed_tokens_cpu.numpy()[: self.batch_size]
+        self.prefix_chunks = PrefixChunks.build(prefix, self.seq_lens.device, capacity)
+
+    def set_prefix_chunk_idx(self, idx: int) -> None:
+        """Work on this chunk. Raises ValueError if there is none of that number."""
+        chunks = 0 if self.prefix_chunks is None else self.prefix_chunks.num_chunks
+        if not 0 <= idx < chunks:
+            raise ValueError(f"there is no prefix chunk {idx}; the batch has {chunks}")
+        self.prefix_chunk_idx = idx
+
+    def set_attn_attend_prefix_cache(self, attn_attend_prefix_cache: bool | None) -> None:
+        self.attn_attend_prefix_cache = attn_attend_prefix_cache
+
+    # -- two-batch overlap ------------------------------------------------------------------------------------------
+
+    def two_batch_slices(self, threshold: float = 0.5) -> list[UBatchSlice] | None:
+        """The two halves that may overlap, or None for a batch that has no two; see ``two_batch_split``."""
+        start = self.metadata.query_start_loc_cpu[: self.batch_size + 1]
+        split = two_batch_split(np.diff(start.numpy()), threshold)
+        return None if split is None else create_ubatch_slices(start, [split])
+
+    @property
+    def can_run_tbo(self) -> bool:
+        return self.two_batch_slices() is not None
+
+
+def two_batch_split(query_lens: Sequence[int] | np.ndarray, threshold: float = 0.5) -> int | None:
+    """The token at which a batch is cut in two: between sequences, where the tokens balance best; inside one, at half of all
+    tokens, if the smaller part would otherwise have less than ``threshold`` of the larger. None: fewer than two tokens."""
+    ends = np.cumsum(np.asarray(query_lens, dtype=np.int64))
+    total = int(ends[-1]) if ends.size else 0
+    if total < 2:
+        return None
+    borders = ends[(ends > 0) & (ends < total)]
+    if borders.size:
+        best = int(borders[np.abs(2 * borders - total).argmin()])
+        if min(best, total - best) >= threshold * max(best, total - best):
+            return best
+    return total // 2
+
+
+class DpPaddingMode(Enum):
+    """MAX_LEN: every rank pads to the longest; SUM_LEN: the ranks' tokens lie end to end."""
+
+    MAX_LEN = "max_len"
+    SUM_LEN = "sum_len"
+
+
+def mlp_sync_padding(global_num_tokens: Sequence[int], attn_tp_size: int = 1, in_graph: bool = False
+                     ) -> tuple[DpPaddingMode, list[int]]:
+    """How data-parallel ranks pad their tokens for MLPs that all of them run together, and to how many tokens each.
+
+    Numbers are rounded up to multiples of ``attn_tp_size``. MAX_LEN where that moves less (all-gather of equal parts against
+    an all-reduce of the whole, twice its bytes), and always in graphs, whose shapes are fixed. The batch is then padded with
+    ``CommonAttentionMetadata.padded``, and results cut to the tokens that it had.
+    """
+    padded = [-(-n // attn_tp_size) * attn_tp_size for n in global_num_tokens]
+    if in_graph or 2 * sum(padded) > max(padded) * len(padded):
+        return DpPaddingMode.MAX_LEN, [max(padded)] * len(padded)
+    return DpPaddingMode.SUM_LEN, padded
+
+
+@dataclass(eq=False)
+class PPProxyTensors:
+    """Named tensors that one pipeline stage gives the next. Equal if the names, dtypes and all numbers are."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, key: str | slice) -> Any:
+        """A tensor by name, or these rows of every tensor."""
+        if isinstance(key, str):
+            return self.tensors[key]
+        return PPProxyTensors({name: tensor[key] for name, tensor in self.tensors.items()})
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self.tensors[key] = value
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PPProxyTensors):
+            return NotImplemented
+        mine: Mapping[str, torch.Tensor] = self.tensors
+        return mine.keys() == other.tensors.keys() and all(
+            t.dtype == other.tensors[name].dtype and t.device == other.tensors[name].device
+            and torch.equal(t, other.tensors[name]) for name, t in mine.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"PPProxyTensors({', '.join(f'{name}: {tuple(t.shape)} {t.dtype}' for name, t in self.tensors.items())})"
+
+
+__all__ = ["DpPaddingMode", "ForwardBatch", "PPProxyTensors", "mlp_sync_padding", "two_batch_split"]

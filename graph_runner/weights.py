@@ -1,0 +1,247 @@
+"""New weights for an engine that goes on serving: checked as a whole, then copied in place.
+
+Parameters keep their addresses, so compiled graphs and captured CUDA graphs stay valid; only values change. An update is all
+or nothing: names, shapes, dtypes and files are checked, and what comes from elsewhere (a file, another process) is read
+completely, before the first value is written. An update that fails leaves the engine with its old weights; the error names
+the parameter. Requests that run are recomputed from their tokens, since their cache holds keys of the old weights.
+
+Refused by name: parameters whose memory is not the tensor that a checkpoint has (quantized or packed subclasses), and dtypes
+that a copy would not convert faithfully (integers, 8-bit floats).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
+from quire.graph_runner.engine_lock import EngineLock, locked
+from quire.graph_runner.weights_group import WeightsGroup
+
+logger = logging.getLogger(__name__)
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+class WeightUpdateError(ValueError):
+    """An update of the weights that was refused or failed; nothing was written. ``name``: of the parameter, if there is one."""
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(f"{message}. The engine serves its old weights")
+        self.name = name
+
+
+class WeightSpec(NamedTuple):
+    """What is to come for one parameter."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters and persistent buffers themselves, by their names in ``state_dict``, tied ones under each name."""
+    return model.state_dict(keep_vars=True)
+
+
+def check_specs(model: torch.nn.Module, specs: Iterable[WeightSpec]) -> dict[str, torch.Tensor]:
+    """The parameters that an update would write, by name.
+
+    Raises:
+        WeightUpdateError: a name that the model has not, or twice; another shape; a dtype that is not converted; a parameter
+            that is no plain tensor.
+    """
+    state, found = state_of(model), {}
+    for name, dtype, shape in specs:
+        if name not in state:
+            near = difflib.get_close_matches(name, state, 3)
+            raise WeightUpdateError(f"{type(model).__name__} has no parameter {name!r}" + (
+                f"; near names are {', '.join(near)}" if near else f"; its first are {', '.join(list(state)[:3])}"), name)
+        if name in found:
+            raise WeightUpdateError(f"the parameter {name!r} is given twice", name)
+        target = state[name]
+        if is_traceable_wrapper_subclass(target):
+            raise WeightUpdateError(
+                f"the parameter {name!r} is quantized ({type(target).__name__}): its memory holds codes and scales, not the "
+                "values of a checkpoint. Quantize a model with the new weights and make a new engine", name)
+        if target.device.type == "meta":
+            raise WeightUpdateError(f"the parameter {name!r} has no memory (it is offloaded, or on the meta device)", name)
+        if tuple(shape) != tuple(target.shape):
+            raise WeightUpdateError(f"the parameter {name!r} has shape {tuple(target.shape)}, its update {tuple(shape)}", name)
+        if dtype != target.dtype and not (_converts(dtype) and _converts(target.dtype)):
+            raise WeightUpdateError(
+                f"the parameter {name!r} has dtype {target.dtype}, its update {dtype}: only floating-point numbers of 16 bits "
+                "or more are converted, codes of quantized weights must be given as they are stored", name)
+        found[name] = target
+    return found
+
+
+def _converts(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def missing_names(model: torch.nn.Module, given: Iterable[str]) -> list[str]:
+    """Names of the model that ``given`` does not cover, neither itself nor by a name tied to it."""
+    state = state_of(model)
+    covered = {id(state[name]) for name in given if name in state}
+    return [name for name, tensor in state.items() if id(tensor) not in covered]
+
+
+def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Copy checked values into the parameters. Conversions are made first: copying alone needs no memory, and cannot fail."""
+    written = {part.untyped_storage().data_ptr() for part in targets.values()}
+    ready = {}
+    for name, value in values.items():
+        value = value.detach().to(targets[name].dtype)
+        # A value that is itself a parameter to be written, such as one of two that are exchanged.
+        ready[name] = value.clone() if value.untyped_storage().data_ptr() in written else value
+    for name, value in ready.items():
+        with torch.inference_mode(targets[name].is_inference()), torch.no_grad():  # inference tensors: in that mode only
+            targets[name].copy_(value)
+
+
+class WeightUpdates:
+    """The calls of an engine for its weights. Each waits for the engine step in progress, and holds up the next one."""
+
+    model: torch.nn.Module
+    tokenizer: Any
+    scheduler: Any
+    lock: EngineLock
+    _closed: bool
+    _weights_group: WeightsGroup | None = None
+
+    def collect(self, leave: int = 0) -> None:
+        """See ``Engine.collect``."""
+        raise NotImplementedError
+
+    @locked
+    def update_weights_from_tensors(self, named_tensors: NamedTensors) -> None:
+        """Copy tensors into the parameters of these names; the others stay.
+
+        Args:
+            named_tensors: (name, tensor) pairs or a mapping, names as in ``model.state_dict()``, on any device.
+
+        Raises:
+            WeightUpdateError: see ``check_specs``; nothing is written then. RuntimeError: the engine is closed.
+        """
+        pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+        targets = check_specs(self.model, (WeightSpec(name, t.dtype, tuple(t.shape)) for name, t in pairs))
+        self._write(targets, dict(pairs))
+
+    @locked
+    def update_weights_from_disk(self, path: str | Path) -> None:
+        """Copy a checkpoint of the same architecture into the model: a folder of safetensors files, whole or in shards.
+
+        A checkpoint whose names differ from the model's (transformers renames or merges some) is loaded with transformers into
+        a second model in host memory first.
+
+        Raises:
+            WeightUpdateError: a parameter is missing, has another shape or dtype, or a file is incomplete; nothing is written.
+            FileNotFoundError: no checkpoint there.
+        """
+        self._check_open()
+        try:
+            values = read_checkpoint(Path(path), self.model)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise WeightUpdateError(f"the checkpoint {path} cannot be read: {error}") from error
+        targets = check_specs(self.model, (WeightSpec(name, t.dtype, tuple(t.shape)) for name, t in values.items()))
+        if missing := missing_names(self.model, values):
+            raise WeightUpdateError(f"the checkpoint {path} lacks the parameter {missing[0]!r}" + (
+                f" and {len(missing) - 1} others" if len(missing) > 1 else ""), missing[0])
+        self._write(targets, values)
+
+    @locked
+    def init_weights_update_group(self, master_address: str, master_port: int, rank: int, world_size: int, *,
+                                  group_name: str = "quire", backend: str | None = None, timeout: float = 300.0) -> None:
+        """Join a process group whose rank 0 sends weights (``quire.graph_runner.weights_group.WeightsGroup``, in the trainer).
+
+        Args:
+            rank: of this process, 1 to world_size - 1.
+            backend: "nccl" or "gloo"; by default what the model's device needs.
+            timeout: seconds to wait for the others, here and at every update.
+
+        Raises:
+            ValueError: a rank outside the group. RuntimeError: already in a group, or the others did not come in time.
+        """
+        self._check_open()
+        if self._weights_group is not None:
+            raise RuntimeError("the engine is in a group for weight updates already; call destroy_weights_update_group first")
+        if rank == 0:
+            raise ValueError("rank 0 sends the weights; an engine receives them, as rank 1 to world_size - 1")
+        device = next(self.model.parameters()).device
+        self._weights_group = WeightsGroup(master_address, master_port, rank, world_size, group_name=group_name,
+                                           backend=backend, device=device, timeout=timeout)
+
+    @locked
+    def update_weights_from_distributed(self, names: Iterable[str], dtypes: Iterable[torch.dtype | str],
+                                        shapes: Iterable[Iterable[int]]) -> None:
+        """Receive these parameters from rank 0 of the group, in this order, and write them once all are here.
+
+        Raises:
+            WeightUpdateError: see ``check_specs`` (the sender then waits until its timeout), or a rank failed.
+            RuntimeError: not in a group.
+        """
+        if self._weights_group is None:
+            raise RuntimeError("the engine is in no group for weight updates; call init_weights_update_group first")
+        specs = [WeightSpec(n, getattr(torch, d) if isinstance(d, str) else d, tuple(s))
+                 for n, d, s in zip(names, dtypes, shapes, strict=True)]
+        targets, values = check_specs(self.model, specs), {}
+        for spec in specs:
+            try:
+                values[spec.name] = self._weights_group.receive(spec.dtype, spec.shape)
+            except Exception as error:
+                self.destroy_weights_update_group()  # the ranks no longer agree on what comes next
+                raise WeightUpdateError(f"receiving the parameter {spec.name!r} failed: {error}", spec.name) from error
+        self._write(targets, values)
+
+    @locked
+    def destroy_weights_update_group(self) -> None:
+        """Leave the group. Safe to call without one."""
+        if self._weights_group is not None:
+            self._weights_group.close()
+            self._weights_group = None
+
+    @locked
+    def get_weights_by_name(self, name: str, truncate_size: int | None = None) -> torch.Tensor:
+        """A copy of a parameter, or of its first ``truncate_size`` rows.
+
+        Raises:
+            KeyError: the model has no such parameter.
+        """
+        state = state_of(self.model)
+        if name not in state:
+            near = difflib.get_close_matches(name, state, 3)
+            raise KeyError(f"{type(self.model).__name__} has no parameter {name!r}; near names are {', '.join(near) or 'none'}")
+        tensor = state[name].detach()
+        return (tensor if truncate_size is None else tensor[:truncate_size]).clone()
+
+    @locked
+    def save_sharded_model(self, path: str | Path, max_size: int | str = "5GB") -> None:
+        """Write the weights as safetensors files of at most ``max_size``, with an index, the config and the tokenizer:
+        ``quire.Engine(path)``, ``from_pretrained`` and ``update_weights_from_disk`` read them."""
+        save_checkpoint(Path(path), self.model, self.tokenizer, max_size)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed; make a new one")
+
+    def _write(self, targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        """Write checked values between two steps; running requests start again from their tokens."""
+        self._check_open()
+        began = time.perf_counter()
+        self.collect()
+        write(targets, values)
+        self.scheduler.preempt_all()
+        logger.info("weights: %d parameters updated in %.3f s", len(targets), time.perf_counter() - began)
+
+
+__all__ = ["NamedTensors", "WeightSpec", "WeightUpdateError", "WeightUpdates", "check_specs", "missing_names", "state_of",
+           "write"]

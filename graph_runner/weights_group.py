@@ -1,0 +1,87 @@
+"""A process group of its own that carries weights from a trainer (rank 0) to engines.
+
+Apart from torch.distributed's default group, which the trainer or the user may have for other things. In the trainer::
+
+    group = WeightsGroup("10.0.0.1", 29500, rank=0, world_size=2, device="cuda")
+    for name, p in model.named_parameters():                    # in the order that the engine was given
+        group.send(p.detach())
+
+and in the engine's process ``engine.init_weights_update_group("10.0.0.1", 29500, rank=1, world_size=2)``, then
+``engine.update_weights_from_distributed(names, dtypes, shapes)``.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class WeightsGroup:
+    """One rank of the group.
+
+    Args:
+        master_address, master_port: where rank 0 listens.
+        rank, world_size: of this process, and of all.
+        backend: "nccl" or "gloo"; by default nccl for CUDA tensors.
+        device: of the tensors.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        ValueError: a rank outside the group, or an unknown backend. RuntimeError: the others did not come in time.
+    """
+
+    def __init__(self, master_address: str, master_port: int, rank: int, world_size: int, *, group_name: str = "quire",
+                 backend: str | None = None, device: torch.device | str = "cpu", timeout: float = 300.0) -> None:
+        self.device = torch.device(device)
+        backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside a group of {world_size}: ranks are 0 to {world_size - 1}")
+        wait = timedelta(seconds=timeout)
+        self._wait = wait
+        try:
+            store = dist.PrefixStore(group_name, dist.TCPStore(master_address, master_port, world_size, rank == 0, wait))
+            self._group: Any = _process_group(backend, store, rank, world_size, wait)
+        except dist.DistError as error:
+            raise RuntimeError(f"the group for weight updates at {master_address}:{master_port} did not form within "
+                               f"{timeout:g} s: {error}. Are all {world_size} ranks started, with one world_size?") from error
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """From rank 0: give a tensor to the others. Raises RuntimeError if one of them fails."""
+        self._broadcast(tensor.detach().to(self.device).contiguous())
+
+    def receive(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """At the others: the next tensor of rank 0. Raises RuntimeError if a rank fails or takes too long."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._broadcast(tensor)
+        return tensor
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        whole = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor  # bytes: gloo lacks some dtypes
+        self._group.broadcast([whole], dist.BroadcastOptions()).wait(self._wait)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a failure shows here, and not in a later step
+
+    def close(self) -> None:
+        """Leave the group."""
+        shutdown = getattr(self._group, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+        self._group = None
+
+
+def _process_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    if backend == "nccl":
+        if not dist.is_nccl_available():
+            raise ValueError("backend 'nccl' is not in this build of torch; use 'gloo' with tensors on the CPU")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
+
+
+__all__ = ["WeightsGroup"]

@@ -1,0 +1,91 @@
+"""Fast prefill of layers with shared keys: the tokens with logits get what the full prefill gives them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import (
+    KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
+    KVSharingFastPrefillMetadata,
+    create_fast_prefill_custom_backend,
+    make_kv_sharing_fast_prefill_common_attn_metadata,
+)
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.step import Step
+from tests.attn_ops.metadata.batches import batches, make_batch
+
+fast = make_kv_sharing_fast_prefill_common_attn_metadata
+
+
+def wanted(meta, indices):
+    return replace(meta, logits_indices_padded=torch.tensor([*indices, 0]), num_logits_indices=len(indices))
+
+
+def test_the_worked_example() -> None:
+    """vLLM's has indices 14, 18, 19, 27."""
+    meta = wanted(make_batch([15, 5, 8], [41, 31, 40]), [14, 18, 19, 27])
+    got = fast(meta)
+    assert got.query_start_loc.tolist() == [0, 1, 3, 4] and (got.num_actual_tokens, got.max_query_len) == (4, 2)
+    assert got.seq_lens is meta.seq_lens and got.slot_mapping is meta.slot_mapping
+    assert isinstance(got, KVSharingFastPrefillMetadata)
+    assert all(hasattr(got, name) for name, _, _ in KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
+
+
+def test_nothing_to_leave_out() -> None:
+    plain, decode = make_batch([3], [3]), wanted(make_batch([1, 1], [4, 5]), [0, 1])
+    assert fast(plain) is plain and fast(decode) is decode
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.data())
+def test_rows_of_the_full_prefill(meta, data) -> None:
+    """With a real kernel: the op on the last tokens alone, without keys, after the full op has written the cache."""
+    if meta.max_query_len < 2:
+        return
+    counts = [data.draw(st.integers(0, n)) for n in meta.query_lens_cpu.tolist()]
+    ends = meta.query_start_loc_cpu[1:].tolist()
+    indices = [t for end, n in zip(ends, counts, strict=True) for t in range(end - n, end)]
+    backend = create_fast_prefill_custom_backend("FastPrefill", get_backend("torch_native"))
+    cache = PagedKVCache(num_layers=1, num_pages=60, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu")
+    q, k, v = torch.randn(3, meta.num_actual_tokens, 1, 8, generator=torch.Generator().manual_seed(2))
+
+    def run(m, q, k, v):
+        return backend.op(q, k, v, *cache.of_layer(0), m.slot_mapping[: len(q)], m.block_table_tensor, m.query_start_loc,
+                          m.seq_lens, None, [], scale=0.3, window=None, softcap=None, chunk=None)
+
+    full = run(meta, q, k, v)
+    short = run(fast(wanted(meta, indices)), q[indices], None, None)
+    torch.testing.assert_close(short, full[indices], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("indices", [[3], [0, 4], [4, 3], [5]])
+def test_tokens_that_are_not_the_last(indices) -> None:
+    """Their positions are counted from the end of the sequence, so their attention would be another's."""
+    with pytest.raises(ValueError, match="are not the last tokens of their sequences"):
+        fast(wanted(make_batch([5], [5]), indices))
+
+
+def test_indices_on_a_device_are_not_waited_for() -> None:
+    meta = replace(wanted(make_batch([5], [5]), [4]), logits_indices_padded=torch.empty(1, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="pass logits_indices_cpu"):
+        fast(meta)
+    assert fast(meta, torch.tensor([4])).num_actual_tokens == 1
+
+
+def test_the_wrapper_plans_for_the_tokens_with_logits() -> None:
+    planned = []
+    own = replace(get_backend("torch_native"), name="mine", plan=lambda metadata, step: planned.append(metadata))
+    backend = create_fast_prefill_custom_backend("FastPrefill", own)
+    meta = wanted(make_batch([5, 2], [5, 2]), [4, 6])
+    cache = PagedKVCache(num_layers=1, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32, device="cpu")
+    assert backend.name == "FastPrefillmine" and backend.op is own.op
+    assert backend.priority is None  # "auto" must not choose it
+    backend.plan(meta, Step(cache, meta))
+    backend.plan(meta, Step(cache, meta, capturing=True))
+    assert planned[0].query_start_loc.tolist() == [0, 1, 2] and planned[1] is meta

@@ -1,0 +1,307 @@
+"""Weight updates of a serving engine: all of the new weights, or all of the old ones, and never a mixture."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import quire
+from quire.graph_runner.checkpoint import read_checkpoint
+from quire.graph_runner.weights import WeightSpec, check_specs, missing_names, state_of, write
+from tests.tiny import GREEDY, hf_greedy, load_model, load_tokenizer, tokens
+
+IDS = [[5, 17, 26, 3, 29], [9, 9, 21]]
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+def other_weights(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights that give other tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: p.detach() * (1 + 0.5 * torch.randn(p.shape, generator=generator)) for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[quire.Engine]:
+    with quire.Engine(load_model(num_layers=1), load_tokenizer(), num_pages=64, max_num_seqs=4, max_model_len=128,
+                      fusions="all") as made:
+        yield made
+
+
+def serves_what_the_model_says(engine: quire.Engine) -> list[list[int]]:
+    got = tokens(engine.generate(IDS, GREEDY))
+    reference = AutoModelForCausalLM.from_config(engine.model.config).eval()
+    reference.load_state_dict(engine.model.state_dict())
+    assert got == [hf_greedy(reference, ids, 20) for ids in IDS]
+    return got
+
+
+def snapshot(engine: quire.Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+
+
+def assert_old(engine: quire.Engine, before: dict[str, torch.Tensor], said: list[list[int]]) -> None:
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
+    assert tokens(engine.generate(IDS, GREEDY)) == said
+
+
+def test_from_tensors(engine) -> None:
+    """Nothing is traced or captured again, with fused parameters too."""
+    runner, said = engine.runner, serves_what_the_model_says(engine)
+    places = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+    new = other_weights(engine.model)
+    engine.update_weights_from_tensors(new)
+    assert serves_what_the_model_says(engine) != said
+    assert engine.runner is runner and places == {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+    assert all(torch.equal(engine.get_weights_by_name(name), value) for name, value in new.items())
+    assert torch.equal(engine.get_weights_by_name(UP, 3), new[UP][:3])
+    engine.update_weights_from_tensors([(NORM, torch.ones(len(new[NORM]), dtype=torch.float64))])  # some, and converted
+    assert engine.get_weights_by_name(NORM).eq(1).all()
+    serves_what_the_model_says(engine)
+
+
+def test_running_requests_go_on_with_the_new_weights(engine) -> None:
+    """Their next token is what the new model gives for their tokens so far: no key of the old weights is read."""
+    [i] = engine.add_request(IDS[0], quire.SamplingParams(temperature=0, max_tokens=14, ignore_eos=True))
+    while len(engine.requests[i].output.token_ids) < 6:
+        engine.step()
+    output = engine.requests[i].output
+    engine.update_weights_from_tensors(other_weights(engine.model, 7))
+    before = list(output.token_ids)
+    while engine.has_unfinished:
+        engine.step()
+    assert output.token_ids[: len(before)] == before and len(output.token_ids) == 14
+    eos, engine.model.generation_config.eos_token_id = engine.model.generation_config.eos_token_id, None
+    assert hf_greedy(engine.model, IDS[0] + before, 14 - len(before)) == output.token_ids[len(before) :]
+    engine.model.generation_config.eos_token_id = eos
+
+
+def test_two_parameters_exchanged(engine) -> None:
+    a, b = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    old = snapshot(engine)
+    state = engine.model.state_dict()
+    engine.update_weights_from_tensors({a: state[b], b: state[a]})
+    assert torch.equal(state[a], old[b]) and torch.equal(state[b], old[a])
+
+
+@pytest.mark.parametrize(("bad", "message"), [
+    ({"model.layers.0.mlp.up_proj.wight": torch.zeros(1)}, "no parameter 'model.layers.0.mlp.up_proj.wight'; near names are"
+     " model.layers.0.mlp.up_proj.weight"),
+    ({UP: torch.zeros(3, 4)}, f"the parameter '{UP}' has shape .*, its update \\(3, 4\\)"),
+    ({NORM: "int"}, f"the parameter '{NORM}' has dtype torch.float32, its update torch.int64"),
+    ({NORM: "fp8"}, f"the parameter '{NORM}' has dtype torch.float32, its update torch.float8_e4m3fn: only floating-point"),
+])
+def test_a_refused_update_changes_nothing(engine, bad, message) -> None:
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    kinds = {"int": torch.int64, "fp8": torch.float8_e4m3fn}
+    bad = {name: before[name].to(kinds[v]) if isinstance(v, str) else v for name, v in bad.items()}
+    good = other_weights(engine.model, 3)
+    for name in bad:
+        good.pop(name, None)
+    with pytest.raises(quire.WeightUpdateError, match=message) as error:
+        engine.update_weights_from_tensors({**good, **bad})
+    assert error.value.name in bad and "serves its old weights" in str(error.value)
+    assert_old(engine, before, said)
+
+
+def test_the_same_name_twice(engine) -> None:
+    value = engine.get_weights_by_name(NORM)
+    with pytest.raises(quire.WeightUpdateError, match="given twice"):
+        engine.update_weights_from_tensors([(NORM, value), (NORM, value)])
+    with pytest.raises(KeyError, match=r"no parameter 'model.nrm.weight'; near names are model.norm.weight"):
+        engine.get_weights_by_name("model.nrm.weight")
+
+
+# Disk.
+
+
+def test_saved_in_shards_and_loaded_back(engine, tmp_path) -> None:
+    engine.update_weights_from_tensors(other_weights(engine.model, 1))
+    said, saved = tokens(engine.generate(IDS, GREEDY)), snapshot(engine)
+    engine.save_sharded_model(tmp_path, max_size="300KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    engine.update_weights_from_tensors(other_weights(engine.model, 2))
+    assert tokens(engine.generate(IDS, GREEDY)) != said
+    engine.update_weights_from_disk(tmp_path)
+    assert_old(engine, saved, said)
+    reloaded = AutoModelForCausalLM.from_pretrained(str(tmp_path))
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in reloaded.state_dict().items())
+
+
+def test_broken_checkpoints(engine, tmp_path) -> None:
+    """Each failure that a disk can have: the old weights serve on, and the message says what is wrong."""
+    engine.save_sharded_model(tmp_path, max_size="300KB")
+    engine.update_weights_from_tensors(other_weights(engine.model, 4))
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    files = sorted(tmp_path.glob("*.safetensors"))
+    last, whole = files[-1], files[-1].read_bytes()
+
+    def fails(kind, message):
+        with pytest.raises(kind, match=message):
+            engine.update_weights_from_disk(tmp_path)
+        assert_old(engine, before, said)
+
+    last.write_bytes(whole[: len(whole) // 2])
+    fails(quire.WeightUpdateError, f"{last.name} is incomplete or no safetensors file")
+    last.write_bytes(whole[:5])
+    fails(quire.WeightUpdateError, f"{last.name} is incomplete")
+    last.unlink()
+    fails(FileNotFoundError, f"{last.name}, which model.safetensors.index.json names, is missing")
+    last.write_bytes(whole)
+    content = load_file(files[0])
+    name = next(iter(content))
+    save_file({**content, name: content[name][:1]}, files[0])
+    fails(quire.WeightUpdateError, f"the parameter '{name}' has shape")
+    save_file({n: t for n, t in content.items() if n != name}, files[0])
+    fails(quire.WeightUpdateError, f"lacks the parameter '{name}'")
+    for file in tmp_path.iterdir():
+        file.unlink()
+    fails(FileNotFoundError, "no checkpoint at")
+
+
+def test_a_checkpoint_whose_parameters_transformers_merges(tmp_path) -> None:
+    """Mixtral's files hold each expert by itself, its model all of them in one tensor."""
+    config = MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                           num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1)
+    model, other = MixtralForCausalLM(config), MixtralForCausalLM(config)
+    other.save_pretrained(tmp_path)
+    values = read_checkpoint(tmp_path, model)
+    assert not missing_names(model, values)
+    write(check_specs(model, [WeightSpec(n, t.dtype, tuple(t.shape)) for n, t in values.items()]), values)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Tied(nn.Module):
+    """Not of transformers, its head tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.mix = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False), nn.Linear(16, 16)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    @quire.paged
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.mix(self.embed(input_ids)).unflatten(-1, (2, 8)).transpose(1, 2)
+        return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)) * self.scale
+
+
+def test_a_model_of_your_own_with_tied_weights(tmp_path) -> None:
+    model, other = Tied().eval(), Tied().eval()
+    with quire.Engine(other, num_pages=8, max_num_seqs=2, max_model_len=32) as engine:
+        want = tokens(engine.generate(IDS, quire.SamplingParams(temperature=0, max_tokens=5)))
+        engine.save_sharded_model(tmp_path, max_size=2000)
+    with quire.Engine(model, num_pages=8, max_num_seqs=2, max_model_len=32) as engine:
+        engine.update_weights_from_disk(tmp_path)
+        assert tokens(engine.generate(IDS, quire.SamplingParams(temperature=0, max_tokens=5))) == want
+    assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+def test_quantized_parameters_are_refused_by_name() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(quire.WeightUpdateError, match=r"the parameter '0.weight' is quantized \(Int8Tensor|AffineQuantized"):
+        check_specs(model, [WeightSpec("0.weight", torch.bfloat16, (32, 32))])
+    model = nn.Linear(3, 3, device="meta")
+    with pytest.raises(quire.WeightUpdateError, match="'weight' has no memory"):
+        check_specs(model, [WeightSpec("weight", torch.float32, (3, 3))])
+
+
+# Process group.
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def described(weights: dict[str, torch.Tensor]) -> tuple[list, list, list]:
+    return list(weights), [str(t.dtype).removeprefix("torch.") for t in weights.values()], [t.shape for t in weights.values()]
+
+
+def trainer(port: int, weights: list[torch.Tensor], dies: bool = False) -> None:
+    group = quire.WeightsGroup("127.0.0.1", port, 0, 2, timeout=60)
+    for tensor in weights:
+        group.send(tensor)
+    if dies:
+        os._exit(1)
+    group.close()
+
+
+def test_over_a_process_group(engine) -> None:
+    new, port = other_weights(engine.model, 5), free_port()
+    thread = threading.Thread(target=trainer, args=(port, list(new.values())))
+    thread.start()
+    engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+    with pytest.raises(RuntimeError, match="in a group for weight updates already"):
+        engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2)
+    engine.update_weights_from_distributed(*described(new))
+    thread.join()
+    engine.destroy_weights_update_group()
+    assert all(torch.equal(engine.get_weights_by_name(name), value) for name, value in new.items())
+    serves_what_the_model_says(engine)
+
+
+def test_a_sender_that_leaves(engine) -> None:
+    """After two of the parameters: the third is named, and none of them is written."""
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    new, port = other_weights(engine.model, 6), free_port()
+    thread = threading.Thread(target=trainer, args=(port, list(new.values())[:2]))
+    thread.start()
+    engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=1.5)
+    with pytest.raises(quire.WeightUpdateError, match="receiving the parameter") as error:
+        engine.update_weights_from_distributed(*described(new))
+    thread.join()
+    assert error.value.name == list(new)[2]
+    assert_old(engine, before, said)
+    with pytest.raises(RuntimeError, match="in no group for weight updates"):
+        engine.update_weights_from_distributed([], [], [])
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies(engine) -> None:
+    """A process of its own that ends in the middle, without a word."""
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    new, port = other_weights(engine.model, 6), free_port()
+    process = multiprocessing.get_context("spawn").Process(target=trainer, args=(port, list(new.values())[:3], True))
+    process.start()
+    engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+    with pytest.raises(quire.WeightUpdateError, match="receiving the parameter") as error:
+        engine.update_weights_from_distributed(*described(new))
+    process.join()
+    assert error.value.name == list(new)[3]
+    assert_old(engine, before, said)
+
+
+def test_groups_that_do_not_form(engine) -> None:
+    with pytest.raises(RuntimeError, match="did not form within 0.5 s"):
+        engine.init_weights_update_group("127.0.0.1", free_port(), rank=1, world_size=2, timeout=0.5)
+    with pytest.raises(ValueError, match="rank 0 sends the weights"):
+        engine.init_weights_update_group("127.0.0.1", free_port(), rank=0, world_size=2)
+    with pytest.raises(ValueError, match="rank 2 is outside a group of 2"):
+        engine.init_weights_update_group("127.0.0.1", free_port(), rank=2, world_size=2)
+
+
+def test_names_of_tied_parameters() -> None:
+    model = Tied()
+    assert set(state_of(model)) == {"embed.weight", "head.weight", "mix.weight", "mix.bias", "scale"}
+    assert missing_names(model, ["head.weight", "mix.weight", "scale"]) == ["mix.bias"]
+
+
+def test_a_closed_engine() -> None:
+    engine = quire.Engine(load_model(num_layers=1), num_pages=16, max_num_seqs=2, max_model_len=64)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.update_weights_from_tensors({})
