@@ -17,6 +17,7 @@ from typing import Any
 
 Row = dict[str, Any]
 MARK = "QUIRE_ROW "
+_rows: Any = None
 
 
 class Ended(RuntimeError):
@@ -27,13 +28,17 @@ class Ended(RuntimeError):
 
 
 def job() -> Any:
-    """In a worker: what it is to do."""
+    """In a worker: what it is to do. From here on its output, and that of processes it starts, goes where errors go; rows go
+    where output went."""
+    global _rows
+    _rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     return json.loads(sys.stdin.read())
 
 
 def emit(row: Row) -> None:
-    """In a worker: print a row."""
-    print(MARK + json.dumps(row, default=str), flush=True)
+    """In a worker: print a row. An empty one is the last."""
+    print(MARK + json.dumps(row, default=str), file=_rows, flush=True)
 
 
 def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadline: float | None = None, log: Path | None = None
@@ -63,7 +68,7 @@ def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadli
                 if not line.startswith(MARK):
                     other.write(line)
                     other.flush()
-                elif done := not (row := json.loads(line.removeprefix(MARK))):  # an empty row is the last
+                elif done := not (row := json.loads(line.removeprefix(MARK))):
                     break
                 else:
                     yield row

@@ -162,7 +162,8 @@ def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_keeps_its_rows_and_says_why(tmp_path: Path) -> None:
-    program = "import json, sys; print('x'); print('QUIRE_ROW ' + sys.stdin.read(), flush=True); sys.exit('no room left')"
+    program = ("from quire.graph_runner.bench import workers; import sys; job = workers.job(); print('x', flush=True); "
+               "workers.emit(job); sys.exit('no room left')")
     found = workers.rows(["-c", program], {"a": 1}, {}, log=tmp_path / "log")
     assert next(found) == {"a": 1}
     with pytest.raises(workers.Ended, match="exit code 1: no room left"):
