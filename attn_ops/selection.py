@@ -32,7 +32,8 @@ class Selection:
         return self.backend.name + (f" ({self.why})" if self.why else "") + over
 
 
-def select_latent_or_dense(name: str | AttentionBackend, sites: Sequence[AttentionSite], **where: Any) -> Selection:
+def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite],
+                           **where: Any) -> Selection:
     """``select_backend`` with MLA layers on the latent cache; where no backend serves that, on keys and values of all heads.
 
     Args:
