@@ -29,8 +29,8 @@ from quire.graph_runner.bench.shapes import MATRIX, NAMES
 from quire.graph_runner.bench.systems import SYSTEMS, SteppedSystem
 from quire.graph_runner.config import check_options
 
-#: Seconds from the start of a process to the first measured cell, generously; a process is not started with less time left.
-STARTS = {"quire": 75.0, "vllm": 130.0}
+#: Seconds from the start of a process to the first measured cell, at least; a process is not started with less time left.
+STARTS = {"quire": 35.0, "vllm": 80.0}
 #: vLLM in one process on a machine without a network. What the environment has set already stays.
 VLLM_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_PLUGINS": "",
             "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -105,7 +105,7 @@ class Matrix(Run):
         return [cell for cell in self.cells if cell.name not in done]
 
     def _time_for(self, system: str) -> bool:
-        return self.deadline is None or time.time() + STARTS.get(system, 100.0) < self.deadline
+        return self.deadline is None or time.time() + STARTS.get(system, 60.0) < self.deadline
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
@@ -204,6 +204,10 @@ class Matrix(Run):
         left = [f"{m} {s}: {len(n)}" for m in self.models for s in self.systems if (n := self._left(m, s))]
         if left:
             self.console.print(f"cells left (run again with --resume): {', '.join(left)}", highlight=False, markup=False)
+            if self.deadline is not None:
+                self.console.print(f"--deadline {self.args.deadline:g} is up, or too near to start an engine for them "
+                                   f"({', '.join(f'{s} {STARTS.get(s, 60.0):g} s' for s in self.systems)} at least)",
+                                   highlight=False, markup=False)
         super().finish()
 
 
