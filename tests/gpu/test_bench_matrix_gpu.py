@@ -22,7 +22,8 @@ def test_a_small_model(tmp_path: Path) -> None:
     cells = "decode/1x1024,decode/8x1024,decode/8x8192,decode/1x8192,prefill/1x16384,online"
     assert main(["bench", "matrix", "--models", "qwen3-0.6b", "--layers", "4", "--cells", cells, "--out", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert not [row["error"] for row in result["rows"] if row["error"]], (tmp_path / "matrix.qwen3-0.6b-4l.quire.log").read_text()
+    log = (tmp_path / "matrix.qwen3-0.6b-4l.quire.log").read_text()
+    assert not [row["error"] for row in result["rows"] if row["error"]], log
     assert len(result["rows"]) == 7
     for row in result["rows"]:
         assert 0 < row["share_of_floor"] < 1.05, row

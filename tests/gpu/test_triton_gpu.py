@@ -157,7 +157,7 @@ def test_quantised_what_is_not_finite_is_not_hidden(bad, kv_dtype):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
 def test_decode_is_bound_by_memory(group, dim):
     """Models with one or two query heads a key head (Llama-2, Phi-3, GPT-2, Qwen3-0.6B, Gemma-2) decode as fast as others.
 

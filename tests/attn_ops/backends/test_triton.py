@@ -9,7 +9,7 @@ import torch
 
 from quire.attn_ops.backends.triton import BACKEND, available
 from quire.attn_ops.conformance import checks as conformance
-from quire.attn_ops.kernels.host import next_power_of_2
+from quire.attn_ops.kernels.host import next_power_of_2, num_sms
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
@@ -124,6 +124,14 @@ def test_half_precision_goes_to_the_tensor_cores(num_heads, head_dim):
 
 
 # Keys split among programs.
+
+
+@pytest.mark.parametrize("slots", [1, 3, 7])
+def test_a_long_context_is_not_cut_into_crumbs(slots):
+    """Each program starts anew: 2048 of them made 8 sequences of 8192 keys take half as long again as their bytes need."""
+    sms = num_sms(torch.device(DEVICE))
+    params = decode.config(128, 128, 2, 4, slots, torch.device(DEVICE))
+    assert sms - slots < slots * decode.num_splits(slots, 1 << 17, params) <= 8 * sms
 
 
 @pytest.mark.parametrize("dot", [True, False])
