@@ -198,12 +198,12 @@ def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the sizes alone; very many pairs by PyTorch's grouped product where it is a kernel."""
     asked: list[str] = []
 
-    def told(name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def chosen(name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         asked.append(name)
         return x.new_empty(ids.numel(), 8)
 
-    monkeypatch.setattr(experts, "_launch", lambda x, w, b, ids, path, tile, pdl: told(path, x, ids))
-    monkeypatch.setattr(experts, "_grouped", lambda x, w, b, ids, pdl: told("grouped", x, ids))
+    monkeypatch.setattr(experts, "_launch", lambda x, w, b, ids, path, tile, pdl: chosen(path, x, ids))
+    monkeypatch.setattr(experts, "_grouped", lambda x, w, b, ids, pdl: chosen("grouped", x, ids))
     sizes = ((MAX_PAIRS // 8, 8, 128), (MAX_PAIRS // 8 + 1, 8, 128), (MAX_PAIRS_PER_EXPERT, 1, 1),
              (MAX_PAIRS_PER_EXPERT + 1, 1, 1), (MIN_PAIRS_PER_EXPERT_GROUPED, 2, 2), (MIN_PAIRS_PER_EXPERT_GROUPED - 1, 2, 2))
     for grouped in (False, True):
