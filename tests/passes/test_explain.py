@@ -73,15 +73,6 @@ attention backend: torch_native""")
     assert repr(found) == str(found)
 
 
-def test_explain_windows_and_softcap(gemma2) -> None:
-    assert_expected_inline(str(quire.explain(gemma2)), """\
-Gemma2ForCausalLM: 2 attention sites
-layer  module                    route      needs                                    scale  lowered to
-0      model.layers.0.self_attn  interface  GQA 4:2x8, float32, window=9, softcap=5  0.125  torch_native_paged_attention
-1      model.layers.1.self_attn  interface  GQA 4:2x8, float32, softcap=5            0.125  torch_native_paged_attention
-attention backend: torch_native""")
-
-
 def test_explain_a_module_of_ones_own() -> None:
     with torch.no_grad():
         assert_expected_inline(str(quire.explain(Falcon().eval())), """\
@@ -121,15 +112,6 @@ def test_explain_a_model_in_training_mode(llama) -> None:
     finally:
         llama.eval()
 
-
-
-
-def test_attention_sites(llama) -> None:
-    """No backend, no device: the table holds on every machine."""
-    assert_expected_inline(attention_sites(llama), """\
-layer  module                    route      needs               scale
-0      model.layers.0.self_attn  interface  GQA 4:2x8, float32  0.353553
-1      model.layers.1.self_attn  interface  GQA 4:2x8, float32  0.353553""")
 
 
 def test_assert_attention_sites(llama, gemma2) -> None:
