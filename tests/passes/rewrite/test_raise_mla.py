@@ -163,8 +163,8 @@ def changed_latent(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple
     return k, v
 
 
-MISSES = (scaled, scaled_value, rotated, values_first, rope_first, keys_by_themselves, shifted_heads, rope_by_head, half_written,
-          adapted, changed_latent)
+MISSES = (scaled, scaled_value, rotated, values_first, rope_first, keys_by_themselves, shifted_heads, rope_by_head,
+          half_written, adapted, changed_latent)
 
 
 def test_near_misses_stay_dense() -> None:
