@@ -12,6 +12,7 @@ does not change the tokens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.block_allocator import BlockAllocator
@@ -126,7 +127,7 @@ class Scheduler:
         """Allocate pages for ``count`` more tokens, preempting later arrivals if needed. False if ``request`` was preempted."""
         missing = pages_for(request.num_computed + count, self.page_size) - len(request.pages)
         if self.reach is not None:
-            self.reach.free_behind(request, self.allocator, self.page_size)
+            self.reach.free_behind(request, self._give_back, self.page_size)
         while missing > 0:
             pages = self._allocate(missing)
             if pages is not None:
@@ -144,9 +145,12 @@ class Scheduler:
         pages = self.allocator.allocate(count)
         if pages is None and self.reach is not None:  # others may hold pages that they need no more
             for request in self.running:
-                self.reach.free_behind(request, self.allocator, self.page_size)
+                self.reach.free_behind(request, self._give_back, self.page_size)
             pages = self.allocator.allocate(count)
         return pages
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        self.allocator.free(pages)
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
@@ -157,7 +161,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
-        self.allocator.free(request.pages[request.num_behind :])
+        self._give_back(request.pages[request.num_behind :])
         self.free_slots.append(request.slot)
         request.pages, request.slot, request.num_behind = [], -1, 0
 

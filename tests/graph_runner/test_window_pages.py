@@ -49,7 +49,7 @@ def test_pages_held(kinds, page, chunks) -> None:
     reach, allocator = reach_of(kinds), BlockAllocator(400)
     request = Request(0, [1], quire.SamplingParams(), RequestOutput(0, None, [1]), 0, frozenset(), 1000)
     for count in chunks:
-        reach.free_behind(request, allocator, page)
+        reach.free_behind(request, allocator.free, page)
         missing = -(-(request.num_computed + count) // page) - len(request.pages)
         request.pages += allocator.allocate(max(0, missing))
         held = [p for p in request.pages if p != NULL_PAGE]
