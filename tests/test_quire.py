@@ -41,6 +41,7 @@ def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "PagedKVCache", "RequestOutput", "SamplingParams", "Step", "StepLimits", "StreamEvent", "UnsupportedAttention",
+        "WeightUpdateError", "WeightsGroup",
         "assert_attention_sites", "backends", "check_backend", "current_step", "define_paged_op", "explain", "paged",
         "register_backend", "step",
     ]
