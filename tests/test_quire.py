@@ -21,7 +21,7 @@ def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
-        "Step", "StepLimits", "StreamEvent", "UnsupportedAttention",
+        "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
         "assert_attention_sites", "backends", "check_backend", "current_step", "define_paged_op", "explain", "paged",
         "register_backend", "step",
     ]
