@@ -30,8 +30,8 @@ from quire.passes.verify.quantized import parts
 
 
 class Match(NamedTuple):
-    """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were computed
-    from ``copied_since`` on. ``coming``: a running request is about to compute the next page."""
+    """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were
+    computed from step ``copied_since`` on. ``coming``: a running request is about to compute the next page."""
 
     pages: list[int]
     copy_from: int = -1
@@ -115,7 +115,7 @@ class PrefixCache:
             if keys[-1] in self._coming:
                 return Match(pages, coming=True)
         other = self._tails.get(keys[len(pages) - 1] if pages else b"")
-        if other is not None and other.slot >= 0 and len(other.pages) > len(pages) and self._fresh(other.computed_since, request):
+        if other is not None and len(other.pages) > len(pages) and self._fresh(other.computed_since, request):
             known = other.token_ids[begin : min(begin + left, other.num_computed, len(other.prompt_token_ids))]
             same = next((i for i, t in enumerate(known) if t != ids[begin + i]), len(known))
             if same:
@@ -124,7 +124,8 @@ class PrefixCache:
 
     def admit(self, request: Request, match: Match, step: int) -> None:
         """The request reads the pages of its match, and will compute the pages of its prompt that follow, from ``step`` on."""
-        request.computed_since = min([step, *(self._since[p] for p in match.pages), *([match.copied_since] if match.copied else [])])
+        source = [match.copied_since] if match.copied else []
+        request.computed_since = min([step, *(self._since[page] for page in match.pages), *source])
         stats, saved = self.stats, len(match.pages) * self.page_size + match.copied
         stats.requests += 1
         stats.hits += saved > 0
