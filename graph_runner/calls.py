@@ -176,7 +176,7 @@ class EngineCalls:
                 yield event
         finally:
             if running is not None and not running.done():  # a generator cannot be closed while it runs
-                running.add_done_callback(lambda done: (done.cancelled() or done.exception(), events.close()))
+                running.add_done_callback(functools.partial(_close_after, events))
             else:
                 events.close()
 
@@ -223,6 +223,12 @@ class EngineCalls:
         if len(both) <= len(before):
             raise ValueError(f"the continuation {continuation!r} adds no token to the prompt; give token ids")
         return len(before), both
+
+
+def _close_after(events: Generator[StreamEvent, None, None], done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()  # nobody reads it any more
+    events.close()
 
 
 def _score(output: RequestOutput, start: int) -> Score:

@@ -142,7 +142,7 @@ class Scheduler:
             self.waiting.popleft()
             request.pages, request.slot = shared + pages, self.free_slots.pop()
             if self.prefixes is not None and match is not None:
-                self.prefixes.admit(request, match)
+                self.prefixes.admit(request, match, self.num_steps + 1)
                 if match.copied:
                     self._copies[request.request_id] = match.copy_from, pages[0]
             self.running.append(request)
@@ -181,7 +181,7 @@ class Scheduler:
         """The step launched last has computed pages that others may read."""
         for request in self._computed:
             if self.prefixes is not None and request.slot >= 0:
-                self.prefixes.computed(request, self.num_steps)
+                self.prefixes.computed(request)
         self._computed = []
 
     def _chunk(self, request: Request, budget: int) -> int:
@@ -246,7 +246,7 @@ class Scheduler:
             self._free(request.pages[request.num_behind :])
         else:
             if self.prefixes.lasting:
-                self.prefixes.computed(request, self.num_steps)
+                self.prefixes.computed(request)
             self.prefixes.left(request)
         self.free_slots.append(request.slot)
         request.pages, request.slot, request.num_behind = [], -1, 0
