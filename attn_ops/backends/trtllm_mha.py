@@ -62,7 +62,8 @@ def paged_attention(
             query=q.detach().contiguous(), kv_cache=(k_cache, v_cache), workspace_buffer=workspace(q.device),
             block_tables=table, seq_lens=lens.clamp_min(1).view(torch.uint32),
             max_seq_len=table.shape[1] * k_cache.shape[1], bmm1_scale=scale, bmm2_scale=1.0,
-            window_left=-1 if window is None else window - 1, out=out, sinks=None if sinks is None else sinks.float(), kv_layout="NHD")
+            window_left=-1 if window is None else window - 1, out=out,
+            sinks=None if sinks is None else sinks.float(), kv_layout="NHD")
     return out.masked_fill_((lens == 0)[:, None, None], 0)
 
 

@@ -25,10 +25,13 @@ from triton.runtime.interpreter import InterpretedFunction
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport, UnsupportedAttention
 from quire.attn_ops.backends import flashinfer
-from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group, leading_decodes, page_table
+from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group
+from quire.attn_ops.backends.flashinfer import pages as page_kernels
+from quire.attn_ops.backends.flashinfer.pages import leading_decodes, page_table
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.ops.varlen import varlen_attention_eager
 from quire.attn_ops.step import Step, StepLimits, running
 from tests.attn_ops.cases import check_case, check_output, make_case
 from tests.attn_ops.oracle import oracle_attention
@@ -54,7 +57,8 @@ class _Wrapper:
                          softcap=logits_soft_cap or None)
         self.plans = getattr(self, "plans", 0) + 1
 
-    def _attend(self, q, caches, out, query_start):
+    def _attend(self, q, caches, out, query_start, lse, return_lse):
+        assert (lse is not None) == return_lse
         heads, kv_heads, dim, page_size = self.shape
         k_cache, v_cache = caches
         assert k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous() and q.stride(2) == 1
@@ -70,9 +74,14 @@ class _Wrapper:
             own = slice(query_start[row], query_start[row + 1])
             if length == 0:
                 out[own] = 0
+                if return_lse:
+                    lse[own] = -math.inf
                 continue
             keys, values = (c[pages].flatten(0, 1)[:length] for c in (k_cache, v_cache))
             out[own] = oracle_attention(q[own], keys, values, **self.mask).to(out.dtype)
+            if return_lse:  # to base 2, as FlashInfer's kernels
+                starts = [torch.tensor([0, n], dtype=torch.int32) for n in (len(q[own]), length)]
+                lse[own] = varlen_attention_eager(q[own], keys, values, *starts, causal=True, **self.mask)[1] / math.log(2)
 
 
 class Decode(_Wrapper):
@@ -102,9 +111,9 @@ class Decode(_Wrapper):
         self._keep(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left,
                    logits_soft_cap, sm_scale, q_data_type, kv_data_type)
 
-    def run(self, q, paged_kv_cache, *, out=None):
+    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
         assert q.shape[0] == len(self.last_page_len)
-        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1))
+        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1), lse, return_lse)
 
 
 class Prefill(_Wrapper):
@@ -126,8 +135,8 @@ class Prefill(_Wrapper):
         self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
                    page_size, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
 
-    def run(self, q, paged_kv_cache, *, out=None):
-        self._attend(q, paged_kv_cache, out, self.query_start)
+    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
+        self._attend(q, paged_kv_cache, out, self.query_start, lse, return_lse)
 
 
 def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,
@@ -145,9 +154,8 @@ def on_cpu(monkeypatch):
     library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
                               fast_decode_plan=fast_decode_plan)
     monkeypatch.setitem(sys.modules, "flashinfer", library)
-    for kernel in ("_append", "_gather_pages"):
-        function = getattr(flashinfer, kernel)
-        monkeypatch.setattr(flashinfer, kernel, InterpretedFunction(function.fn))
+    for kernel in ("append_kernel", "gather_pages"):
+        monkeypatch.setattr(page_kernels, kernel, InterpretedFunction(getattr(page_kernels, kernel).fn))
     event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
     gpu = SimpleNamespace(multi_processor_count=8, major=9)
     for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),
@@ -191,7 +199,6 @@ def test_available(monkeypatch, installed, nvcc, reason) -> None:
 
 
 @pytest.mark.parametrize("changes, reason", [
-    (dict(sinks=True), "no sinks"),
     (dict(chunk=64), "no chunk"),
     (dict(causal=False), "no non-causal attention"),
     (dict(head_dim_v=64), "head dims 128/64 (has 64, 128 and 256, the same for values)"),
@@ -203,7 +210,7 @@ def test_refuses(changes, reason) -> None:
 
 
 def test_accepts() -> None:
-    for changes in (dict(), dict(window=128, softcap=30.0), dict(num_kv_heads=8), dict(num_kv_heads=1),
+    for changes in (dict(), dict(window=128, softcap=30.0, sinks=True), dict(num_kv_heads=8), dict(num_kv_heads=1),
                     dict(head_dim=256, head_dim_v=256, dtype=torch.float16)):
         for layout in ("NHD", "HND"):
             assert BACKEND.capabilities.reasons_against(site(**changes), device=CUDA, page_size=1, layout=layout) == []
@@ -461,10 +468,8 @@ def test_op_errors(on_cpu) -> None:
     with running(step):
         with pytest.raises(RuntimeError, match="planned for 2 tokens, q has 1"):
             flashinfer.paged_attention(arguments[0][:1], *arguments[1:], **options)
-        for wrong in (dict(chunk=8), dict(sinks=torch.zeros(4))):
-            changed = [*arguments[:11], wrong.pop("sinks", None), []]
-            with pytest.raises(UnsupportedAttention, match="neither sinks nor chunked attention"):
-                flashinfer.paged_attention(*changed, **(options | wrong))
+        with pytest.raises(UnsupportedAttention, match="no chunked attention"):
+            flashinfer.paged_attention(*arguments, **(options | {"chunk": 8}))
         with pytest.raises(UnsupportedAttention, match="no quantized KV cache: its kernels take one scale for a whole cache"):
             flashinfer.paged_attention(*arguments[:5], torch.ones(1), torch.ones(1), *arguments[7:], **options)
 
