@@ -22,7 +22,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
-IMPLEMENTATIONS = ("auto", "eager", "sdpa", "triton")
+IMPLEMENTATIONS = ("auto", "eager", "sdpa", "kernel")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
@@ -41,7 +41,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torc
         raise ValueError(f"quire::varlen_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)}; got "
                          f"{implementation!r}")
     if implementation == "sdpa" and softcap is not None:
-        raise ValueError("quire::varlen_attention: F.scaled_dot_product_attention has no softcap; use implementation='triton' "
+        raise ValueError("quire::varlen_attention: F.scaled_dot_product_attention has no softcap; use implementation='kernel' "
                          "or 'eager'")
 
 
@@ -63,8 +63,8 @@ def varlen_attention_eager(
     Args:
         q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
-        implementation: "eager"; "sdpa", which uses F.scaled_dot_product_attention and gives NaN for the lse; "triton", on
-            a GPU; "auto": eager on a CPU and triton on a GPU.
+        implementation: "eager"; "sdpa", which uses F.scaled_dot_product_attention and gives NaN for the lse; "kernel",
+            quire's Triton kernel, on a GPU; "auto": eager on a CPU and the kernel on a GPU.
 
     Returns:
         (T, H, Dv) in q's dtype; (T, H) float32 lse, natural logarithm.
