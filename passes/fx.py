@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import types
@@ -116,7 +117,8 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, mutable ops."""
+    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, mutable
+    ops."""
     if not node.op.startswith("call"):
         return []
     if isinstance(node.target, torch._ops.OpOverload):
@@ -126,10 +128,18 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     else:
         name = target_name(node)
         plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
-        in_place = name in _IN_PLACE or (name.endswith("_") and not plain)
+        in_place = name in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
         written = [node.args[0]] if in_place and node.args else []
         written.append(node.kwargs.get("out"))
     return [x for x in written if isinstance(x, fx.Node)]
+
+
+def _inplace(node: fx.Node) -> Any:
+    """The argument ``inplace`` of a function of torch.nn.functional."""
+    if getattr(node.target, "__module__", "") != "torch.nn.functional":
+        return node.kwargs.get("inplace")
+    names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    return argument(node, names.index("inplace"), "inplace") if "inplace" in names else None
 
 
 def written_between(first: fx.Node, last: fx.Node) -> bool:

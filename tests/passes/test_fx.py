@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from quire.passes.backend import QuireBackend
@@ -69,6 +70,17 @@ def test_double_underscore_methods_are_pure() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     assert is_pure(graph.call_method("__and__", (x, x))) and not is_pure(graph.call_method("add_", (x, x)))
+
+
+def test_functions_that_write_by_an_argument_are_not_pure() -> None:
+    """``inplace`` by position or name, and ``out``; a True in another place means something else."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for function, args, options, pure in [
+            (F.relu, (x,), {}, True), (F.relu, (x, True), {}, False), (F.silu, (x,), {"inplace": True}, False),
+            (F.leaky_relu, (x, 0.1, True), {}, False), (F.dropout, (x, 0.5, True), {}, True),
+            (torch.add, (x, 1), {"out": x}, False)]:
+        assert is_pure(graph.call_function(function, args, options)) == pure, (function, args, options)
 
 
 def conditions(function, *args, limits=()) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -313,6 +314,25 @@ def test_refusals_of_forwards_say_what_is_wrong() -> None:
         PagedModel(Wrapped(needs_pixels), EAGER)
     with pytest.raises(UnsupportedAttention, match="reads values of tensors on the host, as a Python loop over the experts"):
         PagedModel(Wrapped(lambda ids, pixels: 1 if ids.sum() > 3 else 2), EAGER)
+
+
+class Scale:
+    @functools.cached_property
+    def factor(self) -> float:
+        return 2.0
+
+
+def test_a_property_that_is_computed_once_may_be_read_for_the_first_time() -> None:
+    """Chameleon's table of image tokens."""
+    class Scaled(Wrapped):
+        def __init__(self) -> None:
+            super().__init__(lambda ids, pixels: 1)
+            self.scale = Scale()
+
+        def forward(self, input_ids, position_ids):
+            return super().forward(input_ids, position_ids).logits * self.scale.factor
+
+    PagedModel(Scaled(), EAGER).close()
 
 
 class Mixing(torch.nn.Module):
