@@ -126,7 +126,7 @@ class Scheduler:
                 self.prefixes.hold(shared)
             request.num_computed = len(shared) * self.page_size + (0 if match is None else match.copied)
             count = self._chunk(request, budget)
-            pages = self._allocate(pages_for(request.num_computed + count, self.page_size) - len(shared)) if count else None
+            pages = self.allocate(pages_for(request.num_computed + count, self.page_size) - len(shared)) if count else None
             if pages is None:
                 if self.prefixes is not None:
                     self.prefixes.release(shared)
@@ -196,7 +196,7 @@ class Scheduler:
         self._scores_left -= scored
         return ScheduledRow(request, request.num_computed, count, end == request.num_tokens, scored)
 
-    def _allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """Free pages, or pages of the prefix cache that nobody reads; None if there are too few."""
         missing = count - self.allocator.num_free
         if missing > 0 and self.prefixes is not None and self.prefixes.num_idle >= missing:
@@ -207,7 +207,7 @@ class Scheduler:
         """Allocate pages for ``count`` more tokens, preempting others if needed. False if ``request`` was preempted."""
         missing = pages_for(request.num_computed + count, self.page_size) - len(request.pages)
         while missing > 0:
-            pages = self._allocate(missing)
+            pages = self.allocate(missing)
             if pages is not None:
                 request.pages += pages
                 return True
