@@ -105,12 +105,12 @@ class Scheduler:
         rows = decodes + prefills
         if not rows:
             return None
-        scored = 0
-        for request, _, count, samples, new in rows:
+        for request, _, count, samples, _ in rows:
             request.num_computed += count
             request.num_pending += samples
-            request.num_scored += new
-            scored += new
+        for row in prefills:
+            row.request.num_scored += row.num_scored
+        scored = sum(row.num_scored for row in prefills)
         self.num_steps += 1
         self._computed = [row.request for row in prefills]
         copies, self._copies = tuple(self._copies.values()), {}
