@@ -14,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint type bench clean
+.PHONY: help setup demo test test-slow test-gpu lint type models soak bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -52,6 +52,12 @@ lint: setup  ## ruff
 
 type: setup  ## mypy
 	$(BIN)/mypy
+
+models: setup  ## serve every class of transformers, shrunk, and write docs/models.md (20 minutes; options in ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.all_models $(ARGS)
+
+soak: setup  ## threads that use one engine and change its model, for 10 minutes (ARGS="--minutes 60")
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.graph_runner.soak $(ARGS)
 
 bench: setup  ## run `quire bench` with the options in ARGS
 	$(BIN)/quire bench $(ARGS)

@@ -25,8 +25,8 @@ turn -inf into -softcap). ``sinks`` (H,) are logits that take part in the softma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,13 @@ ATTENTION_SCHEMA = (
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, *, int layer, float scale, int? window, float? softcap, "
     "int? chunk, bool causal) -> Tensor"
 )
+
+
+class Latent(NamedTuple):
+    """Sizes of an MLA layer's latent vectors and rotary keys (``mla.py``): a token is rank + rope numbers in the cache."""
+
+    rank: int
+    rope: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class AttentionSite:
         scale: factor on q.k; window (keys), softcap, chunk (tokens): None where the site has none; sinks: has sink logits.
         route: how the site was found: ``interface`` (HF attention interface), ``raised`` (from F.sdpa), ``op`` (emitted by
             the model itself).
+        latent: of an MLA layer that is served from latent vectors; None: from the keys and values of all heads.
     """
 
     layer: int
@@ -66,12 +74,20 @@ class AttentionSite:
     causal: bool = True
     name: str = ""
     route: str = "op"
+    latent: Latent | None = None
+
+    @property
+    def dense(self) -> AttentionSite:
+        """The site served from the keys and values of all heads."""
+        return replace(self, latent=None)
 
     def needs(self) -> str:
         """The features as text, for ``explain`` and error messages."""
         kind = "MHA" if self.num_heads == self.num_kv_heads else "MQA" if self.num_kv_heads == 1 else "GQA"
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         words = [f"{kind} {self.num_heads}:{self.num_kv_heads}x{dims}", dtype_name(self.dtype)]
+        if self.latent is not None:
+            words[0] = f"MLA {self.num_heads}x{dims} of {self.latent.rank}+{self.latent.rope}"
         words += [f"{n}={getattr(self, n):g}" for n in ("window", "softcap", "chunk") if getattr(self, n) is not None]
         words += ["sinks"] * self.sinks + ["non-causal"] * (not self.causal)
         return ", ".join(words)
@@ -196,4 +212,4 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
 attention = define_op(ATTENTION_SCHEMA, cpu=attention_eager, cuda=attention_eager, fake=attention_fake)
 torch.library.register_autograd("quire::attention", _backward, setup_context=_setup_context, lib=LIBRARY)
 
-__all__ = ["AttentionSite", "attention", "attention_eager", "dtype_name", "visible"]
+__all__ = ["AttentionSite", "Latent", "attention", "attention_eager", "dtype_name", "visible"]

@@ -35,7 +35,8 @@ scale, ...         as in ``attention.py``
 
 Rules:
 
-* Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons.
+* Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
+  raises UnsupportedAttention for a feature that it has not, and changes no input.
 * Write the mapped slots and nothing else. See NOTE [Padding]: rows may be empty, padding tokens give zeros.
 * Read nothing on the host in the op: work on the host is ``plan``'s, which finds its state in ``current_step()``.
 * For ``attention="auto"``, set ``priority`` for each device type, and ``packages`` to the distributions that the speed depends
@@ -84,11 +85,12 @@ class AttentionCapabilities:
         dtypes: of q, k and v.
         kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
-        head_dims: predicate on (D, Dv).  page_sizes: on tokens per page.  *_note: as text, for messages.
+        head_dims: predicate on (D, Dv).  mla_dims: on (rank, R).  page_sizes: on tokens per page.  *_note: for messages.
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
-        mla, cross, encoder, cascade: kinds of attention that no backend here has yet.
+        mla: MLA on the latent cache, with ``mla_op``.  cross, encoder, cascade: kinds that no backend here has yet.
+        batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         cudagraph_support: see CudagraphSupport.
     """
 
@@ -99,6 +101,8 @@ class AttentionCapabilities:
     min_kv_compute_capability: Mapping[torch.dtype, tuple[int, int]] = field(default_factory=dict, hash=False)
     head_dims: Callable[[int, int], bool] = lambda d, dv: True
     head_dims_note: str = "any"
+    mla_dims: Callable[[int, int], bool] = lambda rank, rope: True
+    mla_dims_note: str = "any"
     page_sizes: Callable[[int], bool] = lambda p: True
     page_sizes_note: str = "any"
     layouts: frozenset[str] = frozenset({"NHD", "HND"})
@@ -112,6 +116,7 @@ class AttentionCapabilities:
     cross: bool = False
     encoder: bool = False
     cascade: bool = False
+    batch_invariant: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
     def reasons_against(
@@ -135,7 +140,14 @@ class AttentionCapabilities:
             have_kv = "the model's own dtype" + (f", {listed(map(dtype_name, self.kv_dtypes))}" if self.kv_dtypes else " only")
             note = f": {self.kv_dtypes_note}" if self.kv_dtypes_note else ""
             why.append(f"KV cache dtype {dtype_name(kv_dtype)} (has {have_kv}{note})")
-        if not self.head_dims(site.head_dim, site.head_dim_v):
+        if site.latent is not None:
+            if not self.mla:
+                why.append("no MLA on the latent cache")
+            elif not self.mla_dims(*site.latent):
+                why.append(f"MLA of {site.latent.rank}+{site.latent.rope} (has {self.mla_dims_note})")
+            if kv_dtype != site.dtype:
+                why.append(f"no latent cache of {dtype_name(kv_dtype)}")
+        elif not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
         if page_size is not None and not self.page_sizes(page_size):
             why.append(f"page size {page_size} (has {self.page_sizes_note})")
@@ -158,8 +170,10 @@ class AttentionBackend:
     Args:
         name: what users write: ``attention="name"``.
         available: device -> None if usable on it in this process, else the reason, with what to do about it.
-        op: the paged op (PAGED_SCHEMA), from ``define_paged_op``.
+        op: the paged op (PAGED_SCHEMA), from ``define_paged_op``. None for a backend that has MLA only; its head_dims accept
+            nothing.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), for kernels that fuse it.
+        mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
@@ -172,6 +186,9 @@ class AttentionBackend:
             no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
         packages: distributions, beside torch, that its speed depends on.
+        verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
+            the signatures that its package publishes; tables say so.
+        route: for a backend made of backends: site -> which of them serve it, as text.
     """
 
     name: str
@@ -179,17 +196,40 @@ class AttentionBackend:
     available: Callable[[torch.device], str | None]
     op: Any
     rope_op: Any | None = None
+    mla_op: Any | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
     prepare: Any | None = None
     priority: dict[str, int] | None = None
     packages: tuple[str, ...] = ()
+    verified: bool = True
+    route: Callable[[AttentionSite], str] | None = None
+
+    def serves(self, site: AttentionSite) -> str:
+        """What a site becomes, as text."""
+        return f"{self.name}_paged_attention" if self.route is None else self.route(site)
 
     @property
     def ops(self) -> tuple[Any, ...]:
-        """The ops that attend: ``op``, and ``rope_op`` if there is one."""
-        return (self.op,) if self.rope_op is None else (self.op, self.rope_op)
+        """The ops that attend."""
+        return tuple(op for op in (self.op, self.rope_op, self.mla_op) if op is not None)
+
+
+@dataclass(frozen=True)
+class BackendFamily:
+    """Backends that are made when their name is first used, registered as a backend is.
+
+    Args:
+        name: of the family.  usage: the form of the names, for tables and messages.
+        matches: whether a name is one of the family's.
+        make: (name, get_backend) -> the backend. Raises ValueError for a name that is not of the form.
+    """
+
+    name: str
+    usage: str
+    matches: Callable[[str], bool]
+    make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
 
 
 class UnsupportedAttention(ValueError):
@@ -230,5 +270,5 @@ def listed(items: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, items))) or "none"
 
 
-__all__ = ["AttentionBackend", "AttentionCapabilities", "CudagraphSupport", "PAGED_SCHEMA", "ROPE_PAGED_SCHEMA",
-           "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]
+__all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA",
+           "ROPE_PAGED_SCHEMA", "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]

@@ -36,22 +36,28 @@ class PagedKVCache:
     (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), in either layout with the heads outside the
     tokens in memory: a kernel reads the scales of one head. Else both lists hold None.
 
+    Of a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
+    rank of them: ``of_layer`` gives None for it.
+
     Args:
         num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
         page_size: tokens per page.
         num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one per layer. head_dim_v defaults to head_dim.
         layout: "NHD" or "HND"; ``get_kv_cache_layout()`` by default.
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
+        latent: whether values are the first head_dim_v numbers of the keys; a bool, or one per layer.
 
     Raises:
-        ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, or a dtype that
-            neither is a quantized one nor can hold keys as they are.
+        ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, a dtype that
+            neither is a quantized one nor can hold keys as they are, or a latent layer that is quantized, has more than one
+            key head, or values longer than keys.
     """
 
     def __init__(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int], head_dim_v: int | Sequence[int] | None = None, dtype: torch.dtype,
         device: torch.device | str, layout: Layout | None = None, layer_ids: Sequence[int] | None = None,
+        latent: bool | Sequence[bool] = False,
     ) -> None:
         if num_pages < 2:
             raise ValueError(f"a paged KV cache needs at least 2 pages (page 0 is the null page), got num_pages={num_pages}")
@@ -71,9 +77,15 @@ class PagedKVCache:
             raise ValueError(f"layer_ids has {len(self.layer_ids)} entries for {num_layers} layers")
         self.num_layers, self.num_pages, self.page_size, self.layout = num_layers, num_pages, page_size, layout
         self.dtype, self.device = dtype, torch.device(device)
+        self.latent = [latent] * num_layers if isinstance(latent, bool) else list(latent)
+        for h, d, d_v, is_latent in zip(heads, dims, dims_v, self.latent, strict=True):
+            if is_latent and (dtype in QUANTIZED_KV_DTYPES or h != 1 or d_v > d):
+                raise ValueError("a latent layer has one key head, values that are part of its keys, and no quantized dtype; "
+                                 f"got {h} heads of {d}/{d_v}, {dtype_name(dtype)}")
         self._index = {layer: i for i, layer in enumerate(self.layer_ids)}
         self.k = [self._allocate(h, d) for h, d in zip(heads, dims, strict=True)]
-        self.v = [self._allocate(h, d) for h, d in zip(heads, dims_v, strict=True)]
+        self.v = [k[..., :d] if is_latent else self._allocate(h, d)
+                  for k, h, d, is_latent in zip(self.k, heads, dims_v, self.latent, strict=True)]
         self.k_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
         self.v_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
 
@@ -97,19 +109,23 @@ class PagedKVCache:
     @classmethod
     def for_sites(cls, sites: Sequence[AttentionSite], *, num_pages: int, page_size: int = 16, device: torch.device | str,
                   dtype: torch.dtype | None = None, layout: Layout | None = None) -> PagedKVCache:
-        """A cache for the attention sites of a model, as ``quire.explain`` lists them."""
+        """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent."""
         if not sites:
             raise ValueError("no attention sites: there is nothing to cache")
+        heads, dims, dims_v = zip(*map(_entry, sites), strict=True)
         return cls(
-            num_layers=len(sites), num_pages=num_pages, page_size=page_size, num_kv_heads=[s.num_kv_heads for s in sites],
-            head_dim=[s.head_dim for s in sites], head_dim_v=[s.head_dim_v for s in sites], dtype=dtype or sites[0].dtype,
-            device=device, layout=layout, layer_ids=[s.layer for s in sites],
+            num_layers=len(sites), num_pages=num_pages, page_size=page_size, num_kv_heads=heads, head_dim=dims,
+            head_dim_v=dims_v, dtype=dtype or sites[0].dtype, device=device, layout=layout,
+            layer_ids=[s.layer for s in sites], latent=[s.latent is not None for s in sites],
         )
 
     @classmethod
     def for_model(cls, model: Any, *, num_pages: int, page_size: int = 16, dtype: torch.dtype | None = None,
-                  device: torch.device | str | None = None, layout: Layout | None = None) -> PagedKVCache:
+                  device: torch.device | str | None = None, layout: Layout | None = None, latent: bool = False) -> PagedKVCache:
         """A cache for ``model``: its attention sites are found by tracing it (nothing is computed).
+
+        Args:
+            latent: latent vectors for MLA layers. Such a cache serves compiled models only, and backends that have MLA.
 
         Raises:
             UnsupportedAttention: quire cannot serve the model; the message says which site and why.
@@ -118,8 +134,9 @@ class PagedKVCache:
             raise RuntimeError("PagedKVCache.for_model needs quire's capture; use quire.PagedKVCache")
         if device is None:
             device = next(model.parameters()).device
-        return cls.for_sites(site_finders[-1](model), num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
-                             layout=layout)
+        sites = site_finders[-1](model)
+        return cls.for_sites(sites if latent else [s.dense for s in sites], num_pages=num_pages, page_size=page_size,
+                             dtype=dtype, device=device, layout=layout)
 
     def index(self, layer: int) -> int:
         """Position in ``k`` and ``v`` of the layer with the model's number ``layer``."""
@@ -127,15 +144,27 @@ class PagedKVCache:
             raise ValueError(f"the KV cache has no layer {layer}; its layers are {self.layer_ids}")
         return self._index[layer]
 
-    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(k, v, k_scale, v_scale) of that layer, in the order of a paged op's arguments."""
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(k, v, k_scale, v_scale) of that layer, in the order of a paged op's arguments; v None for a latent layer."""
         i = self.index(layer)
-        return self.k[i], self.v[i], self.k_scale[i], self.v_scale[i]
+        return self.k[i], None if self.latent[i] else self.v[i], self.k_scale[i], self.v_scale[i]
+
+    def is_latent(self, layer: int) -> bool:
+        """Whether that layer holds latent vectors."""
+        return self.latent[self.index(layer)]
+
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy pages ``source`` to pages ``target``, both (n,) int64 on the cache's device, with their scales. All are read
+        before any is written."""
+        for t in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+            if t is not None:
+                codes = t.view(torch.uint8) if t.element_size() == 1 else t  # float8 cannot be indexed
+                codes.index_copy_(0, target, codes.index_select(0, source))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, scales included."""
-        tensors = [*self.k, *self.v, *self.k_scale, *self.v_scale]
+        tensors = [t for layer in self.layer_ids for t in self.of_layer(layer)]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def __repr__(self) -> str:
@@ -146,7 +175,20 @@ class PagedKVCache:
 
 def bytes_per_page(sites: Sequence[AttentionSite], page_size: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of one page over all layers, scales included."""
-    return sum(page_size * s.num_kv_heads * vector_bytes(s.head_dim, s.head_dim_v, dtype or s.dtype) for s in sites)
+    return page_size * sum(token_bytes(s, dtype) for s in sites)
+
+
+def token_bytes(site: AttentionSite, dtype: torch.dtype | None = None) -> int:
+    """Bytes of one token in one layer, scales included."""
+    heads, dim, dim_v = _entry(site)
+    return heads * vector_bytes(dim, 0 if site.latent is not None else dim_v, dtype or site.dtype)
+
+
+def _entry(site: AttentionSite) -> tuple[int, int, int]:
+    """What a token of one layer is in the cache: key heads, and the dims of a key and a value."""
+    if site.latent is not None:
+        return 1, sum(site.latent), site.latent.rank
+    return site.num_kv_heads, site.head_dim, site.head_dim_v
 
 
 def vector_bytes(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> int:
@@ -166,4 +208,4 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return math.ceil(num_tokens / page_size)
 
 
-__all__ = ["Layout", "PagedKVCache", "bytes_per_page", "pages_for", "register_site_finder", "vector_bytes"]
+__all__ = ["Layout", "PagedKVCache", "bytes_per_page", "pages_for", "register_site_finder", "token_bytes", "vector_bytes"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, dtype_name, listed
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, BackendFamily, dtype_name, listed
+from quire.attn_ops.composite import attention_name
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.tuning import attention as tuning
 
@@ -23,6 +24,8 @@ class Registry:
     def __init__(self, entries: Iterable[EntryPoint] | None = None) -> None:
         self._entries, self._loaded = entries, False
         self._backends: dict[str, AttentionBackend] = {}
+        self._families: dict[str, BackendFamily] = {}
+        self._made: dict[str, AttentionBackend] = {}
         self._broken: dict[str, str] = {}
 
     def register(self, backend: AttentionBackend) -> AttentionBackend:
@@ -38,10 +41,34 @@ class Registry:
             entries = entry_points(group="quire.backends") if self._entries is None else self._entries
             for entry in sorted(entries, key=lambda e: e.name):
                 try:
-                    self.register(entry.load())
+                    found = entry.load()
+                    if isinstance(found, BackendFamily):
+                        self._families[found.name] = found
+                    else:
+                        self.register(found)
                 except Exception as error:  # a broken plug-in must not take the others down
                     self._broken[entry.name] = f"failed to load: {type(error).__name__}: {error}"
         return dict(self._backends), dict(self._broken)
+
+    def get(self, name: str) -> AttentionBackend:
+        """See ``get_backend``."""
+        backends, broken = self.load()
+        if name in backends:
+            return backends[name]
+        family = next((f for f in self._families.values() if f.matches(name)), None)
+        if family is None:
+            why = f"; {name} {broken[name]}" if name in broken else ""
+            forms = "".join(f", {f.usage.partition(': ')[0]}" for f in self._families.values())
+            raise ValueError(f"unknown attention backend {name!r}; there are: auto, {listed(backends)}{forms}{why}")
+        if name not in self._made:
+            self._made[name] = family.make(name, self.get)
+        return self._made[name]
+
+    @property
+    def usages(self) -> list[str]:
+        """The forms of the names of families."""
+        self.load()
+        return [family.usage for family in self._families.values()]
 
 
 REGISTRY = Registry()
@@ -62,16 +89,13 @@ def broken_backends() -> dict[str, str]:
     return REGISTRY.load()[1]
 
 
-def get_backend(name: str) -> AttentionBackend:
-    """The backend of that name. Raises ValueError that lists the names there are."""
-    backends, broken = REGISTRY.load()
-    if name not in backends:
-        why = f"; {name} {broken[name]}" if name in broken else ""
-        raise ValueError(f"unknown attention backend {name!r}; there are: auto, {listed(backends)}{why}")
-    return backends[name]
+def get_backend(name: str | Mapping[str, str]) -> AttentionBackend:
+    """The backend of that name (or of these, by kind of layer), made now if it is a family's. Raises ValueError that lists the
+    names there are."""
+    return REGISTRY.get(attention_name(name))
 
 
-_FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
+FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
 
 
 @dataclass(frozen=True)
@@ -82,6 +106,7 @@ class BackendRow:
     reason: str | None
     priority: int | None
     capabilities: AttentionCapabilities | None
+    verified: bool = True
 
     @property
     def usable(self) -> bool:
@@ -89,11 +114,13 @@ class BackendRow:
 
 
 class BackendTable(list[BackendRow]):
-    """The rows, in order of priority; ``measured``: lines on the times behind attention="auto"; ``str()`` is a table."""
+    """The rows, in order of priority; ``measured``: lines on the times behind attention="auto"; ``usages``: on backends made of
+    backends; ``str()`` is a table."""
 
-    def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str] | None = None) -> None:
+    def __init__(self, rows: list[BackendRow], device: torch.device, measured: list[str] | None = None,
+                 usages: list[str] | None = None) -> None:
         super().__init__(rows)
-        self.device, self.measured = device, measured or []
+        self.device, self.measured, self.usages = device, measured or [], usages or []
 
     def __str__(self) -> str:
         table = [["backend", "usable", "dtypes", "quantized KV", "head dims", "page sizes", "features", "CUDA graphs"]]
@@ -103,13 +130,16 @@ class BackendTable(list[BackendRow]):
                 table.append([row.name, "no", *[""] * 6])
                 continue
             dtypes, kv = (listed(map(dtype_name, found)) for found in (caps.dtypes, caps.kv_dtypes & QUANTIZED_KV_DTYPES))
-            features = ", ".join(f for f in _FEATURES if getattr(caps, f)) or "none"
+            features = ", ".join(f for f in FEATURES if getattr(caps, f)) or "none"
             table.append([row.name, "yes" if row.usable else "no", dtypes, kv, caps.head_dims_note, caps.page_sizes_note,
                           features, caps.cudagraph_support.name])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
-        return "\n".join(lines + self.measured)
+        unverified = [row.name for row in self if not row.verified]
+        if unverified:
+            lines.append(f"not verified on hardware, only against their packages' signatures: {', '.join(unverified)}")
+        return "\n".join(lines + self.usages + self.measured)
 
     __repr__ = __str__
 
@@ -126,11 +156,12 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     for name, backend in loaded.items():
         caps = backend.capabilities
         reason = None if where.type in caps.devices else f"runs on {listed(caps.devices)}"
-        rows.append(BackendRow(name, reason or backend.available(where), (backend.priority or {}).get(where.type), caps))
+        rows.append(BackendRow(name, reason or backend.available(where), (backend.priority or {}).get(where.type), caps,
+                               backend.verified))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
-    return BackendTable(rows, where, tuning.summary(where))
+    return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
 
 
-__all__ = ["BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
            "register_backend"]

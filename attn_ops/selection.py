@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention, listed
+from quire.attn_ops.composite import attention_name, kind_of
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.tuning import attention as tuning
 
@@ -16,22 +18,50 @@ from quire.attn_ops.tuning import attention as tuning
 @dataclass(frozen=True)
 class Selection:
     """The chosen backend, and why each one that was tried was passed over. ``why``: what measurements say of the choice, or
-    ""."""
+    "". ``sites``: as it serves them; MLA layers are latent, or else ``not_latent`` says why not."""
 
     backend: AttentionBackend
     passed_over: dict[str, list[str]]
     why: str = ""
+    sites: tuple[AttentionSite, ...] = ()
+    not_latent: str = ""
 
     def __str__(self) -> str:
         over = "".join(f"; {n} passed over: {', '.join(why)}" for n, why in self.passed_over.items())
+        over += f"; MLA on the dense cache: {self.not_latent}" if self.not_latent else ""
         return self.backend.name + (f" ({self.why})" if self.why else "") + over
 
 
+def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite],
+                           **where: Any) -> Selection:
+    """``select_backend`` with MLA layers on the latent cache; where no backend serves that, on keys and values of all heads.
+
+    Args:
+        where: keyword arguments of ``select_backend``.
+
+    Raises:
+        UnsupportedAttention: neither is served; has the reasons against both.
+    """
+    try:
+        return select_backend(name, sites, **where)
+    except UnsupportedAttention as latent:
+        site = next((s for s in sites if s.latent is not None), None)
+        if site is None:
+            raise
+        try:
+            selection = select_backend(name, [s.dense for s in sites], **where)
+        except UnsupportedAttention as dense:
+            raise UnsupportedAttention(f"{latent}\nWith keys and values of all heads in the cache: {dense}") from dense
+    reasons = selection.backend.capabilities.reasons_against(site, **where)
+    return replace(selection, not_latent=f"{selection.backend.name}: {'; '.join(reasons)}")
+
+
 def select_backend(
-    name: str | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
+    name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite], *, device: torch.device, page_size: int,
     kv_dtype: torch.dtype | None = None, layout: str | None = None,
 ) -> Selection:
-    """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site.
+    """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
+    each kind of layer (``attn_ops/composite.py``).
 
     The best is the fastest by what was measured on this device (``attn_ops/tuning/attention.py`` has the rule), else the
     first in order of priority. Nothing is measured here.
@@ -40,14 +70,15 @@ def select_backend(
         UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
         ValueError: there is no backend called ``name``.
     """
-    cache = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
+    name = attention_name(name)
+    cache: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "layout": layout}
 
     def refusal(backend: AttentionBackend) -> tuple[list[str], AttentionSite | None]:
         """Why the backend cannot serve the model, and the site where that shows."""
         if missing := backend.available(device):
             return [missing], None
         for site in sites:
-            if reasons := backend.capabilities.reasons_against(site, device=device, **cache):  # type: ignore[arg-type]
+            if reasons := backend.capabilities.reasons_against(site, device=device, **cache):
                 return reasons, site
         return [], None
 
@@ -69,16 +100,18 @@ def select_backend(
         if reasons:
             against[backend.name] = reasons
             continue
-        first = first or Selection(backend, dict(against))
-        if not auto or not tuning.sources(device):
+        first = first or Selection(backend, dict(against), sites=tuple(sites))
+        if not auto or any(s.latent is not None for s in sites) or not tuning.sources(device):
             return first
         usable.append(backend)
     if first is not None:
-        decision = tuning.decide(usable, sites, device=device, **cache)  # type: ignore[arg-type]
+        decision = tuning.decide(usable, sites, device=device, **cache)
         if decision is None:
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
-        return Selection(decision.backend, {**against, **decision.passed_over}, decision.why)
+        return Selection(decision.backend, {**against, **decision.passed_over}, decision.why, tuple(sites))
+    if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
+        return replace(by_kind, passed_over=against)
     others = ""
     if not auto:
         can = [n for n, b in all_backends().items() if n != name and not refusal(b)[0]]
@@ -90,4 +123,19 @@ def select_backend(
         f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
 
 
-__all__ = ["Selection", "select_backend"]
+def _by_kind(sites: Sequence[AttentionSite], device: torch.device, cache: dict[str, Any]) -> Selection | None:
+    """The best backend for each kind of layer; None if all layers are of one kind, or one kind has none."""
+    kinds: dict[str, list[AttentionSite]] = {}
+    for site in sites:
+        kinds.setdefault(kind_of(site.window, site.chunk), []).append(site)
+    if len(kinds) < 2:
+        return None
+    try:
+        names = {kind: select_backend("auto", some, device=device, **cache).backend.name for kind, some in kinds.items()}
+        return Selection(get_backend(names), {}, "no backend serves all layers: the first one for each kind of layer",
+                         tuple(sites))
+    except UnsupportedAttention:
+        return None
+
+
+__all__ = ["Selection", "select_backend", "select_latent_or_dense"]

@@ -12,8 +12,8 @@
 # attention the attention kernels alone, and the times for attention="auto"
 # kv        decode with int8 and fp8 KV caches; weights: decode with torchao's int8, fp8 and int4 weights
 # linears   launch parameters for int8 and fp8 weights
-# grid      triton's decode kernel over groups of heads and head dims, with and without tensor cores
-# sweep     launch parameters of triton's decode kernel; kvsweep: for int8 and fp8 caches
+# kernels   attention kernels over the whole grid, beside rivals: SYSTEMS=triton,vllm-fa3 GPUS=4 GRID='--dims 64,128';
+#           with --sweep in GRID also triton's with other launch parameters
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 set -u
@@ -46,16 +46,9 @@ for part in "$@"; do
         linears)   timeout "$LIMIT" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
                        > "$OUT/linears.log" 2>&1; tail -"${LINES_SHOWN:-60}" "$OUT/linears.log" ;;
-        grid)      timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --params dot --only decode --batch 1,8,32,128 \
-                       --ctx "${CTX:-1024,8192}" --heads "${HEADS:-8/8x128,16/8x128,32/8x128,8/8x64,16/8x64,32/8x64,8/8x256,16/8x256,8/8x96,64/8x128,128/8x128}" \
-                       --json "$OUT/h200_decode_grid.json" > "$OUT/grid.log" 2>&1; grep best "$OUT/grid.log" ;;
-        sweep)     timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,128 --ctx 1024 \
-                       --json "$OUT/h200_triton_decode_sweep2.json" > "$OUT/sweep.log" 2>&1; grep best "$OUT/sweep.log" ;;
-        kvsweep)   for t in int8 fp8; do
-                       timeout "$LIMIT" "$PY" benchmarks/attention_kernels.py --sweep --only decode --batch 8,32,128 --ctx 1024 \
-                           --max-len 1280 --kv-dtype $t --params block_n,stages,warps --json "$OUT/h200_triton_decode_sweep_$t.json" \
-                           > "$OUT/sweep_$t.log" 2>&1; grep best "$OUT/sweep_$t.log"
-                   done ;;
+        kernels)   "$PY" benchmarks/attention_grid.py --out "$OUT/${NAME:-h200_attention_grid}.json" --resume ${RESUME:-} \
+                       --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$LIMIT" ${GRID:-} > "$OUT/kernels.log" 2>&1
+                   tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;
         tests)
             read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py}"
             # Many processes share the CPU, so each compiles in one thread. -vv: a line per test, in case time runs out.

@@ -43,7 +43,8 @@ class EngineConfig:
         ValueError: a value of the wrong type or out of range; names the option.
     """
 
-    attention: str = _option("auto", 'attention backend, or "auto" (quire.backends() lists them)')
+    attention: str | Mapping[str, str] = _option(
+        "auto", 'attention backend, "auto", or one for each kind of layer: full=NAME,window=NAME (quire.backends() lists them)')
     page_size: int = _option(16, "tokens per page of the KV cache", least=1)
     num_pages: int | None = _option(
         None, "pages of the KV cache, the null page included. None: what fits in GPU memory, 256 MiB on a CPU", least=2)
@@ -74,6 +75,14 @@ class EngineConfig:
         "longer than it saves")
     fusions: str | Sequence[str] = _option(
         "auto", 'fusion passes: "all", "none", "auto" (all on a GPU, none on a CPU), or names (a sequence, or comma-separated)')
+    enable_prefix_caching: bool | None = _option(
+        None, "compute equal beginnings of prompts once. None: of requests that wait or run together. True: pages of finished "
+        "requests are kept for later ones too, until memory is needed or the weights change; after a change that PyTorch does "
+        "not count (writes through p.data) call reset_prefix_cache. False: never")
+    max_waiting: int | None = _option(
+        None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
+    max_logprobs: int = _option(
+        20, "maximum of logprobs, prompt_logprobs and logprob_token_ids of a request: tokens per position", least=0)
     async_stepping: bool | None = _option(
         None, "take in the results of a step while the next one runs. None: on a GPU only")
     seed: int | None = _option(0, "seed of requests that have none. None: different in every run")
@@ -127,7 +136,7 @@ class EngineConfig:
 class EngineOptions(TypedDict, total=False):
     """Names and types of the fields of ``EngineConfig``, for type checkers (``**options: Unpack[EngineOptions]``)."""
 
-    attention: str
+    attention: str | Mapping[str, str]
     page_size: int
     num_pages: int | None
     max_num_seqs: int
@@ -143,6 +152,9 @@ class EngineOptions(TypedDict, total=False):
     cudagraph_debug: bool
     compiler: str
     fusions: str | Sequence[str]
+    enable_prefix_caching: bool | None
+    max_waiting: int | None
+    max_logprobs: int
     async_stepping: bool | None
     seed: int | None
 
@@ -162,6 +174,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in inner
     if typing.get_origin(kind) is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(item, inner[0]) for item in value)
+    if typing.get_origin(kind) is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(x, inner[1]) for k, x in value.items())
     if inner:  # a union
         return any(_fits(value, one) for one in inner)
     if kind in (int, float):
@@ -176,6 +190,8 @@ def _described(kind: Any) -> str:
         return " or ".join(map(repr, inner))
     if typing.get_origin(kind) is Sequence:
         return "a list of " + {int: "integers", str: "strings"}[inner[0]]
+    if typing.get_origin(kind) is Mapping:
+        return "a dictionary of strings"
     if inner:
         return " or ".join(map(_described, inner))
     names = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}

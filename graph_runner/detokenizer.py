@@ -41,6 +41,7 @@ class Detokenizer:
         self._begin, self._shown = 0, len(self._ids)
         self._boundaries: list[int] = []  # between two characters: candidates for _begin; empty: not found yet
         self._before: str | None = None  # text of the tokens from _begin to _shown, if known
+        self._token_texts: dict[int, str | None] = {}
         self._held = ""  # decoded, but possibly the beginning of a stop string
         self.text = ""
         self.stopped_by: str | None = None
@@ -53,6 +54,15 @@ class Detokenizer:
     def flush(self) -> str:
         """Return the text that was held back; no more tokens follow."""
         return "" if self.stopped_by is not None else self._show(self._decode_new([], last=True), False, hold=False)
+
+    def token_text(self, token: int) -> str | None:
+        """The text of one token by itself; None if the tokenizer cannot decode it."""
+        if token not in self._token_texts:
+            try:
+                self._token_texts[token] = self._tokenizer.decode([token])
+            except Exception:  # of a token that was likely, but is not part of the output
+                self._token_texts[token] = None
+        return self._token_texts[token]
 
     def _decode(self, begin: int, end: int | None = None) -> str:
         return self._tokenizer.decode(self._ids[begin:end], skip_special_tokens=self._skip)

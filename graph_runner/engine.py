@@ -7,33 +7,45 @@ the host one step late. A request that ends by a stop token has then run one ste
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 import torch
 
 from quire.graph_runner import loading
+from quire.graph_runner.admission import Admission
 from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.calls import EngineCalls
 from quire.graph_runner.config import EngineConfig, EngineOptions, documents_options
 from quire.graph_runner.engine_lock import EngineLock, locked
 from quire.graph_runner.gc_freeze import ServingFreeze
 from quire.graph_runner.live_model import LiveModel
+from quire.graph_runner.logprobs import SCORED_ROWS, RowLogprobs
 from quire.graph_runner.model_runner import Launched, ModelRunner
-from quire.graph_runner.request import FinishReason, Prompt, Request, RequestOutput, StreamEvent, make_requests, pairs_of
+from quire.graph_runner.prefix_cache import PrefixCache
+from quire.graph_runner.prompts import Prompt, params_of
+from quire.graph_runner.request import (
+    Ask,
+    FinishReason,
+    Limits,
+    Request,
+    RequestOptions,
+    ScheduledRow,
+    StreamEvent,
+    make_requests,
+)
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import NeedsDrain, Scheduler
+from quire.graph_runner.stats import Counters
 from quire.graph_runner.weights import WeightUpdates
-
-logger = logging.getLogger(__name__)
 
 
 @documents_options
-class Engine(WeightUpdates):
-    """Serves one causal LM in this process. Use as a context manager, or call ``close``: the model is then as it was.
-    Threads may share an engine: their requests run together, in the model's dtypes (``torch.autocast`` does not apply).
+class Engine(EngineCalls, WeightUpdates):
+    """Serves one causal LM in this process; ``EngineCalls`` has its calls. Use as a context manager, or call ``close``: the
+    model is then as it was. Threads may share an engine: their requests run together, in the model's dtypes
+    (``torch.autocast`` does not apply).
 
     Args:
         model: a transformers causal LM, a module with such a forward, or a path to a saved model.
@@ -57,16 +69,19 @@ class Engine(WeightUpdates):
         self.model, self.tokenizer = loading.load(model, tokenizer)
         self._live = LiveModel(self.model, config)
         self.config = config = self._live.config
-        self.scheduler = Scheduler(BlockAllocator(self._live.num_pages), page_size=config.page_size,
-                                   max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-                                   prefill_chunk_size=config.prefill_chunk_size)
+        allocator, share = BlockAllocator(self._live.num_pages), config.enable_prefix_caching
+        prefixes = None if share is False else PrefixCache(allocator, config.page_size, self.model, lasting=share is True)
+        self.scheduler = Scheduler(allocator, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
+                                   max_num_batched_tokens=config.max_num_batched_tokens,
+                                   prefill_chunk_size=config.prefill_chunk_size, max_scored=SCORED_ROWS, prefixes=prefixes)
         self.max_model_len, self.scheduler.prefill_chunk_size, self.scheduler.reach = self._live.limits()
         self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
         self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
-        self._results: deque[tuple[Any, int]] = deque()  # (row, token) of a finished step, not handled yet
+        self._results: deque[tuple[ScheduledRow, int, RowLogprobs | None]] = deque()  # of a finished step, not handled yet
         self._gc, self.lock = ServingFreeze(), EngineLock()
         self.requests: dict[int, Request] = {}
+        self.counters, self._admission = Counters(), Admission(config.max_waiting)
         self._events: deque[StreamEvent] = deque()  # for ``step``; each stream has its own
         self._next_id = 0
         self._closed = self._launch_failed = self._check_due = False  # due: to compare the whole model with its trace
@@ -77,35 +92,43 @@ class Engine(WeightUpdates):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
-        """Queue a prompt; returns the ids of its requests (``params.n`` of them), whose events ``step`` returns.
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
+                    priority: int = 0, timeout: float | None = None) -> list[int]:
+        """Queue a prompt; returns the ids of its requests (``params.n`` of them), whose events ``step`` returns. See ``stream``
+        for the arguments.
 
         Raises:
-            ValueError, TypeError: the prompt cannot be served; says why. Nothing else is affected.
+            ValueError, TypeError, QueueFull: the prompt cannot be served; says why. Nothing else is affected.
         """
         ids: list[int] = []
-        self._add(prompt, params, self._events, ids)
+        self._add(Ask(prompt, params_of(params), RequestOptions(request_id, priority, timeout)), self._events, ids)
         return ids
 
     @locked
-    def _add(self, prompt: Prompt, params: SamplingParams | None, inbox: deque[StreamEvent], request_ids: list[int],
-             index: int | None = None) -> None:
+    def _add(self, ask: Ask, inbox: deque[StreamEvent], request_ids: list[int], index: int | None = None) -> None:
         """Queue a prompt and append its request ids to ``request_ids``. ``index``: of the first output; None: the ids."""
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
+        made = make_requests(ask, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
+                             limits=self.limits, random=self._random)
+        self._admission.check(ask.options, len(made), len(self.scheduler.waiting) - len(self.scheduler.free_slots))
         self._check_due |= not self.requests
-        made = make_requests(prompt, params, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
-                             vocab_size=self.runner.vocab_size, max_model_len=self.max_model_len, random=self._random)
         self._next_id += len(made)
         for request in made:
             self.requests[request.request_id] = request
             self.scheduler.add(request)
             request_ids.append(request.request_id)
+        self._admission.added(made, ask.options)
 
-    def abort(self, request_id: int) -> None:
-        """End a request, after the step in progress if there is one; its output so far stays, with finish_reason "abort".
-        Unknown and finished ids are ignored."""
-        self.lock.when_free(lambda: self._abort([request_id]))
+    @property
+    def limits(self) -> Limits:
+        """What a request may have."""
+        return Limits(self.runner.vocab_size, self.runner.paged.num_logits, self.max_model_len, self.config.max_logprobs)
+
+    def abort(self, request_id: int | str) -> None:
+        """End a request, given by number or name, after the step in progress if there is one; its output so far stays, with
+        finish_reason "abort". Unknown and finished ids are ignored."""
+        self.lock.when_free(lambda: self._abort(self._admission.ids_of(request_id)))
 
     def _abort(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
@@ -141,8 +164,13 @@ class Engine(WeightUpdates):
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
             self.collect()
             self._launch_failed = False
+        self.counters.tick(bool(self.requests))
         if self.requests:
             self._gc.turn()
+        for late, seconds in self._admission.late():
+            if (request := self.requests.get(late)) is not None:
+                self._finish(request, FinishReason.ERROR, error=(
+                    f"timed out after {seconds} seconds with {len(request.output.token_ids)} new tokens"))
         try:
             batch = self.scheduler.schedule()
         except NeedsDrain:
@@ -168,6 +196,7 @@ class Engine(WeightUpdates):
             self._check_due = False
         self.collect(self._depth if batch is not None else 0)
         if not self.requests:
+            self.counters.tick(False)
             self._gc.release()
 
     def _trace_again(self, change: str) -> None:
@@ -186,14 +215,18 @@ class Engine(WeightUpdates):
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""
         while self._results or len(self._in_flight) > leave:
             if not self._results:
-                tokens = self._in_flight[0].tokens()
-                self._results.extend(zip(self._in_flight.popleft().batch.rows, tokens, strict=True))
+                step = self._in_flight[0]
+                results = zip(step.batch.rows, step.tokens(), step.logprobs(), strict=True)
+                self._in_flight.popleft()
+                self._results.extend(results)
             while self._results:  # if interrupted, the next call continues here
-                row, token = self._results.popleft()
+                row, token, logprobs = self._results.popleft()
                 if row.samples:
                     row.request.num_pending -= 1
-                    if not row.request.finished:
-                        self._take(row.request, token)
+                if logprobs is not None and not row.request.finished:
+                    logprobs.give(row.request, token)
+                if row.samples and not row.request.finished:
+                    self._take(row.request, token)
 
     def _take(self, request: Request, token: int) -> None:
         """Append a new token to a request, decode it, and end the request if it is the last."""
@@ -220,7 +253,9 @@ class Engine(WeightUpdates):
     def _finish(self, request: Request, reason: FinishReason, tokens: list[int] | None = None, text: str = "", *,
                 error: str | None = None) -> None:
         self.scheduler.finish(request)
-        self.requests.pop(request.request_id, None)
+        if self.requests.pop(request.request_id, None) is not None:
+            self.counters.ended(request.output)
+        self._admission.ended(request)
         output, detokenizer = request.output, request.detokenizer
         if detokenizer is not None:
             text += detokenizer.flush()
@@ -229,55 +264,6 @@ class Engine(WeightUpdates):
                 reason, error = FinishReason.ERROR, detokenizer.error
         output.finish_reason, output.error = reason.value, error
         request.inbox.append(StreamEvent(output.index, tokens or [], text, True, output))
-
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-               raise_on_error: bool | None = None) -> Iterator[StreamEvent]:
-        """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's position (with n > 1 the n
-        results of a prompt are consecutive).
-
-        Args:
-            raise_on_error: raise if a request fails, and abort the others. False: log a warning; the output of the failed
-                request has ``error``, and the others run on. None: raise for a single prompt only.
-
-        Raises:
-            ValueError, TypeError: a prompt that cannot be served. RuntimeError: a request that failed on its way.
-        """
-        pairs = pairs_of(prompts, params)
-        strict = len(pairs) == 1 if raise_on_error is None else raise_on_error
-        inbox: deque[StreamEvent] = deque()
-        ids: list[int] = []
-        count = 0  # of outputs
-        try:
-            for prompt, p in pairs:
-                try:
-                    self._add(prompt, p, inbox, ids, count)
-                    count += p.n
-                except (ValueError, TypeError) as error:
-                    if strict:
-                        raise
-                    logger.warning("request %d failed: %s", count, error)
-                    yield StreamEvent(count, [], "", True, RequestOutput.refused(count, prompt, error))
-                    count += 1
-            left = len(ids)
-            while left:
-                while not inbox:
-                    self._step()
-                event = inbox.popleft()
-                left -= event.finished
-                if event.output.error is not None:
-                    message = f"request {event.index} failed: {event.output.error}"
-                    if strict:
-                        raise RuntimeError(message)
-                    logger.warning(message)
-                yield event
-        finally:  # the caller may have stopped reading
-            self.lock.when_free(lambda: self._abort(ids))
-
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 raise_on_error: bool | None = None) -> list[RequestOutput]:
-        """Run the prompts together; the results in their order. ``raise_on_error``: see ``stream``."""
-        events = self.stream(prompts, params, raise_on_error=raise_on_error)
-        return sorted((e.output for e in events if e.finished), key=lambda output: output.index)
 
     @locked
     def close(self) -> None:

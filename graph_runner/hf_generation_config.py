@@ -22,9 +22,9 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
 
     Returns:
         The params, and the names of the options that are set, would change the output (tokens, or what else is returned) and
-        are not supported. Not among them: options that change only the speed (caches, compilation, lossless speculation),
-        those without effect beside the others (``top_h`` without sampling, ``length_penalty`` without beams), and
-        ``return_dict_in_generate``.
+        are not in the params; those in ``IN_LOCKSTEP`` are honoured by ``lockstep.py``. Not among the names: options that
+        change only the speed (caches, compilation, lossless speculation), those without effect beside the others (``top_h``
+        without sampling, ``length_penalty`` without beams), and ``return_dict_in_generate``.
 
     Raises:
         ValueError, TypeError: as for SamplingParams; ValueError for do_sample with temperature 0, as in ``generate``.
@@ -57,7 +57,7 @@ def _never(value: Any) -> bool:
     return False
 
 
-# Options of GenerationConfig that change what `generate` returns and that quire does not support, each with a test of the
+# Options of GenerationConfig that change what `generate` returns and that SamplingParams do not have, each with a test of the
 # values (other than None) that have no effect. Read from transformers 5.23: `GenerationConfig.get_generation_mode`, and the
 # logits processors and stopping criteria that `GenerationMixin` makes of the config.
 _REFUSED: dict[str, Callable[[Any], bool]] = {
@@ -101,6 +101,12 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "output_scores": lambda v: not v,
     "output_logits": lambda v: not v,
 }
+#: Those that transformers makes logits processors or stopping criteria of, or outputs of their scores.
+IN_LOCKSTEP = frozenset((
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "token_healing", "guidance_scale", "watermarking_config",
+    "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_time", "output_scores", "output_logits"))
 _WHEN_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 _WITH_BEAMS = {"early_stopping", "length_penalty"}
 # Honoured, or without effect on the tokens.
@@ -153,4 +159,4 @@ def _unknown_options(generation_config: Any) -> list[str]:
     ]
 
 
-__all__ = ["from_generation_config"]
+__all__ = ["IN_LOCKSTEP", "from_generation_config"]

@@ -103,7 +103,7 @@ def model_length(model: torch.nn.Module, requested: int | None) -> int:
     """Maximum tokens of a sequence. Raises ValueError if more are requested than the model has positions."""
     config = _text_config(model)
     own = next((getattr(config, n) for n in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-                if isinstance(getattr(config, n, None), int)), None)
+                if isinstance(length := getattr(config, n, None), int) and length > 0), None)  # XLNet's is -1: no maximum
     if requested is not None and own is not None and requested > own:
         raise ValueError(f"max_model_len={requested}, but the model has {own} positions")
     return requested or own or DEFAULT_LENGTH

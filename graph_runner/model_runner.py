@@ -3,7 +3,7 @@
 One step, asynchronous on a GPU: ``stage`` packs the batch into a pinned buffer, copies it to the device and plans (backends
 that need it); ``forward`` replays the graph of the bucket (or runs the compiled graph for a shape without one), which also
 samples the tokens and writes them where the next step reads them; ``launch`` does both, resamples rows with filters, and
-copies the tokens back to the host.
+copies the tokens, and log probabilities where they are wanted, back to the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
+from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
@@ -29,6 +30,7 @@ from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
+from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
@@ -56,20 +58,35 @@ class StagedStep:
     bucket: BatchShape | None
     host: dict[str, np.ndarray]
     step: Step
+    scored: ScoredRows | None = None
+
+
+class StepResults(NamedTuple):
+    """Of a forward, padding rows included: logits (B + N, V) of B rows and then of N scored prompt tokens, tokens (B,) int64,
+    and their log probabilities in the rows that want them."""
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    logprobs: TokenLogprobs
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A launched step. ``tokens()`` waits for it and returns the sampled token of each row; -1 where the logits had NaN."""
+    """A launched step. ``tokens()`` waits for it and returns the sampled token of each row; -1 where the logits had NaN. After
+    that ``logprobs()`` has what each row wanted, or None."""
 
     batch: ScheduledBatch
     host_tokens: torch.Tensor
     done: torch.cuda.Event | None
+    found: StepLogprobs | None = None
 
     def tokens(self) -> list[int]:
         if self.done is not None:
             self.done.synchronize()
         return self.host_tokens[: len(self.batch.rows)].tolist()
+
+    def logprobs(self) -> Sequence[RowLogprobs | None]:
+        return [None] * len(self.batch.rows) if self.found is None else self.found.rows()
 
 
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,8 +138,8 @@ class ModelRunner:
 
     def _set_up(self) -> None:
         config = self.config
-        self.sites: list[AttentionSite] = self.paged.sites
         self.selection = self.paged.selection
+        self.sites: list[AttentionSite] = list(self.selection.sites)  # as the backend serves them
         self.backend, self.reach = self.selection.backend, Reach.of(self.sites)
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():
@@ -249,17 +266,25 @@ class ModelRunner:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _compute(self, step: Step, shape: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (num_reqs, V) and tokens (num_reqs,) of the batch in the static buffers; stores the tokens too."""
+    def _compute(self, step: Step, shape: BatchShape, scored: ScoredRows | None = None) -> StepResults:
+        """Results of the batch in the static buffers; stores the tokens too."""
         if not self.plans:
             self.buffers.update_table(shape)
         v = self.buffers.views(shape)
         source = v["token_source"]
         ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
-        sampling = (v["temperature"], v["seed"], v["sample_position"]) if self.paged.draws else None
-        logits, tokens = self.paged.run(step, ids, v["positions"], v["logits_indices"], sampling)
+        sampling: tuple[torch.Tensor, ...] | None = None
+        if self.paged.draws:
+            sampling = v["temperature"], v["seed"], v["sample_position"]
+        indices = v["logits_indices"]
+        if scored is not None:
+            indices = torch.cat([indices, scored.indices])
+            if sampling is not None:
+                sampling = tuple(torch.cat([t, t.new_zeros(len(scored.indices))]) for t in sampling)
+        logits, tokens = self.paged.run(step, ids, v["positions"], indices, sampling)
+        tokens = tokens[: shape.num_reqs]
         self._store(shape, tokens)
-        return logits, tokens
+        return StepResults(logits, tokens, token_logprobs(logits[: shape.num_reqs], tokens, v["logprob_temperature"]))
 
     def _store(self, shape: BatchShape, tokens: torch.Tensor) -> None:
         """Put each row's token where the next step reads it; padding rows write to the dummy slot."""
@@ -273,13 +298,15 @@ class ModelRunner:
         ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
-    def _run_captured(self, bucket: BatchShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_captured(self, bucket: BatchShape) -> StepResults:
         step = self._capture_steps.get(bucket) or self._replaying
         assert step is not None
         return self._compute(step, bucket)
 
     def bucket_for(self, batch: ScheduledBatch) -> BatchShape | None:
-        """The captured graph that runs the batch, or None."""
+        """The captured graph that runs the batch, or None. Captured steps have logits for one token per row only."""
+        if batch.num_scored:
+            return None
         live = BatchShape(batch.num_tokens, len(batch.rows))
         bucket = self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
         self._capture_steps.clear()  # of a late capture
@@ -305,12 +332,12 @@ class ModelRunner:
         step = Step(self.cache, metadata, self.backend, self._states, graph_key=bucket)
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
-        return StagedStep(batch, shape, bucket, host, step)
+        return StagedStep(batch, shape, bucket, host, step, ScoredRows.of(batch, self.device))
 
-    def forward(self, staged: StagedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (rows, V) and tokens (rows,) int64 of the batch staged last, padding rows included; writes the KV cache."""
+    def forward(self, staged: StagedStep) -> StepResults:
+        """Results of the batch staged last; writes the KV cache."""
         if staged.bucket is None:
-            return self._compute(staged.step, staged.shape)
+            return self._compute(staged.step, staged.shape, staged.scored)
         self._replaying = staged.step
         return self.graphs.replay(staged.bucket)
 
@@ -319,15 +346,23 @@ class ModelRunner:
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
+        if batch.copies:
+            pages = to_device(np.array(batch.copies, np.int64), self.device)
+            self.cache.copy_pages(pages[:, 0], pages[:, 1])
         staged = self.stage(batch, self.bucket_for(batch))
-        logits, tokens = self.forward(staged)
-        shape, rows = staged.shape, len(batch.rows)
+        logits, tokens, in_graph = self.forward(staged)
+        shape, rows, sampled = staged.shape, len(batch.rows), None
         self.buffers.table.commit()
         sampling = self.buffers.sampling(shape, staged.host, batch)
         if sampling is not None:
             # The other rows keep the graph's token, which does not depend on the rest of the batch.
-            tokens = torch.where(self.buffers.views(shape)["resample"] != 0, self.sampler(logits, sampling), tokens)
+            sampled = self.sampler.draw(logits[: shape.num_reqs], sampling)
+            tokens = torch.where(self.buffers.views(shape)["resample"] != 0, sampled.tokens, tokens)
             self._store(shape, tokens)
+        found = None
+        if batch.num_scored or staged.host["logprob_temperature"][:rows].any():
+            found = step_logprobs(batch, logits, tokens, in_graph, self.buffers.views(shape)["logprob_temperature"], sampled,
+                                  staged.scored, to_host=self._to_host)
         host_tokens = self._host_tokens[self._next_host_tokens]
         self._next_host_tokens = (self._next_host_tokens + 1) % len(self._host_tokens)
         host_tokens[:rows].copy_(tokens[:rows], non_blocking=True)
@@ -335,7 +370,22 @@ class ModelRunner:
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return Launched(batch, host_tokens, done)
+        return Launched(batch, host_tokens, done, found)
+
+    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Start copying a tensor to the host; it is there when the step is done."""
+        if self.device.type != "cuda":
+            return values
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+    @_without_autocast
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Run a step whose rows sample nothing. (rows, V): logits of each row's last token, valid until the next step."""
+        logits = self.forward(self.stage(batch, self.bucket_for(batch)))[0]
+        self.buffers.table.commit()
+        return logits[: len(batch.rows)]
 
     def close(self) -> None:
         """Free graphs and cache, and restore the model."""
@@ -348,4 +398,4 @@ class ModelRunner:
             self.paged.close()
 
 
-__all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "StagedStep"]
+__all__ = ["CPU_KV_BYTES", "Launched", "ModelRunner", "StagedStep", "StepResults"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import copyreg
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+#: What runs the decoding loop of the ``generate`` in progress, of the model given; None: transformers.
+SAMPLING: contextvars.ContextVar[tuple[Any, Callable[..., Any]] | None] = contextvars.ContextVar("sampling", default=None)
 
 
 class OnInstance:
@@ -15,6 +20,10 @@ class OnInstance:
 
     model: torch.nn.Module
     original: Any  # what was in the ``__dict__`` before; None: nothing
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``OwnCopies``; of what stands for ``generate``."""
+        raise NotImplementedError
 
     def of(self, model: torch.nn.Module) -> OnInstance:
         """The same for another model."""
@@ -35,6 +44,18 @@ class OwnCopies:
         replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
         _bind(replica)
         return replica
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoding loop, which transformers' ``generate`` calls by this name when it has prepared everything."""
+        plain, standing = super()._sample, SAMPLING.get()  # type: ignore[misc]
+        return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is self else plain(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """The manager behind transformers' ``generate_batch``: on the engine of ``quire.paged``."""
+        generate = vars(self).get("generate")
+        if isinstance(generate, OnInstance):
+            return generate.init_continuous_batching(*args, **kwargs)
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the importable class."""
@@ -82,4 +103,4 @@ def restore_attribute(model: torch.nn.Module, name: str, original: Any) -> None:
         object.__setattr__(model, name, original)
 
 
-__all__ = ["OnInstance", "restore_attribute", "set_own_copies"]
+__all__ = ["SAMPLING", "OnInstance", "OwnCopies", "restore_attribute", "set_own_copies"]

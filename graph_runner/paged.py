@@ -1,8 +1,9 @@
 """``quire.paged``: one line on a Hugging Face model, or a decorator on a forward.
 
-On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is. Calls that the engine cannot honour
-(beam search, penalties, assistants, embeddings as input, methods of the model's own, ...) go to the model's own ``generate``,
-with one warning per reason.
+On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is. A call whose tokens follow from
+sampling parameters alone is a batch of requests; one with processors or criteria of transformers advances in lockstep
+(``lockstep.py``). Calls that the engine cannot honour (beam search, assistants, embeddings as input, methods of the model's
+own, ...) go to the model's own ``generate``, with one warning per reason. docs/generation.md lists every argument.
 
 On a forward: inside ``quire.step`` it is traced, lowered to paged attention and compiled; outside it is the plain forward.
 """
@@ -22,20 +23,17 @@ from typing import Any
 import torch
 
 from quire.attn_ops.step import current_step
+from quire.graph_runner import lockstep
 from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.hf_generation_config import from_generation_config
-from quire.graph_runner.on_instance import OnInstance, restore_attribute, set_own_copies
+from quire.graph_runner.hf_generate import Job, own_method, prompts_of, understand
+from quire.graph_runner.on_instance import SAMPLING, OnInstance, OwnCopies, restore_attribute, set_own_copies
 from quire.graph_runner.paged_forward import PagedForward
-from quire.graph_runner.sampling_params import SamplingParams
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.errors import unwrapped
 from quire.passes.fx import with_own_code
 from quire.passes.options import QuireOptions
-
-#: Arguments of ``generate`` beside the generation config that the engine honours.
-_HONOURED = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "streamer"})
-_INTEGERS = ("eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
 def paged(model: Any = None, **options: Any) -> Any:
@@ -140,94 +138,81 @@ class PagedGenerate(OnInstance):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self._bound(args, kwargs)
-        why, job = ("its arguments do not fit the signature of generate", None) if given is None else self._understand(given)
-        if job is None:
-            if why not in self.warned:
-                self.warned.add(why)
-                warnings.warn(f"quire: generate() runs on transformers' own code, not paged, because {why}", stacklevel=2)
-            return self._plain(*args, **kwargs)
-        return self._run(*job)
-
-    def _understand(self, kwargs: dict[str, Any]) -> tuple[str, Any]:
-        """("", the arguments of ``_run``), or the reason why the engine cannot serve the call, and None."""
-        model: Any = self.model
-        given = {k: v for k, v in kwargs.items() if v is not None}
-        if "inputs" in given and "input_ids" in given:
-            return "it was given both inputs and input_ids", None
-        ids = given.get("inputs", given.get("input_ids"))
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
-            return "it was not given input_ids of shape (batch, length)", None
-        if not ids.shape[0]:
-            return "it was given an empty batch", None
-        if model.training:
-            return "the model is in training mode", None
-        if (method := _own_method(model, self._original)) is not None:
-            return f"{method} is the model's own, and not transformers'", None
-        if torch.is_autocast_enabled(model.device.type):
-            return "torch.autocast is on, and an engine computes in the model's own dtypes", None
-        # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).
-        options = {k: v for k, v in kwargs.items() if k not in _HONOURED}
-        own, base = model.generation_config, given.get("generation_config")
+        if given is None:
+            return self._fall_back("its arguments do not fit the signature of generate", args, kwargs)
+        call = understand(self.model, given, self._original, lambda: self.engine)
+        if isinstance(call, str):
+            return self._fall_back(call, args, kwargs)
+        if call.note is not None:
+            self._warn(call.note)
+        if call.job is not None:
+            return self._run(call.job)
+        token = SAMPLING.set((self.model, self._sample))
         try:
-            config, rest = model._prepare_generation_config(base, **options)
-            odd = [name for name in _INTEGERS if not _of_integers(getattr(config, name, None))]
-            if odd:
-                return f"{', '.join(odd)} is not of integers", None
-            if all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
-                config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
-            params, unsupported = from_generation_config(config, ids.shape[1])
-        except ValueError as error:
-            return str(error), None
-        other = sorted(k for k, v in rest.items() if v is not None)
-        if other:
-            return f"quire does not have the arguments {other}", None
-        if config.use_cache is False:
-            return "use_cache=False was asked for", None
-        if config.return_dict_in_generate:
-            return "return_dict_in_generate was asked for, and quire returns token ids", None
-        if params.stop:
-            return "quire does not have stop_strings in generate", None
-        if unsupported:
-            return f"quire does not have {', '.join(unsupported)}", None
-        mask = given.get("attention_mask")
-        if mask is not None and mask.shape != ids.shape:
-            return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}", None
-        if mask is not None and not bool(mask[:, -1].bool().all()):
-            return "the last token of a prompt is masked (set tokenizer.padding_side = 'left')", None
-        if 0 < params.top_p < torch.finfo(torch.float32).tiny:
-            return "top_p is 0 in float32", None
-        streamer = given.get("streamer")
-        if streamer is not None and (len(ids) > 1 or params.n > 1):
-            return "a streamer with several sequences", None
-        eos, pad = config.eos_token_id, config.pad_token_id
-        eos = [] if eos is None else [eos] if isinstance(eos, int) else [int(e) for e in eos]
-        if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
-            mask = ids != pad  # transformers infers the mask so
-            if not bool(mask[:, -1].all()):
-                return "the last token of a prompt is padding (set tokenizer.padding_side = 'left')", None
-        rows = ids.tolist()
-        keep = [[True] * ids.shape[1]] * len(rows) if mask is None else mask.bool().tolist()
-        holes = any(False in ks[ks.index(True) :] for ks in keep if True in ks)
-        if holes and any(site.window or site.chunk for site in self.engine.runner.sites):
-            return "the attention_mask has holes, and transformers counts them in windows and chunks", None
-        prompts = [[t for t, k in zip(row, ks, strict=True) if k] for row, ks in zip(rows, keep, strict=True)]
-        assert params.max_tokens is not None
-        longest = max(map(len, prompts), default=0) + params.max_tokens
-        if longest > self.engine.max_model_len:
-            return (f"it may make a sequence of {longest} tokens, and the engine holds {self.engine.max_model_len} (see "
-                    "max_model_len and num_pages of quire.Engine)"), None
-        params = replace(params, ignore_eos=True, detokenize=False)  # the end tokens are among the stop_token_ids
-        return "", (ids, prompts, params, pad if pad is not None else (eos[0] if eos else 0), streamer)
+            return self._plain(*args, **kwargs)
+        finally:
+            SAMPLING.reset(token)
 
-    def _run(self, ids: torch.Tensor, prompts: list[list[int]], params: SamplingParams, pad: int,
-             streamer: Any) -> torch.Tensor:
+    def _warn(self, message: str, stacklevel: int = 3) -> None:
+        if message not in self.warned:
+            self.warned.add(message)
+            warnings.warn(f"quire: {message}", stacklevel=stacklevel)
+
+    def _fall_back(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._warn(f"generate() runs on transformers' own code, not paged, because {why}", 4)
+        return self._plain(*args, **kwargs)
+
+    def _sample(self, plain: Callable[..., Any], input_ids: torch.Tensor, *, logits_processor: Any, stopping_criteria: Any,
+                generation_config: Any, streamer: Any = None, **rest: Any) -> Any:
+        """In the place of ``GenerationMixin._sample``, which is ``plain``."""
+        prompts = prompts_of(input_ids, rest.get("attention_mask"))
+        try:
+            rows = lockstep.Rows(self.engine, prompts, generation_config.max_length - input_ids.shape[1])
+        except lockstep.DoesNotFit as error:
+            self._warn(f"generate() runs on transformers' own code, not paged, because {error}")
+            return plain(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                         generation_config=generation_config, streamer=streamer, **rest)
+        return lockstep.sample(rows, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+
+    def init_continuous_batching(self, generation_config: Any = None, continuous_batching_config: Any = None,
+                                 workload_hints: Any = None) -> Any:
+        """transformers' continuous batching, by this engine, which a config with other sizes replaces when it is idle.
+
+        Raises:
+            ValueError: an option that quire does not have; names it. RuntimeError: requests run on an engine of other sizes.
+        """
+        from transformers.generation import ContinuousBatchingConfig
+
+        why = own_method(self.model, self._original)
+        if why is not None:
+            self._warn(f"continuous batching runs on transformers' own code, because {why} is the model's own", 4)
+            plain: Any = super(OwnCopies, self.model)
+            return plain.init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
+        generation_config = generation_config or self.model.generation_config
+        config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
+        config = config if config is not None else ContinuousBatchingConfig()
+        options = self._options | engine_options(config)
+        EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})
+        with self._making:
+            if options != self._options:
+                if self._engine is not None and self._engine.requests:
+                    raise RuntimeError("requests run on the engine, so a continuous_batching_config with other sizes cannot "
+                                       "replace it; wait for them, or give the sizes to quire.paged")
+                if self._engine is not None:
+                    self._engine.close()
+                    self._engine = None
+                self._options = options
+        return Manager(lambda: self.engine, generation_config, config)
+
+    def _run(self, job: Job) -> Any:
+        ids, params, streamer = job.ids, job.params, job.streamer
         if params.seed is None and not params.greedy:  # follow torch.manual_seed, as transformers does
             params = replace(params, seed=int(torch.randint(0, 2**62, ()).item()))
-        each = [replace(params, seed=((params.seed or 0) + i * 1_000_003) % 2**62) for i in range(len(prompts))]
+        each = [replace(params, seed=((params.seed or 0) + i * 1_000_003) % 2**62) for i in range(len(job.prompts))]
         if streamer is not None:
             streamer.put(ids.cpu())
         outputs = []
-        for event in self.engine.stream(prompts, each, raise_on_error=False):
+        for event in self.engine.stream(job.prompts, each, raise_on_error=False):
             if streamer is not None and event.token_ids:
                 streamer.put(torch.tensor(event.token_ids))
             if event.finished:
@@ -242,31 +227,11 @@ class PagedGenerate(OnInstance):
                 raise RuntimeError(f"row {output.index // params.n} was aborted after {len(output.token_ids)} tokens: the "
                                    "engine was closed or replaced while generate() ran")
         longest = max(len(o.token_ids) for o in outputs)
-        new = torch.full((len(outputs), longest), pad)
+        new = torch.full((len(outputs), longest), job.pad)
         for i, output in enumerate(outputs):
             new[i, : len(output.token_ids)] = torch.tensor(output.token_ids)
-        return torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
-
-
-def _own_method(model: torch.nn.Module, generate: Any) -> str | None:
-    """A method of transformers' GenerationMixin that the model, or a class of its own, has redefined; None if there is none."""
-    from transformers import GenerationMixin
-
-    if generate is not None:
-        return "generate"
-    for name, method in vars(GenerationMixin).items():
-        if name.startswith("__") or not callable(getattr(GenerationMixin, name)):
-            continue
-        found = model.__dict__.get(name) if name != "generate" else None
-        found = found or inspect.unwrap(getattr(type(model), name, method))
-        if not getattr(found, "__module__", "").startswith("transformers."):
-            return name
-    return None
-
-
-def _of_integers(x: Any) -> bool:
-    """Whether ``x`` is None, an integer or a sequence of integers."""
-    return x is None or all(isinstance(each, int) for each in (x if isinstance(x, (list, tuple)) else [x]))
+        sequences = torch.cat([ids.repeat_interleave(params.n, 0), new.to(ids.device)], dim=1)
+        return lockstep.output_dict(sequences) if job.return_dict else sequences
 
 
 def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

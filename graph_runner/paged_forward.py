@@ -6,12 +6,13 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.composite import attention_name
 from quire.attn_ops.step import current_step
 from quire.graph_runner.model_guard import ModelGuard
 from quire.graph_runner.on_instance import OnInstance, restore_attribute
@@ -26,9 +27,8 @@ class PagedForward(OnInstance):
 
     _proved: ModelGuard | None = None  # of the model, as it was when it was verified
 
-
-    def __init__(self, model: torch.nn.Module, attention: str) -> None:
-        self.model, self.attention = model, attention
+    def __init__(self, model: torch.nn.Module, attention: str | Mapping[str, str]) -> None:
+        self.model, self.attention = model, attention_name(attention)
         self.original = model.__dict__.get("forward")
         functools.update_wrapper(self, type(model).forward)
 
@@ -63,8 +63,11 @@ class PagedForward(OnInstance):
             return self._plain(*args, **kwargs)
         check_config(self.model.config)
         given = self.__signature__.bind_partial(*args, **kwargs).arguments
-        if given.get("attention_mask") is not None:
-            raise UnsupportedAttention("an attention_mask in a paged step: the batch is ragged, so pass no mask and no padding")
+        given |= given.get("kwargs", {})
+        masks = [name for name, x in given.items() if x is not None and ("mask" in name or name.endswith("token_type_ids"))]
+        if masks:  # by token_type_ids, image tokens see each other
+            raise UnsupportedAttention(f"{masks[0]} in a paged step: the batch is ragged, so pass no masks, nothing that masks "
+                                       "are made of, and no padding")
         if given.get("position_ids") is None and "position_ids" in self.__signature__.parameters:
             raise UnsupportedAttention("no position_ids in a paged step: the model would count the row from 0, and every "
                                        "sequence has positions of its own; pass position_ids=metadata.positions[None]")

@@ -78,6 +78,16 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     return _sample(logits, params, lambda function: function)
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens (B,) and what they were drawn from: ``logits`` (B, V), -inf for banned tokens, of which those under ``threshold``
+    (B,) float32 are excluded; None: no row has a filter."""
+
+    tokens: Tensor
+    logits: Tensor
+    threshold: Tensor | None
+
+
 class Sampler:
     """`sample`, with its pieces compiled on CUDA.
 
@@ -88,8 +98,12 @@ class Sampler:
 
     def __call__(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """See `sample`."""
+        return self.draw(logits, params).tokens
+
+    def draw(self, logits: Tensor, params: SamplingTensors) -> Sampled:
+        """See `sample`. Also returns what the tokens were drawn from."""
         vocabulary = logits.shape[-1]
-        return _sample(logits, params, (lambda piece: _compiled(piece, vocabulary)) if logits.is_cuda else lambda piece: piece)
+        return _draw(logits, params, (lambda piece: _compiled(piece, vocabulary)) if logits.is_cuda else lambda piece: piece)
 
 
 _Piece = Callable[..., Tensor]
@@ -108,25 +122,29 @@ def _compiled(piece: _Piece, vocabulary: int) -> _Piece:
     return run
 
 
-@torch.no_grad()
 def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piece]) -> Tensor:
     """`sample`, with each piece run as ``get(piece)``."""
+    return _draw(logits, params, get).tokens
+
+
+@torch.no_grad()
+def _draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piece]) -> Sampled:
     rows = params.temperature.shape[0]
     if logits.dim() != 2 or logits.shape[0] != rows or not logits.is_floating_point():
         raise ValueError(f"logits must be floating point of shape ({rows}, V), one row per entry of params, got "
                          f"{logits.dtype} of shape {tuple(logits.shape)}")
     if not logits.numel():
-        return torch.full((rows,), INVALID_TOKEN, dtype=torch.int64, device=logits.device)
+        return Sampled(torch.full((rows,), INVALID_TOKEN, dtype=torch.int64, device=logits.device), logits, None)
     if params.banned is not None:
         logits = _without(logits, params.banned)
     if params.all_greedy:
         best, token = logits.max(-1)  # the first of equals; a NaN is the maximum, and not greater than -inf
-        return torch.where(best > -math.inf, token, INVALID_TOKEN)
+        return Sampled(torch.where(best > -math.inf, token, INVALID_TOKEN), logits, None)
     if logits.dtype == torch.float64:
         logits = logits.float()
     row_params = (params.temperature, params.seed, params.position)
     if not params.any_filter:
-        return sample_tokens(logits, *row_params)  # on CUDA one kernel: there is nothing to compile
+        return Sampled(sample_tokens(logits, *row_params), logits, None)  # on CUDA one kernel: nothing to compile
     threshold = torch.full((rows,), -math.inf, dtype=torch.float32, device=logits.device)
     if params.any_top_k:
         threshold = get(_top_k_threshold)(logits, params.top_k)
@@ -134,7 +152,7 @@ def _sample(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Pi
         threshold = get(_top_p_threshold)(logits, params.temperature, params.top_p, threshold)
     if params.any_min_p:
         threshold = get(_min_p_threshold)(logits, params.temperature, params.min_p, threshold)
-    return get(_draw_filtered)(logits, *row_params, threshold)
+    return Sampled(get(_draw_filtered)(logits, *row_params, threshold), logits, threshold)
 
 
 # ---- the pieces that are compiled
@@ -244,4 +262,4 @@ def _without(logits: Tensor, banned: Tensor) -> Tensor:
     return logits.masked_fill(mask[:, :vocabulary], -math.inf)
 
 
-__all__ = ["INVALID_TOKEN", "Sampler", "SamplingTensors", "sample"]
+__all__ = ["INVALID_TOKEN", "Sampled", "Sampler", "SamplingTensors", "sample"]

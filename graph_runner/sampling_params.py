@@ -14,8 +14,11 @@ from typing import Any
 
 _SUPPORTED = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
-    "min_tokens", "detokenize", "skip_special_tokens", "include_stop_str_in_output",
+    "min_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode", "detokenize", "skip_special_tokens",
+    "include_stop_str_in_output",
 )
+#: Of which distribution log probabilities are: the model's, or the one that tokens are drawn from. vLLM's names.
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32; the sampler reads float32
 
 
@@ -38,12 +41,20 @@ class SamplingParams:
         ignore_eos: continue after the end-of-sequence token.
         max_tokens: maximum number of tokens to generate, >= 1; None: up to the maximum length of a request.
         min_tokens: no end-of-sequence token and none of stop_token_ids before this many tokens, 0 <= it <= max_tokens.
+        logprobs: log probabilities of each sampled token and of this many likeliest ones: 0 for the sampled token only, -1 for
+            the whole vocabulary, at most the engine's max_logprobs. None: none.
+        prompt_logprobs: the same for each token of the prompt but the first, always of the model's distribution. The prompt is
+            then computed in chunks of a few hundred tokens.
+        logprob_token_ids: tokens whose log probabilities are given beside those. Stored as a tuple.
+        logprobs_mode: "raw_logprobs", of the model's distribution (log_softmax of the logits), or "processed_logprobs", of the
+            one that the token was drawn from (after temperature, top_k, top_p, min_p and min_tokens; -inf for excluded
+            tokens). vLLM has it as an option of the engine.
         detokenize: False returns token ids without text; `stop` needs text.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: end the text with the stop string that ended it instead of before it.
 
     Not supported, and refused unless left at their defaults: presence_penalty, frequency_penalty, repetition_penalty,
-    logprobs, prompt_logprobs, spaces_between_special_tokens, bad_words, logit_bias, truncate_prompt_tokens.
+    spaces_between_special_tokens, bad_words, logit_bias, truncate_prompt_tokens, trace_decode_token_ids.
 
     Raises:
         ValueError: a value out of range, contradictory values, or an unsupported field.
@@ -73,6 +84,9 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logit_bias: dict[int, float] | None = None
     truncate_prompt_tokens: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    logprobs_mode: str = "raw_logprobs"
+    trace_decode_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
@@ -81,7 +95,7 @@ class SamplingParams:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("n", "top_k", "min_tokens"):
             _check_int(name, getattr(self, name))
-        for name in ("max_tokens", "seed"):
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), "an integer or None")
         for name in ("temperature", "top_p", "min_p"):
@@ -109,19 +123,22 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop must be a string or a list of strings, got {text!r} in it")
-        for token in ids:
-            _check_int("every item of stop_token_ids", token)
+        shown = _as_tuple("logprob_token_ids", self.logprob_token_ids, "a list of token ids")
+        for name, tokens in (("stop_token_ids", ids), ("logprob_token_ids", shown)):
+            for token in tokens:
+                _check_int(f"every item of {name}", token)
         set_field = object.__setattr__  # the dataclass is frozen
         set_field(self, "stop", stop)
         set_field(self, "stop_token_ids", tuple(dict.fromkeys(map(int, ids))))
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed"):
+        set_field(self, "logprob_token_ids", tuple(dict.fromkeys(map(int, shown))))
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             set_field(self, name, value if value is None else int(value))  # numpy's integers overflow
         set_field(self, "top_k", max(self.top_k, 0) if self.top_k >= -1 else self.top_k)
         set_field(self, "seed", None if self.seed == -1 else self.seed)
 
     def _check_ranges(self) -> None:
-        assert self.stop is not None and self.stop_token_ids is not None  # tuples since `_normalize`
+        assert self.stop is not None and self.stop_token_ids is not None and self.logprob_token_ids is not None  # `_normalize`
         rules: list[tuple[bool, str]] = [
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (0 <= self.temperature < math.inf,
@@ -141,6 +158,13 @@ class SamplingParams:
              "detokenize=True, or use stop_token_ids"),
             (min(self.stop_token_ids, default=0) >= 0,
              f"stop_token_ids must not be negative, got {min(self.stop_token_ids, default=0)}"),
+            *((count is None or count >= -1,
+               f"{name} must be at least 0, -1 for the whole vocabulary, or None for none, got {count}")
+              for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))),
+            (min(self.logprob_token_ids, default=0) >= 0,
+             f"logprob_token_ids must not be negative, got {min(self.logprob_token_ids, default=0)}"),
+            (self.logprobs_mode in LOGPROBS_MODES,
+             f"logprobs_mode must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {self.logprobs_mode!r}"),
             (self.n == 1 or self.temperature > 0, f"n must be 1 with temperature 0, got {self.n}: all sequences "
              "would be the same; set a temperature"),
         ]
@@ -152,6 +176,18 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the likeliest token is taken and nothing is sampled."""
         return self.temperature == 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether sampled tokens come with log probabilities."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by for the log probabilities of sampled tokens; 0 where none are wanted."""
+        if not self.wants_logprobs:
+            return 0.0
+        return 1.0 if self.logprobs_mode == "raw_logprobs" or self.temperature < 1e-5 else self.temperature
 
 
 def _as_tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
@@ -172,4 +208,4 @@ def _check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
 
 
-__all__ = ["SamplingParams"]
+__all__ = ["LOGPROBS_MODES", "SamplingParams"]

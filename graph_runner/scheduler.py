@@ -1,12 +1,13 @@
 """Which requests run in the next step: continuous batching with chunked prefill, and preemption by recomputation.
 
 Every step has a token budget. Running requests come first, in order of arrival: each decodes one token or continues its
-prompt. The rest of the budget admits waiting requests, in order. A prompt longer than the budget (or than
-``prefill_chunk_size``) is computed in chunks over several steps.
+prompt. The rest of the budget admits waiting requests, by priority and in order. A prompt longer than the budget (or than
+``prefill_chunk_size``) is computed in chunks over several steps. A request whose beginning another one is computing waits for
+that one's pages, and others pass it.
 
-When a running request needs a page and none is free, the request that arrived last returns its pages and waits to be
-recomputed from the start, with its tokens so far as its prompt. Sampling is a function of seed and position, so preemption
-does not change the tokens.
+When a running request needs a page and none is free, the request of the lowest priority that arrived last returns its pages
+and waits to be recomputed from the start, with its tokens so far as its prompt. Sampling is a function of seed and position,
+so preemption does not change the tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.request import Request, ScheduledBatch, ScheduledRow
 from quire.graph_runner.window_pages import Reach
 
@@ -29,27 +31,45 @@ class Scheduler:
         max_num_seqs: maximum number of running requests; each has a slot in 0..max_num_seqs-1.
         max_num_batched_tokens: token budget of a step.
         prefill_chunk_size: maximum number of prompt tokens of one request per step, or None.
+        max_scored: prompt tokens whose log probabilities one step may compute.
+        prefixes: pages that requests share, or None.
 
     Attributes:
         reach: of the model's attention; pages behind it are freed. None: all of a request's pages are needed.
     """
 
     def __init__(self, allocator: BlockAllocator, *, page_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 prefill_chunk_size: int | None = None) -> None:
-        self.allocator, self.page_size = allocator, page_size
+                 prefill_chunk_size: int | None = None, max_scored: int = 256, prefixes: PrefixCache | None = None) -> None:
+        self.allocator, self.page_size, self.prefixes = allocator, page_size, prefixes
+        self._free = allocator.free if prefixes is None else prefixes.release
         self.reach: Reach | None = None
         self.max_num_batched_tokens, self.prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
+        self.max_scored = self._scores_left = max_scored
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_steps = 0
+        self._computed: list[Request] = []  # requests with prompt tokens in the step launched last
+        self._copies: dict[int, tuple[int, int]] = {}  # pages to copy before the step, by request
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        """Queue a request, behind those of its priority."""
+        request.arrived_at = self.num_steps
+        self._queue(request, behind=True)
+
+    def _queue(self, request: Request, behind: bool) -> None:
+        at = len(self.waiting) if behind else 0
+        if behind:
+            while at and self.waiting[at - 1].priority > request.priority:
+                at -= 1
+        else:
+            while at < len(self.waiting) and self.waiting[at].priority < request.priority:
+                at += 1
+        self.waiting.insert(at, request)
 
     def schedule(self) -> ScheduledBatch | None:
         """Rows of the next step, with pages allocated and ``num_computed`` advanced; None if nothing can run now.
@@ -58,7 +78,9 @@ class Scheduler:
             NeedsDrain: a request must be preempted whose newest token is still on the device; call again after the results
                 of the launched step have been collected.
         """
+        self._note_computed()
         budget, before = self.max_num_batched_tokens, self.num_preemptions
+        self._scores_left = self.max_scored
         decodes: list[ScheduledRow] = []
         prefills: list[ScheduledRow] = []
         for request in list(self.running):
@@ -74,66 +96,135 @@ class Scheduler:
                     decodes.append(ScheduledRow(request, start, 1, True))
                 continue
             count = self._chunk(request, budget)
-            if self._make_room(request, count):
+            if count and self._make_room(request, count):
                 budget -= count
                 prefills.append(self._row(request, count))
-        # Not in a step that preempted: the victim would take its pages right back.
-        preempted = self.num_preemptions != before
-        while self.waiting and budget and self.free_slots and not preempted:
-            request = self.waiting[0]
-            count = self._chunk(request, budget)
-            pages = self._allocate(pages_for(count, self.page_size))
-            if pages is None:
-                break
-            self.waiting.popleft()
-            request.pages, request.slot = pages, self.free_slots.pop()
-            self.running.append(request)
-            budget -= count
-            prefills.append(self._row(request, count))
-        if preempted:  # drop rows planned for a victim: its pages are gone
+        if self.num_preemptions == before:  # a victim would take its pages right back
+            self._admit(prefills, budget)
+        else:  # drop rows planned for a victim: its pages are gone
             decodes, prefills = ([r for r in rows if r.request.slot >= 0] for rows in (decodes, prefills))
-            budget = self.max_num_batched_tokens - sum(r.num_new for r in decodes + prefills)
         rows = decodes + prefills
         if not rows:
             return None
-        for request, _, count, samples in rows:
+        scored = 0
+        for request, _, count, samples, new in rows:
             request.num_computed += count
             request.num_pending += samples
-        return ScheduledBatch(rows, self.max_num_batched_tokens - budget, len(decodes))
+            request.num_scored += new
+            scored += new
+        self.num_steps += 1
+        self._computed = [row.request for row in prefills]
+        copies, self._copies = tuple(self._copies.values()), {}
+        return ScheduledBatch(rows, sum(row.num_new for row in prefills) + len(decodes), len(decodes), scored, copies)
+
+    def _admit(self, prefills: list[ScheduledRow], budget: int) -> None:
+        """Start waiting requests with what is left of the budget."""
+        passed: list[Request] = []
+        if self.waiting and budget and self.free_slots and self.prefixes is not None:
+            self.prefixes.follow_weights()
+        while self.waiting and budget and self.free_slots:
+            request = self.waiting[0]
+            match = self.prefixes.match(request) if self.prefixes is not None else None
+            if match is not None and match.coming:
+                passed.append(self.waiting.popleft())
+                continue
+            shared = [] if match is None else match.pages
+            if self.prefixes is not None:
+                self.prefixes.hold(shared)
+            request.num_computed = len(shared) * self.page_size + (0 if match is None else match.copied)
+            count = self._chunk(request, budget)
+            pages = self._allocate(pages_for(request.num_computed + count, self.page_size) - len(shared)) if count else None
+            if pages is None:
+                if self.prefixes is not None:
+                    self.prefixes.release(shared)
+                request.num_computed = 0
+                break
+            self.waiting.popleft()
+            request.pages, request.slot = shared + pages, self.free_slots.pop()
+            if self.prefixes is not None and match is not None:
+                self.prefixes.admit(request, match, self.num_steps + 1)
+                if match.copied:
+                    self._copies[request.request_id] = match.copy_from, pages[0]
+            self.running.append(request)
+            budget -= count
+            prefills.append(self._row(request, count))
+        self.waiting.extendleft(reversed(passed))
 
     def take_back(self, batch: ScheduledBatch) -> None:
         """Undo the last ``schedule``: its batch did not run."""
+        self._computed = []
         for row in batch.rows:
             row.request.num_computed -= row.num_new
             row.request.num_pending -= row.samples
+            row.request.num_scored -= row.num_scored
+        targets = {page for _, page in batch.copies}
+        for request in [r for r in self.running if not targets.isdisjoint(r.pages)][::-1]:  # their copies were not made
+            self._preempt(request)
 
     def preempt_all(self) -> None:
         """Make every running request wait to be recomputed from the tokens that the host has. The caller drops all launched
-        steps."""
+        steps, and the model may have changed: no page is shared any more."""
         while self.running:
             self.running[-1].num_pending = 0
+            if self.running[-1].output.prompt_logprobs is not None:
+                self.running[-1].num_scored = len(self.running[-1].output.prompt_logprobs)
             self._preempt(self.running[-1])
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """No later request reads what was computed before."""
+        self._computed = []
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    def _note_computed(self) -> None:
+        """The step launched last has computed pages that others may read."""
+        for request in self._computed:
+            if self.prefixes is not None and request.slot >= 0:
+                self.prefixes.computed(request)
+        self._computed = []
 
     def _chunk(self, request: Request, budget: int) -> int:
         left = request.num_uncomputed
         if left > 1 and self.prefill_chunk_size is not None:
             left = min(left, self.prefill_chunk_size)
-        return min(left, budget)
+        count, first = min(left, budget), self._first_score(request)
+        if first < len(request.prompt_token_ids):  # not more tokens than predict ``_scores_left`` others
+            count = min(count, first - 1 - request.num_computed + self._scores_left)
+        return count
+
+    def _first_score(self, request: Request) -> int:
+        """The first prompt token that the request's next tokens predict and whose log probability is to be computed."""
+        return max(request.num_scored, request.num_computed + 1)
 
     def _row(self, request: Request, count: int) -> ScheduledRow:
-        return ScheduledRow(request, request.num_computed, count, request.num_computed + count == request.num_tokens)
+        end = request.num_computed + count
+        scored = max(0, min(end + 1, len(request.prompt_token_ids)) - self._first_score(request))
+        self._scores_left -= scored
+        return ScheduledRow(request, request.num_computed, count, end == request.num_tokens, scored)
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """Free pages, those that running requests need no more, or those of the prefix cache that nobody reads; None if there
+        are too few."""
+        if count > self.allocator.num_free and self.reach is not None:
+            for request in self.running:
+                self.reach.free_behind(request, self._free, self.page_size)
+        missing = count - self.allocator.num_free
+        if missing > 0 and self.prefixes is not None and self.prefixes.num_idle >= missing:
+            self.prefixes.evict(missing)
+        return self.allocator.allocate(count)
 
     def _make_room(self, request: Request, count: int) -> bool:
-        """Allocate pages for ``count`` more tokens, preempting later arrivals if needed. False if ``request`` was preempted."""
+        """Allocate pages for ``count`` more tokens, preempting others if needed. False if ``request`` was preempted."""
         missing = pages_for(request.num_computed + count, self.page_size) - len(request.pages)
         if self.reach is not None:
-            self.reach.free_behind(request, self._give_back, self.page_size)
+            self.reach.free_behind(request, self._free, self.page_size)
         while missing > 0:
             pages = self._allocate(missing)
             if pages is not None:
                 request.pages += pages
                 return True
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=lambda r: r.priority)  # the last of the lowest priority
             if victim.num_pending:
                 raise NeedsDrain
             self._preempt(victim)
@@ -141,27 +232,22 @@ class Scheduler:
                 return False
         return True
 
-    def _allocate(self, count: int) -> list[int] | None:
-        pages = self.allocator.allocate(count)
-        if pages is None and self.reach is not None:  # others may hold pages that they need no more
-            for request in self.running:
-                self.reach.free_behind(request, self._give_back, self.page_size)
-            pages = self.allocator.allocate(count)
-        return pages
-
-    def _give_back(self, pages: Sequence[int]) -> None:
-        self.allocator.free(pages)
-
     def _preempt(self, request: Request) -> None:
         self._release(request)
         request.num_computed = 0
         request.preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self._queue(request, behind=False)
 
     def _release(self, request: Request) -> None:
+        self._note_computed()
         self.running.remove(request)
-        self._give_back(request.pages[request.num_behind :])
+        if self.prefixes is None:
+            self._free(request.pages[request.num_behind :])
+        else:
+            if self.prefixes.lasting:
+                self.prefixes.computed(request)
+            self.prefixes.left(request)
         self.free_slots.append(request.slot)
         request.pages, request.slot, request.num_behind = [], -1, 0
 
@@ -172,6 +258,8 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         request.finished = True
+        if not self.has_work and self.prefixes is not None and not self.prefixes.lasting:
+            self.prefixes.clear()
 
 
 class NeedsDrain(Exception):

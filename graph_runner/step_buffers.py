@@ -20,7 +20,8 @@ from quire.graph_runner.request import Request, ScheduledBatch
 from quire.graph_runner.sampler import SamplingTensors
 
 # Sampling parameters: name, type, value for padding rows.
-_PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0))
+_PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0),
+           ("logprob_temperature", "f4", 0))
 #: Bytes. Inductor copies inputs that are not aligned so, at every call of every compiled piece.
 ALIGNMENT = 16
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
@@ -42,7 +43,7 @@ def _fields(shape: BatchShape, page_size: int) -> list[tuple[str, str, tuple[int
         ("logits_indices", "i8", (b,)), ("row_slot", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)),
         ("sample_position", "i8", (b,)), ("change_at", "i8", (changes,)), ("change_page", "i4", (changes,)),
         ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
-        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)),
+        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)), ("logprob_temperature", "f4", (b,)),
     ]
 
 
@@ -179,7 +180,7 @@ class StepBuffers:
         over rows; it also registers new requests of slots, and new pages."""
         holder, note = self._holder, self.table.note
         slots, start, num_pages, first_id = [], [], [], []
-        for request, begin, _, _ in batch.rows:
+        for request, begin, *_ in batch.rows:
             slot, pages, ids = request.slot, request.pages, request.token_ids
             if holder[slot] is not pages:  # each request gets a new list with its slot, also after a preemption
                 self._new_holder(request)
@@ -196,7 +197,7 @@ class StepBuffers:
         slot, p = request.slot, request.params
         draws = p.temperature > 0  # a greedy row takes no filters
         values = (request.seed, p.temperature, min(p.top_k, 2**31 - 1) if draws else 0, p.top_p if draws else 1.0,
-                  p.min_p if draws else 0.0)
+                  p.min_p if draws else 0.0, p.logprob_temperature)
         for (name, _, _), number in zip(_PARAMS, values, strict=True):
             self._params[name][slot] = number
         filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0

@@ -11,7 +11,7 @@ one of their own, with pages of their own; that is not there yet.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.attn_ops.attention import AttentionSite
@@ -50,12 +50,12 @@ class Reach:
         """Pages that full batches can use, the null page included."""
         return max_num_seqs * (self.pages_held(0, page_size) + 1) + pages_for(max_num_batched_tokens, page_size) + 1
 
-    def free_behind(self, request: Request, give_back: Callable[[Sequence[int]], None], page_size: int) -> None:
-        """``give_back`` the pages that the request's next token and those after it cannot see."""
+    def free_behind(self, request: Request, free: Callable[[list[int]], None], page_size: int) -> None:
+        """Give back the pages that the request's next token and those after it cannot see."""
         first = min(self.first_needed(request.num_computed) // page_size, len(request.pages))
         if first > request.num_behind:
             behind = slice(request.num_behind, first)
-            give_back(request.pages[behind])
+            free(request.pages[behind])
             request.pages[behind] = [NULL_PAGE] * (first - request.num_behind)
             request.num_behind = first
 

@@ -37,8 +37,8 @@ class QuireBackend:
         self.graphs.append(graph)
         for tensor in graph.module_tensors[:1]:  # See NOTE [Not kept alive]: fused weights go with the model
             weakref.finalize(tensor, graph.drop).atexit = False
-        if (step := current_step()) is not None and not graph.static:  # here, so that its errors are errors of the compilation
-            graph.compiled(step)
+        if (step := current_step()) is not None:
+            graph.prepare(step)
         return graph
 
 

@@ -31,6 +31,10 @@ def paged_eager(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
                          sinks=sinks is not None, causal=causal)
     cache = step.cache
     check_step(step, q.shape[0] * q.shape[2])
+    if cache.is_latent(layer):
+        raise UnsupportedAttention(
+            f"layer {layer} of the step's cache holds latent vectors (MLA), which only a compiled model writes: call "
+            "torch.compile(model, backend='quire') in the step, or make the cache with PagedKVCache.for_model(model)")
     if not isinstance(step.attention, AttentionBackend):
         step.attention = select_backend(step.attention, [site], device=q.device, page_size=cache.page_size,
                                         kv_dtype=cache.dtype, layout=cache.layout).backend

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +117,8 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, mutable ops."""
+    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, mutable
+    ops."""
     if not node.op.startswith("call"):
         return []
     if isinstance(node.target, torch._ops.OpOverload):
@@ -126,10 +128,18 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     else:
         name = target_name(node)
         plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
-        in_place = name in _IN_PLACE or (name.endswith("_") and not plain)
+        in_place = name in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
         written = [node.args[0]] if in_place and node.args else []
         written.append(node.kwargs.get("out"))
     return [x for x in written if isinstance(x, fx.Node)]
+
+
+def _inplace(node: fx.Node) -> Any:
+    """The argument ``inplace`` of a function of torch.nn.functional."""
+    if getattr(node.target, "__module__", "") != "torch.nn.functional":
+        return node.kwargs.get("inplace")
+    names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    return argument(node, names.index("inplace"), "inplace") if "inplace" in names else None
 
 
 def written_between(first: fx.Node, last: fx.Node) -> bool:
@@ -142,13 +152,6 @@ def written_between(first: fx.Node, last: fx.Node) -> bool:
             return True
         node = node.next
     return False
-
-
-def number_constants(node: fx.Node) -> list[int | float]:
-    """Every number in the arguments of the node, booleans excluded."""
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs) if node.op != "placeholder" else (), found.append)
-    return [x for x in found if type(x) in (int, float)]
 
 
 def constant(arg: Any) -> Any:
@@ -168,13 +171,14 @@ def constant(arg: Any) -> Any:
     return val
 
 
-def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> list[str]:
+def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None) -> list[str]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``.
 
     A graph with one is the model's path for some batch shapes; another path may compute something else.
 
     Args:
         limits: sizes beyond which the model cannot run at all; guards against them are left out.
+        longest: only sizes up to this one matter; None: all.
     """
     if not symbolic(size):
         return []
@@ -186,12 +190,15 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = ()) -> 
         if symbol not in expr.free_symbols:
             continue
         of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
+        numbers = {int(n) for n in of_size.atoms() if n.is_Integer}
 
         def holds(n: int, expr: Any = of_size) -> bool:
             return bool(expr.subs({symbol: n}))
 
+        tried = {2, 3, 7, 31, 257, 4099, 65537, *([longest] if longest else [])}
+        tried |= {n + d for n in numbers for d in (-1, 0, 1) if n < max(tried)}  # both sides of where the path changes
         below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
-        if not all(holds(n) for n in (2, 3, 7, 31, 257, 4099, 65537) if below is None or n < below):
+        if not all(holds(n) for n in tried if n >= 2 and (below is None or n < below) and (longest is None or n <= longest)):
             found.append(str(expr))
     return found
 
@@ -237,19 +244,21 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node without users may be erased. FX takes in-place methods for pure; erasing them corrupts the graph."""
-    name = target_name(node)
-    in_place = name in ("setitem", "copy_", "index_put_") or (
-        node.op == "call_method" and name.endswith("_") and not name.endswith("__"))
-    return node.op not in ("placeholder", "output") and not in_place and not node.is_impure()
+    """Whether a node without users may be erased. FX takes what changes a value in place for pure (``x += y``, ``x.add_(y)``);
+    other readers of that value would miss the change."""
+    return node.op not in ("placeholder", "output") and not written_by(node) and not node.is_impure()
 
 
-def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
-    """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased."""
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collection[fx.Node] = ()) -> int:
+    """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased.
+
+    Args:
+        private: nodes to erase even if they change a value in place: nothing else reads it.
+    """
     todo, erased = list(candidates), set[fx.Node]()
     while todo:
         node = todo.pop()
-        if node in erased or node.users or not is_pure(node):
+        if node in erased or node.users or not (node in private or is_pure(node)):
             continue
         todo += node.all_input_nodes
         graph.erase_node(node)
@@ -268,19 +277,12 @@ def ancestors(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda n: False) 
     return [n for n in node.graph.nodes if n in found]
 
 
-def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
-             replace: Callable[[fx.Node, Any], Any] | None = None) -> None:
-    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs. ``replace`` maps a node's numbers to others."""
+def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any]) -> None:
+    """Run ``nodes`` (in graph order) on the values in ``env``, adding theirs."""
     for node in nodes:
         if node in env:
             continue
-
-        def look_up(arg: Any, node: fx.Node = node) -> Any:
-            if isinstance(arg, fx.Node):
-                return env[arg]
-            return replace(node, arg) if replace is not None and type(arg) in (int, float) else arg
-
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), look_up)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "call_function":
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif node.op == "call_method":
@@ -291,10 +293,11 @@ def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any],
             raise LookupError(f"no value for {node.op} {node.name}")
 
 
-def compute_value(node: fx.Node) -> None:
-    """Give a new node the fake value that follows from its inputs' fake values."""
+def compute_value(node: fx.Node) -> fx.Node:
+    """Give a new node the fake value that follows from its inputs' fake values; returns the node."""
     inputs = {n: value(n) for n in node.all_input_nodes}
     mode = next(m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
     with mode, enable_python_dispatcher(), torch.no_grad():
         evaluate([node], inputs)
     node.meta["example_value"] = inputs[node]
+    return node

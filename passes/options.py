@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from quire.attn_ops.composite import attention_name
 from quire.attn_ops.kv_cache import Layout
 from quire.passes.compile.inductor import COMPILERS
 from quire.passes.fusions.registry import fusion_names
@@ -18,7 +19,7 @@ class QuireOptions:
     """Options of ``torch.compile(backend="quire", options={...})``.
 
     Args:
-        attention: backend name, or "auto".
+        attention: backend name, or "auto", or a name for each kind of layer: {"full": NAME, "window": NAME, "chunk": NAME}.
         compiler: "inductor", which compiles each distinct layer once (``passes/compile/regions.py``); "inductor-whole", the
             whole graph at once; or "eager", the lowered graph op by op (no C++ compiler needed; for debugging).
         fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see
@@ -30,7 +31,7 @@ class QuireOptions:
         ValueError: an unknown compiler, layout or fusion, or a page size below 1.
     """
 
-    attention: str = "auto"
+    attention: str | Mapping[str, str] = "auto"
     compiler: str = "inductor"
     fusions: str | Sequence[str] = "none"
     page_size: int | None = None
@@ -39,6 +40,7 @@ class QuireOptions:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "attention", attention_name(self.attention))
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
         if self.page_size is not None and self.page_size < 1:

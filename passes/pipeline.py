@@ -25,25 +25,28 @@ from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
-from quire.passes.fx import copy_graph, placeholders, shape_conditions, symbolic, value
+from quire.passes.fx import copy_graph, erase_dead, placeholders, shape_conditions, source_name, symbolic, value
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
+from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
-from quire.passes.verify.positions import check_reductions, use_short_frequencies
+from quire.passes.verify.positions import use_short_frequencies
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
 from quire.passes.verify.tokens import check_tokens
 
 
-def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool
-                ) -> tuple[fx.GraphModule, list[AttentionSite]]:
+def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool, *, row_data: str | None = None,
+                max_length: int | None = None) -> tuple[fx.GraphModule, list[AttentionSite]]:
     """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites.
 
     Args:
         inputs: real values of the placeholders.
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
+        row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
+        max_length: no sequence will be longer; None: unknown.
 
     Raises:
         UnsupportedAttention: the model cannot be served.
@@ -55,6 +58,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     emitted = len(site_nodes(gm.graph))
 
     raised, refusals = raise_sdpa(gm, {node.name: x for node, x in real.items()})
+    erase_dead(gm.graph, list(gm.graph.nodes))
     sites = [site_of(node) for node in site_nodes(gm.graph)]
     if emitted and len(sites) > emitted:
         raise UnsupportedAttention(
@@ -68,18 +72,19 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         use_given_positions(gm, tokens)
         use_short_frequencies(gm, config)
     check_positions(gm.graph, tokens, config is not None)
-    check_reductions(gm.graph, tokens)
-    check_tokens(gm.graph, tokens)
+    check_tokens(gm.graph, tokens, [n for n in placeholders(gm.graph) if row_data and source_name(n).startswith(row_data)])
     check_rows(gm.graph, real)
     if raised or any_shape:
-        _check_shape_conditions(gm, inputs, tokens, raised > 0)
-    return gm, sites
+        _check_shape_conditions(gm, inputs, tokens, raised > 0, any_shape, max_length)
+    return gm, with_latents(gm, sites)
 
 
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
                 weights: FusedWeights, small: bool = False) -> tuple[Lowered, FusedInputs]:
     """A copy of ``raised``, fused and lowered. ``small``: for steps of at most MAX_TOKENS tokens."""
     gm = copy_graph(raised)
+    if target.latent:
+        raise_mla(gm)  # before fusions, which may change what becomes of kv_b
     fused = apply_fusions(gm, inputs, fusions, weights, small)
     lowered = lower(gm, target)
     apply_lowered_fusions(lowered, fusions, small)
@@ -112,15 +117,19 @@ def _check_one_row(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
                                        f"{shape} for one row of tokens; need (1, H, S, D)")
 
 
-def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool) -> None:
-    """Refuse a mask, or a path under dropped guards, that the trace shows for some numbers of tokens only."""
+def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, any_shape: bool,
+                            max_length: int | None) -> None:
+    """Refuse a mask, or a path under dropped guards, that the trace shows for some numbers of tokens only. Where guards are
+    dropped, those that hold for every single sequence are harmless: the graph is proved to treat each token by itself."""
     stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
                     and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
-    conditions = shape_conditions(gm.graph, tokens, stored_masks)
+    conditions = shape_conditions(gm.graph, tokens, stored_masks, longest=max_length if any_shape else None)
     if conditions:
         raise UnsupportedAttention(
-            f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so its masks cannot "
-            "be read off one trace. quire.paged and quire.Engine capture transformers models without masks.")
+            f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so one trace does not "
+            "show what it computes for others; " + (
+                "set max_model_len to a length up to which that condition holds" if any_shape else
+                "serve it by quire.paged or quire.Engine") + ", or let its forward not branch on the length of its input.")
     if raised and not symbolic(tokens):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, too few to tell what its masks mean for longer "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -14,7 +14,8 @@ from quire.attn_ops.step import Step, current_step, running
 
 
 @contextlib.contextmanager
-def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: str = "auto") -> Iterator[Step]:
+def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: str | Mapping[str, str] = "auto"
+         ) -> Iterator[Step]:
     """Run the model calls inside as one paged step: attention reads and writes ``cache``.
 
     The model must reach quire: compiled with ``torch.compile(model, backend="quire")``, its forward decorated with
@@ -24,7 +25,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     Args:
         cache: from ``PagedKVCache.for_model``.
         metadata: of this step's batch.
-        attention: backend name, or "auto". Options given to ``torch.compile`` count only if this is "auto".
+        attention: as in ``QuireOptions``. Options given to ``torch.compile`` count only if this is "auto".
 
     Raises:
         RuntimeError: on leaving, if a layer of the cache did not attend through quire (the model ran unpaged, and its results
@@ -41,7 +42,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     if metadata.max_page is not None and metadata.max_page >= cache.num_pages:
         raise ValueError(f"the block table uses page {metadata.max_page}, but the cache has {cache.num_pages} pages, 0 to "
                          f"{cache.num_pages - 1}; use pages of the cache, or make it with num_pages={metadata.max_page + 1}")
-    current = Step(cache, metadata, attention if attention == "auto" else get_backend(attention))
+    current = Step(cache, metadata, "auto" if attention == "auto" else get_backend(attention))
     # Sizes of traces in a step are dynamic from the start: a static trace cannot tell a window from plain causal. Numbers
     # that modules hold, such as a scale, stay constants.
     sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)

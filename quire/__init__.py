@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from quire.attn_ops.step import Step as Step
     from quire.attn_ops.step import StepLimits as StepLimits
     from quire.attn_ops.step import current_step as current_step
+    from quire.graph_runner.admission import QueueFull as QueueFull
+    from quire.graph_runner.calls import Score as Score
     from quire.graph_runner.engine import Engine as Engine
     from quire.graph_runner.paged import paged as paged
+    from quire.graph_runner.request import Logprob as Logprob
     from quire.graph_runner.request import RequestOutput as RequestOutput
     from quire.graph_runner.request import StreamEvent as StreamEvent
     from quire.graph_runner.sampling_params import SamplingParams as SamplingParams
+    from quire.graph_runner.stats import EngineStats as EngineStats
     from quire.graph_runner.weights import WeightUpdateError as WeightUpdateError
     from quire.graph_runner.weights_group import WeightsGroup as WeightsGroup
     from quire.passes.capture.paged_model import PagedKVCache as PagedKVCache
@@ -37,8 +41,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "AttentionBackend": "attn_ops.backend", "AttentionCapabilities": "attn_ops.backend", "AttentionSite": "attn_ops.attention",
     "CommonAttentionMetadata": "attn_ops.metadata", "CudagraphSupport": "attn_ops.backend", "Engine": "graph_runner.engine",
-    "PagedKVCache": "passes.capture.paged_model", "RequestOutput": "graph_runner.request",
-    "SamplingParams": "graph_runner.sampling_params", "Step": "attn_ops.step", "StepLimits": "attn_ops.step",
+    "EngineStats": "graph_runner.stats", "Logprob": "graph_runner.request", "PagedKVCache": "passes.capture.paged_model",
+    "QueueFull": "graph_runner.admission", "RequestOutput": "graph_runner.request",
+    "SamplingParams": "graph_runner.sampling_params", "Score": "graph_runner.calls",
+    "Step": "attn_ops.step", "StepLimits": "attn_ops.step",
     "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
     "WeightUpdateError": "graph_runner.weights", "WeightsGroup": "graph_runner.weights_group",
     "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",

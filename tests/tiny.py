@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import TINY_MODEL
@@ -34,6 +35,19 @@ def load_model(device: str = "cpu", dtype: torch.dtype = torch.float32, num_laye
     return found
 
 
+def small_llama(std: float | None = None, **options: Any) -> Any:
+    """A Llama of one layer, quick to trace, with random weights. ``std``: of its matrices; 0.3 makes attention far from
+    uniform."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+                 intermediate_size=32, max_position_embeddings=1024)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **options})).eval()
+    for p in model.parameters():
+        if std is not None and p.dim() == 2:
+            torch.nn.init.normal_(p, std=std)
+    return model
+
+
 def load_tokenizer() -> Any:
     tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL))
     tokenizer.padding_side = "left"
@@ -46,6 +60,21 @@ def hf_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, **options:
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
                          **options)
     return out[0, len(prompt) :].tolist()
+
+
+@functools.cache
+def continuations(num_layers: int) -> tuple[list[list[int]], list[list[int]]]:
+    """What transformers makes of each prompt greedily, and what each gives when it is sampled alone. Once a process."""
+    model, tokenizer = load_model(num_layers=num_layers), load_tokenizer()
+    prompts = [tokenizer(p)["input_ids"] for p in PROMPTS]
+    with Engine(model, num_pages=120, max_num_seqs=1, max_model_len=300, async_stepping=False) as engine:
+        sampled = [tokens(engine.generate([p], SAMPLED))[0] for p in prompts]
+    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts], sampled
+
+
+def generated(model: Any) -> list[int]:
+    """A short prompt and what the model's ``generate`` makes of it, paged or not."""
+    return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12)[0].tolist()
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:

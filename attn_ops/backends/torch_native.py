@@ -16,6 +16,7 @@ from quire.attn_ops.attention import visible
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write
 from quire.attn_ops.library import define_op
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 
 TILE = 16  # queries per tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
 KEYS = 512  # keys per block: bounds the memory of gathered keys and scores
@@ -130,15 +131,31 @@ def paged_attention(
     return result[:num_tokens].clone()
 
 
+def mla_paged_attention(
+    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    prepared: list[torch.Tensor], *, scale: float,
+) -> torch.Tensor:
+    """MLA on the latent cache, absorbed and in float32: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments."""
+    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    rank, nope = c.shape[1], q.shape[2] - k_rope.shape[1]
+    w_uk, w_uv = (w.float() for w in split_weight(kv_b, q.shape[1], nope))
+    absorbed = torch.cat([absorb_query(q[..., :nope].float(), w_uk), q[..., nope:].float()], dim=-1)
+    out = paged_attention(absorbed, None, None, cache, cache[..., :rank], None, None, slot_mapping, block_table,
+                          query_start_loc, seq_lens, None, prepared, scale=scale, window=None, softcap=None, chunk=None)
+    return expand_output(out, w_uv).to(q.dtype)
+
+
 BACKEND = AttentionBackend(
     name="torch_native",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True,
+        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True, mla=True,
         cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=lambda device: None,
     op=define_paged_op("torch_native", paged_attention),
+    mla_op=define_mla_op("torch_native", mla_paged_attention),
     prepare=define_op(
         "torch_native_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
         "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),

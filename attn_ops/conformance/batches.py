@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,48 @@ NOISE = 30.0  # standard deviation of what lies in slots without an owner; keys 
 
 class Failure(AssertionError):
     """What a backend did wrong."""
+
+
+@dataclass
+class Worst:
+    """The largest error of some comparisons: ``error`` as a number, ``of_bound`` in units of what is allowed."""
+
+    error: float | None = None
+    of_bound: float | None = None
+
+    def add(self, error: float, of_bound: float) -> None:
+        self.error, self.of_bound = max(self.error or 0.0, error), max(self.of_bound or 0.0, of_bound)
+
+
+_WORST: ContextVar[Worst | None] = ContextVar("quire_worst_error", default=None)
+
+
+@contextlib.contextmanager
+def noting_errors() -> Iterator[Worst]:
+    """Inside, every comparison with expected numbers adds its errors to the result."""
+    worst = Worst()
+    token = _WORST.set(worst)
+    try:
+        yield worst
+    finally:
+        _WORST.reset(token)
+
+
+def compare_numbers(out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str = "outputs") -> None:
+    """Raises Failure unless every number of ``out`` is within its bound of ``expected``; equal infinities are."""
+    if not out.numel():
+        return
+    if torch.isnan(out).any():
+        raise Failure(f"{int(torch.isnan(out).sum())} {what} are not a number")
+    same = out.double() == expected
+    error = (out.double() - expected).abs().masked_fill(same, 0.0)
+    excess = error / bound
+    if (worst := _WORST.get()) is not None:
+        worst.add(float(error.max()), float(excess.max()))
+    if not excess.max() <= 1:
+        place = ", ".join(str(int(i)) for i in torch.unravel_index(excess.argmax(), excess.shape)[:2])
+        raise Failure(f"{int((~(excess <= 1)).sum())} of {excess.numel()} {what} are wrong; the worst, at ({place}), is off by "
+                      f"{excess.max():.3g} times the bound")
 
 
 @dataclass
@@ -80,6 +123,12 @@ class Batch:
     def buffers(self) -> list[torch.Tensor]:
         """The tensors among the op's arguments, which a CUDA graph reads and writes in place."""
         return [tensor for tensor in self.arguments()[:12] if tensor is not None]
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the op only reads."""
+        names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks")
+        tensors = (self.q, self.k, self.v, *self.tables, self.sinks)
+        return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
 
     @property
     def held(self) -> dict[str, torch.Tensor]:
@@ -188,7 +237,7 @@ def reference(site: AttentionSite, q: torch.Tensor, keys: torch.Tensor, values: 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: to compare bit by bit, and to index dtypes that torch cannot index."""
-    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
+    return tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
 
 
 @contextlib.contextmanager
@@ -204,13 +253,14 @@ def prepared(backend: AttentionBackend, batch: Batch) -> list[torch.Tensor]:
     return [] if backend.prepare is None else list(backend.prepare(*batch.tables, batch.metadata.page_size))
 
 
-def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
+def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN, **step_options: Any) -> torch.Tensor:
     """The batch through the backend as in a model's forward: state and plan on the host, then ``prepare`` and the op.
+    ``step_options``: of ``Step``.
 
     With ``rotary`` through ``rope_op``, on q and k that a rotation of ``rotary`` dimensions turns into the batch's: by quarter
     turns, which are exact.
     """
-    with planned(backend, batch):
+    with planned(backend, batch, **step_options):
         arguments = batch.arguments(prepared(backend, batch))
         if not rotary:
             return backend.op(*arguments, **batch.options)
@@ -225,16 +275,20 @@ def run(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm
 
 
 def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeForm = PLAIN) -> torch.Tensor:
-    """Run the batch. Raises Failure unless outputs are within bounds, new keys and values are stored exactly, and every other
-    slot is bit for bit as before."""
+    """Run the batch. Raises Failure unless outputs are within bounds, new keys and values are stored exactly, and inputs and
+    every other slot are bit for bit as before."""
     wanted = {name: bits(tensor).clone() for name, tensor in batch.held.items()}
     if batch.write:
         live, size = batch.metadata.slot_mapping[: batch.metadata.num_actual_tokens], batch.metadata.page_size
         for which, new in (("key", batch.new_k), ("value", batch.new_v)):
             for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
-                if part is not None:
+                if part is not None and name in wanted:  # a latent cache has no values
                     wanted[name][live // size, live % size] = bits(part)
+    given = {name: (tensor, tensor.clone()) for name, tensor in batch.inputs().items()}
     out = run(backend, batch, rotary, form)
+    for name, (tensor, before) in given.items():
+        if not torch.equal(bits(tensor), bits(before)):
+            raise Failure(f"the backend changed its input {name}")
     for name, tensor in batch.held.items():
         differs = (bits(tensor) != wanted[name]).flatten(2).any(-1)
         if differs.any():
@@ -252,13 +306,10 @@ def compare(out: torch.Tensor, batch: Batch) -> None:
         raise Failure(f"returned {tuple(out.shape)} {out.dtype}, not {tuple(batch.expected.shape)} {batch.site.dtype}")
     if not torch.isfinite(out[:live]).all():
         raise Failure(f"{int((~torch.isfinite(out[:live])).sum())} outputs are not finite")
-    excess = (out[:live].double() - batch.expected[:live]).abs() / batch.bound[:live]
-    if excess.numel() and excess.max() > 1:
-        token, head, _ = torch.unravel_index(excess.argmax(), excess.shape)
-        raise Failure(f"{int((excess > 1).sum())} of {excess.numel()} outputs are wrong; the worst, of token {int(token)} "
-                      f"and head {int(head)}, is off by {excess.max():.3g} times the bound")
+    compare_numbers(out[:live], batch.expected[:live], batch.bound[:live])
     if not (out[live:] == 0).all():
         raise Failure("outputs of padding tokens are not zero")
 
 
-__all__ = ["Batch", "Failure", "bits", "check", "compare", "lay_out", "planned", "prepared", "reference", "run"]
+__all__ = ["Batch", "Failure", "Worst", "bits", "check", "compare", "compare_numbers", "lay_out", "noting_errors", "planned",
+           "prepared", "reference", "run"]

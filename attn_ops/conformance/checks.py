@@ -10,6 +10,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_name
+from quire.attn_ops.conformance import sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
@@ -38,11 +39,11 @@ class Skip(Exception):
 
 
 class Kit:
-    """The checks, on caches of ``kv_dtype`` (None: ``dtype``)."""
+    """The checks, on caches of ``kv_dtype`` (None: ``dtype``). ``quick``: without the large batches."""
 
     def __init__(self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
-                 kv_dtype: torch.dtype | None = None) -> None:
-        self.backend, self.device, self.dtype, self.kv_dtype = backend, device, dtype, kv_dtype
+                 kv_dtype: torch.dtype | None = None, quick: bool = False) -> None:
+        self.backend, self.device, self.dtype, self.kv_dtype, self.quick = backend, device, dtype, kv_dtype, quick
         self.caps = backend.capabilities
         self.dims = [(d, dv) for d, dv in DIMS if self.caps.head_dims(d, dv)]
         self.page_sizes = [p for p in PAGE_SIZES if self.caps.page_sizes(p)]
@@ -58,7 +59,10 @@ class Kit:
             ("prefill batch", lambda: self.exact(PREFILL)),
             ("mixed batch", lambda: self.exact(MIXED)),
             ("boundary lengths", self.boundaries),
+            *((f"shape {name}", lambda name=name: sweeps.shape(self, name)) for name in sweeps.shapes(self.quick)),
             *((f"feature {name}", lambda name=name: self.feature(name)) for name in FEATURES),
+            ("windows at page boundaries", lambda: sweeps.edges(self, "window")),
+            ("chunks at page boundaries", lambda: sweeps.edges(self, "chunk")),
             ("features together", self.together),
             ("non-causal", self.non_causal),
             ("head dims", self.head_dims),
@@ -70,8 +74,10 @@ class Kit:
             ("rotary embedding (rope_op)", self.rope),
             ("padding", self.padding),
             ("stale metadata in padding", self.stale),
+            ("buffers used again", self.reused),
             ("garbage in unused slots", self.garbage),
             ("pages in another order", self.permuted),
+            ("a batch in parts", lambda: sweeps.parts(self, list(MIXED))),
             ("strided q, k, v", lambda: self.exact(DECODE, MIXED, strided=True)),
             ("opcheck", self.opcheck),
             ("no synchronization", self.no_sync),
@@ -115,6 +121,7 @@ class Kit:
     def feature(self, name: str) -> str | None:
         usual, *others = FEATURES[name]
         if name not in self.features:
+            sweeps.ignored(self, name, usual)
             return self.refused(self.site(**{name: usual}))
         self.exact(DECODE, PREFILL, MIXED, **{name: usual})
         for value in others:
@@ -161,7 +168,7 @@ class Kit:
         refusals = self.caps.reasons_against(self.site(), device=self.device, kv_dtype=kv_dtype)
         if refusals:
             return f"refused: {'; '.join(refusals)}"
-        kit = Kit(self.backend, self.device, self.dtype, kv_dtype)
+        kit = Kit(self.backend, self.device, self.dtype, kv_dtype, self.quick)
         for features in ({}, kit.features):
             kit.exact(DECODE, MIXED, pad=(2, 1), **features)
         for count in (1, 9):
@@ -191,6 +198,7 @@ class Kit:
     def padding(self) -> None:
         for pad in ((0, 3), (2, 0), (5, 2), (40, 9)):
             self.exact(DECODE, MIXED, pad=pad)
+        self.exact([(0, 4), (0, 9)])  # sequences that wait, and no token
         self.exact([(0, 4), (0, 9)], [], pad=(3, 1))
 
     def stale(self) -> None:
@@ -202,6 +210,10 @@ class Kit:
             for row, (_, total) in enumerate(rows):  # and so do the entries past a sequence's pages
                 table[row, -(-total // batch.metadata.page_size) :] = batch.cache.num_pages - 1
             check(self.backend, batch)
+
+    def reused(self) -> None:
+        sweeps.reused(self, [(1, 90), (1, 70), (1, 80)], [(1, 20), (1, 33)])
+        sweeps.reused(self, [(30, 70), (1, 90), (5, 80)], [(9, 9), (20, 24)])
 
     def garbage(self) -> None:
         """Pages are reused uncleared: NaN past a sequence's end, in the null page or in another's pages must not be seen."""
@@ -219,7 +231,7 @@ class Kit:
                 raise Failure("a NaN in the pages of one sequence changed the output of another")
 
     def permuted(self) -> None:
-        """The output must not depend on which pages a sequence has."""
+        """The output must not depend on which pages a sequence has, not in the last bit."""
         for rows in (DECODE, MIXED):
             batch = self.batch(rows)
             first = run(self.backend, batch)
@@ -234,7 +246,7 @@ class Kit:
                                                            page_size=batch.metadata.page_size, device=self.device)
             second = run(self.backend, batch)
             compare(second, batch)
-            if not ((first - second).abs().double() <= batch.bound).all():
+            if not torch.equal(bits(first), bits(second)):
                 raise Failure("the output depends on where the pages are")
 
     def opcheck(self) -> str:
@@ -296,12 +308,17 @@ class Kit:
                 out = forward()
         graph.replay()
         compare(out, static)
-        for mine, theirs in zip(static.buffers(), later.buffers(), strict=True):
-            mine.copy_(theirs)
-        later.cache = static.cache
-        with planned(self.backend, later, **options):
-            graph.replay()
-        compare(out, later)
+        table, live = later.metadata.block_table_tensor, len(replayed)
+        table[live:] = static.metadata.block_table_tensor[live:]  # stale: padding rows keep the pages of the captured batch
+        kept = [tensor.clone() for tensor in static.buffers()]
+        # Shorter, then as captured again: neither lengths nor a plan may stay from the step before.
+        for batch, values in ((later, later.buffers()), (static, kept)):
+            for mine, theirs in zip(static.buffers(), values, strict=True):
+                mine.copy_(theirs)
+            batch.cache = static.cache
+            with planned(self.backend, batch, **options):
+                graph.replay()
+            compare(out, batch)
 
     def need_cuda(self) -> None:
         if self.device.type != "cuda":

@@ -41,20 +41,34 @@ def _load_weight(w, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED: tl.cons
 @triton.jit
 def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-                   EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+                   GATED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
     """Write ``outputs`` (BLOCK_N,) of ``pairs`` (BLOCK_M,) of one ``expert``. The weight is the left operand of the tensor
-    cores (the long side). The order of a row's sum does not depend on the other rows."""
+    cores (the long side). The order of a row's sum does not depend on the other rows.
+
+    pairs: any valid pair where not ``inside``; its product is not stored. GATED: the weight has 2 N outputs, gate then up; out
+    is silu(gate) * up."""
     rows = x + (pairs // repeat).to(tl.int64) * stride_x
     weight = w + expert.to(tl.int64) * stride_e
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = acc
     for start in range(0, tl.where(expert < E, K, 0), BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
-        xs = tl.load(rows[None, :] + cols[:, None], mask=inside[None, :] & (cols < K)[:, None], other=0.0)
+        if EVEN_K:
+            xs = tl.load(rows[None, :] + cols[:, None])
+        else:
+            xs = tl.load(rows[None, :] + cols[:, None], mask=(cols < K)[:, None], other=0.0)
         ws = _load_weight(weight, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N, EVEN_K)
         acc = tl.dot(ws, xs, acc, input_precision=PRECISION)
+        if GATED:
+            ws = _load_weight(weight + N.to(tl.int64) * stride_n, outputs, cols, stride_n, stride_k, N, K, TRANSPOSED, EVEN_N,
+                              EVEN_K)
+            up = tl.dot(ws, xs, up, input_precision=PRECISION)
     if bias is not None:
         add = tl.load(bias + expert.to(tl.int64) * N + outputs, mask=(outputs < N) & (expert < E), other=0.0)
         acc += add.to(tl.float32)[:, None]
+    if GATED:  # rounded as the two products would be by themselves
+        gate = acc.to(out.dtype.element_ty).to(tl.float32)
+        acc = gate / (1 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + pairs.to(tl.int64)[None, :] * N + outputs[:, None], acc.to(out.dtype.element_ty),
              mask=(outputs < N)[:, None] & inside[None, :])
 
@@ -62,7 +76,7 @@ def _multiply_rows(x, w, bias, out, pairs, inside, expert, outputs, N, K, E, rep
 @triton.jit(do_not_specialize=["S"])  # else batch sizes would be separate kernels
 def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k, BLOCK_S: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_PAIR: tl.constexpr,
-                 TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+                 TRANSPOSED: tl.constexpr, GATED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                  PRECISION: tl.constexpr, PDL: tl.constexpr):
     """Few pairs, in any order. Program (n, l): block n of the outputs, for all pairs with the expert of leader l, which is
     pair l (BY_PAIR; nothing to do if an earlier pair has its expert) or expert l (0 .. E)."""
@@ -96,7 +110,7 @@ def pairs_kernel(x, w, bias, ids, out, S, N, K, E, repeat, stride_x, stride_e, s
             pairs += tl.sum(tl.where(hit, at[None, :], 0), 1)
             before += tl.sum(mine, 0)
         _multiply_rows(x, w, bias, out, pairs, first + tile < count, expert, outputs, N, K, E, repeat, stride_x, stride_e,
-                       stride_n, stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)
+                       stride_n, stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATED, EVEN_N, EVEN_K, PRECISION)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -125,32 +139,48 @@ def order_kernel(ids, order, ends, S, E, BLOCK_S: tl.constexpr, PDL: tl.constexp
             place += tl.sum(mine, 0)
 
 
+@triton.jit(do_not_specialize=["S", "count"])
+def tiles_kernel(ends, tiles, S, E, count, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+                 PDL: tl.constexpr):
+    """Cut the sorted pairs into tiles of one expert each: ``tiles`` (count, 4) gets each tile's expert, its first pair and the
+    end of the expert's pairs; expert E + 1 for a tile past the last."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.arange(0, BLOCK_E)  # the last one that has pairs is E, of the ids out of range
+    end = tl.where(experts < E, tl.load(ends + experts, mask=experts < E, other=0).to(tl.int32), S)
+    begin = tl.load(ends + experts - 1, mask=(experts > 0) & (experts <= E), other=0).to(tl.int32)
+    begin = tl.where(experts <= E, begin, S)
+    own = (end - begin + BLOCK_M - 1) // BLOCK_M
+    up_to = tl.cumsum(own, 0)
+    mine = (up_to[None, :] > at[:, None]) & (up_to[None, :] - own[None, :] <= at[:, None])
+    found = tl.max(mine.to(tl.int32), 1) > 0
+    expert = tl.sum(tl.where(mine, experts[None, :], 0), 1)
+    first = tl.sum(tl.where(mine, (begin + (own - up_to) * BLOCK_M)[None, :], 0), 1) + at * BLOCK_M
+    last = tl.sum(tl.where(mine, end[None, :], 0), 1)
+    tl.store(tiles + at * 4, tl.where(found, expert, E + 1), mask=at < count)
+    tl.store(tiles + at * 4 + 1, first, mask=at < count)
+    tl.store(tiles + at * 4 + 2, last, mask=at < count)
+
+
 @triton.jit(do_not_specialize=["S"])
-def sorted_kernel(x, w, bias, order, ends, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
-                  BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  TRANSPOSED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+def sorted_kernel(x, w, bias, order, tiles, out, S, N, K, E, repeat, stride_x, stride_e, stride_n, stride_k,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                  TRANSPOSED: tl.constexpr, GATED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
                   PRECISION: tl.constexpr, PDL: tl.constexpr):
     """Many pairs, sorted by expert. One program per tile of sorted pairs and block of outputs, blocks first; the grid has as
     many tiles as any distribution of the pairs among the experts can need, and surplus programs return.
 
-    order: (S,) the pairs sorted by expert; ends: (E,) the end of each expert's pairs in it."""
+    order: (S,) the pairs sorted by expert; tiles: of ``tiles_kernel``."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     blocks = tl.cdiv(N, BLOCK_N)
     tile = (tl.program_id(0) // blocks).to(tl.int32)
     outputs = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    experts = tl.arange(0, BLOCK_E)  # the last one that has pairs is E, of the ids out of range
-    end = tl.where(experts < E, tl.load(ends + experts, mask=experts < E, other=0).to(tl.int32), S)
-    begin = tl.load(ends + experts - 1, mask=(experts > 0) & (experts <= E), other=0).to(tl.int32)
-    begin = tl.where(experts <= E, begin, S)
-    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
-    up_to = tl.cumsum(tiles, 0)
-    expert = tl.sum((up_to <= tile).to(tl.int32), 0)  # the number of experts whose tiles all come before this one
-    own = experts == expert
-    first = tl.sum(tl.where(own, begin + (tile - up_to + tiles) * BLOCK_M, 0), 0)
-    last = tl.sum(tl.where(own, end, 0), 0)
-    if first < last:
-        at = first + tl.arange(0, BLOCK_M)
-        pairs = tl.load(order + at, mask=at < last, other=0).to(tl.int32)
+    expert = tl.load(tiles + tile * 4)
+    if expert <= E:
+        at = tl.load(tiles + tile * 4 + 1) + tl.arange(0, BLOCK_M)
+        last = tl.load(tiles + tile * 4 + 2)
+        pairs = tl.load(order + tl.minimum(at, last - 1)).to(tl.int32)
         _multiply_rows(x, w, bias, out, pairs, at < last, expert, outputs, N, K, E, repeat, stride_x, stride_e, stride_n,
-                       stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, PRECISION)
+                       stride_k, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GATED, EVEN_N, EVEN_K, PRECISION)

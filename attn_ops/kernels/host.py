@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -96,6 +97,12 @@ def kernel_module(name: str) -> Any:
     return importlib.import_module(f"quire.attn_ops.{name}")
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which Triton launches on ``device``: it launches on the current one."""
+    current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if current else torch.cuda.device(device)
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the GPU; for the interpreter 8, few enough that tests split keys too."""
@@ -134,4 +141,5 @@ def _has_pdl(device: torch.device) -> bool:
 
 
 __all__ = ["CacheLayout", "Caches", "NUM_COUNTERS", "Rope", "Strides", "cache_layout", "check_cache_strides", "head_blocks",
-           "kernel_module", "new_counters", "next_power_of_2", "num_sms", "rows_contiguous", "use_pdl"]
+           "kernel_module", "new_counters", "next_power_of_2", "num_sms", "on_device", "rows_contiguous",
+           "use_pdl"]

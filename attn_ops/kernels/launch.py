@@ -142,4 +142,10 @@ def recording() -> Iterator[set[Launch]]:
         _recorded.reset(token)
 
 
-__all__ = ["Launch", "TensorArgument", "fix_cache_key", "implementations", "launch", "recording", "side_stream"]
+def is_recording() -> bool:
+    """Whether this thread is inside ``recording``."""
+    return _recorded.get() is not None
+
+
+__all__ = ["Launch", "TensorArgument", "fix_cache_key", "implementations", "is_recording", "launch", "recording",
+           "side_stream"]

@@ -1,43 +1,39 @@
-"""Linear layers of a mixture of experts. ``torch.ops.quire.expert_linear``: each row times the weight of its expert.
+"""Linear layers of a mixture of experts.
+
+``torch.ops.quire.expert_linear``: each row times the weight of its expert. ``torch.ops.quire.expert_swiglu``: an expert's gate
+and up product, SwiGLU and down product.
 
 Legend: T tokens with k experts each, S = T * k pairs of a token and an expert, E experts, weights (E, N, K).
 
-Few pairs (a decode batch): one launch. The time is the bytes of the weights in use, so each of them is read once, for all its
-pairs, and nothing sorts them first: each program searches the S ids for its expert's, about a microsecond next to the twenty
-or so for a few hundred KiB of weight.
+Few pairs (a decode batch): one launch per product. The time is the bytes of the weights in use, so each of them is read once,
+for all its pairs, and nothing sorts them first: each program searches the S ids for its expert's, about a microsecond next to
+the twenty or so for a few hundred KiB of weight.
 
-More pairs (a large batch, prefill): they are sorted by expert on the device, and a second launch runs over tiles of the sorted
-pairs. Where arithmetic is the bottleneck, PyTorch's grouped GEMM is used, in bf16 and on the GPUs that have one.
+More pairs (a large batch, prefill): they are sorted by expert on the device and cut into tiles of one expert; a product is one
+launch over the tiles, which reads its rows and writes its results where they are, in the order of the pairs.
 
 The host reads nothing, and launches follow from shapes alone, so all of it can be captured in a CUDA graph.
 
-Limits: bf16, fp16 and fp32 on CUDA; on other devices and in other dtypes the op runs its eager definition, which is also the
-reference.
+Limits: bf16, fp16 and fp32 on CUDA; on other devices and in other dtypes the ops run their eager definitions, which are also
+the reference.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
-#: Maximum pairs, and pairs per expert, for the single launch (estimated, not measured). Above, a program would search the ids
-#: for more than a tenth of its time, or read the weight again for a third tile of pairs; and an expert with more than a
-#: hundred pairs is bound by arithmetic, not by bytes, on an H200.
-MAX_PAIRS, MAX_PAIRS_PER_EXPERT = 1024, 32
-#: Minimum pairs per expert for torch's grouped GEMM (estimated, not measured). Below, the weights' bytes take the time, and
-#: gathering rows for it and scattering them are launches that our kernel does not need.
-MIN_PAIRS_PER_EXPERT_GROUPED = 64
-#: Maximum pairs that our kernel sorts: one launch in which each expert's program reads all of them.
-MAX_COUNTED = 16384
+#: Maximum pairs for one launch per product. Sorting takes two launches, 10 us on an H200; above, every program would search
+#: the ids for longer: 64 tokens of Qwen3-30B-A3B (512 pairs) take 286 us by pairs and 283 us sorted, 128 take 310 and 292.
+MAX_PAIRS = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Elements of weights that the definition gathers at a time.
 _GATHERED = 1 << 24
@@ -79,6 +75,25 @@ def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_i
     return out
 
 
+def expert_swiglu_eager(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
+    """The definition: ``down[e] @ (silu(gate) * up)`` with ``gate, up = (gate_up[e] @ x).chunk(2)``; each product and the
+    activation are rounded to x's dtype.
+
+    Args:
+        x, expert_ids: see ``expert_linear``.
+        gate_up: (E, 2 I, K), the gate's outputs first; down: (E, N, I). ``transposed``: (E, K, 2 I) and (E, I, N).
+
+    Returns:
+        (S, N), in the order of the pairs, in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not match.
+    """
+    _check_swiglu(x, gate_up, down, transposed)
+    gate, up = expert_linear_eager(x, gate_up, None, expert_ids, transposed).float().chunk(2, -1)
+    return expert_linear_eager((torch.nn.functional.silu(gate) * up).to(x.dtype), down, None, expert_ids, transposed)
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> None:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2 - transposed] or x.dtype != weight.dtype:
         raise ValueError(f"expert_linear: x {tuple(x.shape)} {x.dtype} does not match weights {tuple(weight.shape)} "
@@ -89,6 +104,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, t
     pairs, rows = expert_ids.numel(), x.shape[0]
     if expert_ids.dtype.is_floating_point or expert_ids.dtype == torch.bool or (pairs % rows if rows else pairs):
         raise ValueError(f"expert_linear: {rows} rows do not match ids {tuple(expert_ids.shape)} {expert_ids.dtype}")
+
+
+def _check_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, transposed: bool) -> None:
+    if (gate_up.dim() != 3 or down.dim() != 3 or len(gate_up) != len(down) or down.dtype != x.dtype
+            or gate_up.shape[1 + transposed] != 2 * down.shape[2 - transposed]):
+        raise ValueError(f"expert_swiglu: gate_up {tuple(gate_up.shape)} does not match down {tuple(down.shape)} {down.dtype} "
+                         f"and x {x.dtype}, transposed={transposed}")
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> Tensor:
@@ -106,29 +128,38 @@ class Tile:
     num_stages: int
 
 
-def decode_tile(pairs: int, experts: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The tile of ``pairs_kernel``.
+def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+    """The tile of ``pairs_kernel``: bound by bytes.
 
     An H200 needs about 30 KiB of loads in flight on each of its 132 multiprocessors (4.8 TB/s times 0.8 us). 64 outputs are the
-    fewest rows of Hopper's tensor core instructions, and make 192 programs for one token of Qwen3-30B-A3B's gate and up (8
-    experts of 1536), 180 for GPT-OSS-20B's (4 experts, down 2880): one or two per multiprocessor, each with three or more
-    stages of 8 to 16 KiB of weight in flight. 64 divides every N and K of the models in benchmarks/hopper_kernels.py.
-
-    block_k, and so the order in which a row is summed, does not depend on the batch. block_m does: twice the average number of
-    pairs per expert, so that most experts' weights are read for one tile of pairs.
+    fewest rows of Hopper's tensor core instructions. block_m is twice the average number of pairs per expert, so that most
+    experts' weights are read for one tile of pairs. Within 6 % of the best of eleven tiles on average (benchmarks/experts.py:
+    8 to 128 experts, up to 256 pairs).
     """
     block_m = min(64, max(16, next_power_of_2(-(-2 * pairs // experts))))
     if dtype == torch.float32:  # without tensor cores: for the numbers, not for speed
         return Tile(block_m, 32, 32, 4, 3)
-    block_k = 128 if k % 128 == 0 else 64
-    return Tile(block_m, 64, block_k, 4, (3 if block_m == 64 else 4) if block_k == 128 else 6)
+    if gated:
+        return Tile(block_m, 64, 128 if k % 128 == 0 else 64, 4, 3)
+    return Tile(block_m, 128, 64, 8, 4)
 
 
-def prefill_tile(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """The tile of ``sorted_kernel``: bound by arithmetic, so large, but not much larger than the pairs per expert."""
+def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+    """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert.
+
+    A gated product has half the outputs per tile, as it computes two. Best or within 3 % of the best of twenty tiles for 8 to
+    128 experts and 8 to 4096 pairs per expert (benchmarks/experts.py).
+    """
+    each = pairs / experts
     if dtype == torch.float32:
-        return Tile(32, 32, 32, 4, 3)
-    return Tile(128, 128, 64, 8, 3) if pairs >= 96 * experts else Tile(64, 128, 64, 4, 3)
+        tile = Tile(32, 32, 32, 4, 3)
+    elif each <= 12:
+        tile = Tile(16, 128, 128 if k % 128 == 0 else 64, 8, 3)
+    elif each <= 24:
+        tile = Tile(32, 128, 64, 4, 4)
+    else:
+        tile = Tile(64 if each <= 56 else 128, 256, 64, 8, 4)
+    return replace(tile, block_n=max(32, tile.block_n // 2)) if gated else tile
 
 
 def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, *,
@@ -136,96 +167,114 @@ def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_id
     """The op on CUDA. Runs the definition for dtypes that the kernels do not support.
 
     Args:
-        path: "pairs", "sorted" or "grouped"; None: chosen by sizes and GPU. tile: None: chosen by sizes.
+        path: "pairs" or "sorted"; None: chosen by sizes. tile: None: chosen by sizes.
         pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
     """
     _check(x, weight, bias, expert_ids, transposed)
     w = weight.mT if transposed else weight  # (E, N, K)
-    if x.dtype not in KERNEL_DTYPES or not expert_ids.numel() * w.shape[1] or (w.stride(2) != 1 and w.stride(1) != 1):
+    if not _supported(x, expert_ids, w):
         return expert_linear_eager(x, weight, bias, expert_ids, transposed)
-    ids = expert_ids.reshape(-1).contiguous()
-    x = rows_contiguous(x)
     bias = bias.contiguous() if bias is not None else None
-    pairs, experts = len(ids), len(w)
-    if path is None:
-        few = pairs <= MAX_PAIRS and pairs <= MAX_PAIRS_PER_EXPERT * experts
-        many = pairs >= MIN_PAIRS_PER_EXPERT_GROUPED * experts and _has_grouped_mm(x, w)
-        path = "pairs" if few else "grouped" if many else "sorted"
-    pdl = host.use_pdl(x.device, pairs) if pdl is None else pdl
-    if path == "grouped":
-        return _grouped(x, w, bias, ids, pdl)
-    return _launch(x, w, bias, ids, path, tile, pdl)
+    return _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl).multiply(x, w, bias)
 
 
-def _launch(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, path: str, tile: Tile | None, pdl: bool) -> Tensor:
-    kernels = host.kernel_module("kernels.experts")
-    pairs, (experts, n, k) = len(ids), w.shape
-    out = x.new_empty(pairs, n)
-    tile = tile or (decode_tile(pairs, experts, n, k, x.dtype) if path == "pairs" else prefill_tile(pairs, experts, x.dtype))
-    options: dict[str, Any] = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
-        "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # tf32 would keep 10 bits of fp32; ignored for others
-        "pdl": pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    sizes = (pairs, n, k, experts, pairs // len(x), x.stride(0), *w.stride())
-    blocks = -(-n // tile.block_n)
-    if path == "pairs":
-        by_pair = pairs <= experts  # fewer leaders than experts and one more for ids out of range
-        launch(
-            kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1),
-            x, w, bias, ids, out, *sizes, BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
-    else:
+def expert_swiglu_cuda(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool, *,
+                       path: str | None = None, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
+    """The op on CUDA; arguments as of ``expert_linear_cuda``."""
+    _check(x, gate_up, None, expert_ids, transposed)
+    _check_swiglu(x, gate_up, down, transposed)
+    up, w = (gate_up.mT, down.mT) if transposed else (gate_up, down)
+    if not _supported(x, expert_ids, up, w):
+        return expert_swiglu_eager(x, gate_up, down, expert_ids, transposed)
+    pairs = _Pairs.of(expert_ids, len(w), x.dtype, path, tile, pdl)
+    return pairs.multiply(pairs.multiply(x, up, None, gated=True), w, None)
+
+
+def _supported(x: Tensor, expert_ids: Tensor, *weights: Tensor) -> bool:
+    """Whether there is something to compute, and the kernels can."""
+    return (x.dtype in KERNEL_DTYPES and expert_ids.numel() > 0
+            and all(w.shape[1] and (w.stride(2) == 1 or w.stride(1) == 1) for w in weights))
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The pairs of a batch, and how they are computed.
+
+    ids: (S,), contiguous. order: (S,) int64, the pairs in the order of their experts, and tiles: (tiles, 4) int32, of
+    ``tiles_kernel``; None for few pairs. tile: None: chosen by sizes.
+    """
+
+    ids: Tensor
+    experts: int
+    pdl: bool
+    tile: Tile | None
+    block_m: int
+    order: Tensor | None = None
+    tiles: Tensor | None = None
+
+    @classmethod
+    def of(cls, expert_ids: Tensor, experts: int, dtype: torch.dtype, path: str | None, tile: Tile | None,
+           pdl: bool | None) -> _Pairs:
+        ids = expert_ids.reshape(-1).contiguous()
+        pairs = len(ids)
+        pdl = host.use_pdl(ids.device, pairs) if pdl is None else pdl
+        if path is None:
+            path = "pairs" if pairs <= MAX_PAIRS else "sorted"
+        if path == "pairs":
+            return cls(ids, experts, pdl, tile, 0)
+        block_m = (tile or prefill_tile(pairs, experts, 0, dtype)).block_m
         order, ends = _sort(ids, experts, pdl)
-        tiles = pairs // tile.block_m + min(experts + 1, pairs)  # each expert's last tile may be short
-        launch(
-            kernels.sorted_kernel, (tiles * blocks,),
-            x, w, bias, order, ends, out, *sizes, BLOCK_E=next_power_of_2(experts + 1, 16), **options)
-    return out
+        count = pairs // block_m + min(experts + 1, pairs)  # each expert's last tile may be short
+        tiles = ids.new_empty(count, 4, dtype=torch.int32)
+        launch(host.kernel_module("kernels.experts").tiles_kernel, (-(-count // 64),), ends, tiles, pairs, experts, count,
+               BLOCK_E=next_power_of_2(experts + 1, 16), BLOCK_M=block_m, BLOCK_T=64, pdl=pdl, num_warps=4)
+        return cls(ids, experts, pdl, tile, block_m, order, tiles)
+
+    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """Rows times the weights (E, N, K) of their experts: (S, N), or SwiGLU of it, (S, N / 2)."""
+        kernels = host.kernel_module("kernels.experts")
+        x = rows_contiguous(x)
+        pairs, (experts, n, k) = len(self.ids), w.shape
+        n = n // 2 if gated else n
+        tile = self.tile or (decode_tile if self.tiles is None else prefill_tile)(pairs, experts, k, x.dtype, gated)
+        out = x.new_empty(pairs, n)
+        options: dict[str, Any] = {
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TRANSPOSED": w.stride(2) != 1,
+            "GATED": gated, "EVEN_N": n % tile.block_n == 0, "EVEN_K": k % tile.block_k == 0,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # tf32 would keep 10 bits of fp32; ignored for others
+            "pdl": self.pdl, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        sizes = (pairs, n, k, experts, pairs // len(x), x.stride(0), *w.stride())
+        blocks = -(-n // tile.block_n)
+        if self.tiles is None:
+            by_pair = pairs <= experts  # fewer leaders than experts and one more for ids out of range
+            launch(kernels.pairs_kernel, (blocks, pairs if by_pair else experts + 1), x, w, bias, self.ids, out, *sizes,
+                   BLOCK_S=max(16, 4096 // tile.block_m), BY_PAIR=by_pair, **options)
+        else:
+            launch(kernels.sorted_kernel, (self.tiles.shape[0] * blocks,), x, w, bias, self.order, self.tiles, out, *sizes,
+                   **options)
+        return out
 
 
 def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
     """(S,) int64: the pairs in the order of their experts, stable, ids out of range last; (E,) int32: the end of each
     expert's."""
-    if len(ids) <= MAX_COUNTED:
-        order, ends = ids.new_empty(len(ids), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
-        launch(host.kernel_module("kernels.experts").order_kernel, (experts + 1,), ids, order, ends, len(ids), experts,
-               BLOCK_S=1024, pdl=pdl, num_warps=4)
-        return order, ends
-    ordered, order = _known(ids, experts).sort(stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True, out_int32=True)
+    order, ends = ids.new_empty(len(ids), dtype=torch.int64), ids.new_empty(experts, dtype=torch.int32)
+    block = 1024 if len(ids) <= 8192 else 4096
+    launch(host.kernel_module("kernels.experts").order_kernel, (experts + 1,), ids, order, ends, len(ids), experts,
+           BLOCK_S=block, pdl=pdl, num_warps=4 if block == 1024 else 8)
+    return order, ends
 
 
-def _known(ids: Tensor, experts: int) -> Tensor:
-    """int64; E for an id out of range."""
-    return ids.long().where((ids >= 0) & (ids < experts), experts)
-
-
-def _grouped(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, pdl: bool) -> Tensor:
-    """By PyTorch's grouped GEMM, which does not write rows past the last expert's; they are filled here."""
-    experts = len(w)
-    order, ends = _sort(ids, experts, pdl)
-    product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    y = product(x[order // (len(ids) // len(x))], w.mT, offs=ends)
-    ordered = _known(ids, experts)[order]
-    if bias is not None:
-        y = y + bias[ordered.clamp(max=experts - 1)]
-    out = torch.empty_like(y)
-    out[order] = y.masked_fill((ordered == experts)[:, None], 0.0)
-    return out
-
-
-def _has_grouped_mm(x: Tensor, w: Tensor) -> bool:
-    """Whether PyTorch's grouped GEMM is a kernel here: for other dtypes and GPUs it is a loop on the host, which reads the
-    offsets. It loads 16 bytes at a time."""
-    return (x.dtype == torch.bfloat16 and (hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm"))
-            and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-            and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and w.is_contiguous() | w.mT.is_contiguous()
-            and (isinstance(w, FakeTensor) or w.data_ptr() % 16 == 0))  # a fake has no address: attn_ops/kernels/launch.py
+def _fake_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
+    return _fake(x, down, None, expert_ids, transposed)
 
 
 expert_linear = define_op(
     "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, bool transposed) -> Tensor",
     cpu=expert_linear_eager, cuda=expert_linear_cuda, fake=_fake, launches=True)
+expert_swiglu = define_op(
+    "expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed) -> Tensor",
+    cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=_fake_swiglu, launches=True)
 
-__all__ = ["MAX_COUNTED", "MAX_PAIRS", "MAX_PAIRS_PER_EXPERT", "MIN_PAIRS_PER_EXPERT_GROUPED", "Tile", "decode_tile",
-           "expert_linear", "expert_linear_cuda", "expert_linear_eager", "prefill_tile"]
+__all__ = ["MAX_PAIRS", "Tile", "decode_tile", "expert_linear", "expert_linear_cuda",
+           "expert_linear_eager", "expert_swiglu", "expert_swiglu_cuda", "expert_swiglu_eager", "prefill_tile"]

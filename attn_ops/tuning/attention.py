@@ -9,6 +9,9 @@ backends share, and over a model's layers where these differ. The fastest wins, 
 * on a GPU a backend that captures fewer batches in CUDA graphs must be LOWER_SUPPORT times as fast as one that captures more:
   steps that mix prefill and decode then run uncaptured, and launching them takes the host longer than attention saves;
 * the backend first in order of priority must be among the measured: no time says that another is faster than it.
+
+Shapes that nobody measured go by the nearest that somebody did: the same dtypes, page size, layout and features, and at most
+NEAR powers of two away in query heads per key head and head dims together.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from quire.attn_ops.backend import AttentionBackend, dtype_name
 from quire.attn_ops.tuning.store import Store, device_name
 
 LOWER_SUPPORT = 2.0  # estimated, not measured, so far from 1: attention is a tenth of a step that decodes 8 B parameters
+NEAR = 2.0
 COMMAND = "run `quire bench attention --save`"
 
 
@@ -55,6 +59,15 @@ class ShapeClass:
         features += ["sinks"] * site.sinks + ["non-causal"] * (not site.causal)
         return cls(dtype_name(site.dtype), dtype_name(kv_dtype or site.dtype), site.head_dim, site.head_dim_v,
                    site.num_heads // site.num_kv_heads, page_size, layout or "NHD", tuple(features))
+
+    def distance(self, other: ShapeClass) -> float:
+        """From a class that is measured: powers of two in heads per key head and in head dims; infinite if times of one say
+        nothing of the other."""
+        same = ("dtype", "kv_dtype", "page_size", "layout", "features")
+        if any(getattr(self, name) != getattr(other, name) for name in same):
+            return math.inf
+        dims = (self.head_dim + self.head_dim_v) / (other.head_dim + other.head_dim_v)
+        return abs(math.log2(self.group / other.group)) + abs(math.log2(dims))
 
     def describe(self, num_kv_heads: int) -> list[str]:
         """["32/8 x 128 bfloat16", features...]"""
@@ -201,6 +214,9 @@ def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: 
 
     best = min(measured, key=cost)  # of equals the first in order of priority
     where = _where(sites, device)
+    if guessed := [next(iter(by.values())) for (by, _), (shape, *_) in zip(found, classes, strict=True)
+                   if all(row.shape != shape for row in by.values())]:
+        where += f", by the nearest shape measured, {guessed[0].shape.describe(guessed[0].num_kv_heads)[0]}"
     against: dict[str, list[str]] = {}
     for b in usable:
         if b is best:
@@ -225,14 +241,16 @@ def _mean(times: Sequence[float]) -> float:
 
 def _comparable(rows: list[Measurement], usable: Sequence[AttentionBackend], shape: ShapeClass, variant: Sequence[Any]
                 ) -> dict[str, Measurement]:
-    """Rows of the class by backend, all of one variant: the site's own, else the one that most backends were measured with."""
+    """Rows of the class, or the nearest one, by backend, all of one variant: the site's own, else the one that most backends
+    were measured with."""
     alike: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for backend in usable:
         now = versions(backend)
         for row in rows:
-            if row.backend == backend.name and row.shape == shape and (row.torch, row.packages) == now:
-                alike.setdefault(row.variant, {})[backend.name] = row
-    return alike.get(tuple(variant)) or max(alike.values(), key=len, default={})
+            if row.backend == backend.name and row.shape.distance(shape) <= NEAR and (row.torch, row.packages) == now:
+                alike.setdefault((row.shape, *row.variant), {})[backend.name] = row
+    return alike.get((shape, *variant)) or min(
+        alike.values(), key=lambda by: (next(iter(by.values())).shape.distance(shape), -len(by)), default={})
 
 
 def _unmeasured(rows: list[Measurement], backend: AttentionBackend, shapes: list[ShapeClass]) -> str:

@@ -11,7 +11,7 @@ with a softcap, sinks or chunks, and quantized caches, are refused with the reas
 import torch
 import torch.nn.functional as F
 
-from quire import AttentionBackend, AttentionCapabilities, define_paged_op
+from quire import AttentionBackend, AttentionCapabilities, UnsupportedAttention, define_paged_op
 
 
 def paged_attention(
@@ -21,6 +21,8 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+    if sinks is not None or softcap is not None or chunk is not None or k_scale is not None:
+        raise UnsupportedAttention("the sdpa_example backend has no sinks, softcap, chunks or quantized caches")
     page_size = k_cache.shape[1]
     if k is not None and v is not None:  # None: the layer shares the cache of another, which stored them
         live = slot_mapping >= 0  # -1: a padding token
@@ -46,7 +48,8 @@ def paged_attention(
 
 BACKEND = AttentionBackend(
     name="sdpa_example",
-    capabilities=AttentionCapabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}), window=True),
+    capabilities=AttentionCapabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}), window=True,
+                                       batch_invariant=True),  # one sequence at a time
     available=lambda device: None,
     op=define_paged_op("sdpa_example", paged_attention, devices=("CPU",)),
 )

@@ -57,7 +57,7 @@ class AttentionSession(Run):
                              layers_asked(args.layers))
             self.label = spec.label
             model = skeleton(spec).eval()
-            sites = find_sites(model)
+            sites = [s.dense for s in find_sites(model)]
             most = getattr(config_of(spec).get_text_config(decoder=True), "max_position_embeddings", None)
             self.contexts = tuple(dict.fromkeys(min(c, most or c) for c in self.contexts))
         #: one site of each kind

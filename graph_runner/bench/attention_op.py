@@ -1,13 +1,13 @@
-"""Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_kernels.py``.
+"""Time a backend's paged op alone, for ``quire bench attention`` and ``benchmarks/attention_grid.py``.
 
-On a GPU the result is the median over replays of a CUDA graph of CALLS calls, divided by CALLS, where the backend allows such a
-batch in a graph; else of CALLS calls between two events, launch overhead included. Calls slower than SLOW are repeated less. On
-a CPU it is the median of single calls. Calls rotate through several caches, on a GPU together at least 8 times its L2 cache, so
-that keys come from memory as in a model. Host work before a step (``plan``, ``prepare``) is not timed.
+On a GPU the result is the median over replays of a CUDA graph, where the backend allows such a batch in a graph; else of calls
+between events. On a CPU it is the median of single calls. Calls rotate through caches that on a GPU are together at least 8
+times its L2 cache, so that keys come from memory as in a model. Host work before a step (``plan``, ``prepare``) is not timed.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +18,14 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
-from quire.attn_ops.conformance.batches import Batch, lay_out, planned, prepared
-from quire.attn_ops.kv_cache import Layout, vector_bytes
+from quire.attn_ops.conformance.batches import Batch, planned, prepared
+from quire.attn_ops.kv_cache import Layout, PagedKVCache, vector_bytes
+from quire.attn_ops.kv_quant import quantize
+from quire.attn_ops.metadata import CommonAttentionMetadata
 
-CALLS = 20
-REPLAYS = 30
-SLOW = 5e-3  # seconds
-CPU_CALLS = 7
+GRAPH = 10  # milliseconds
+HOST_CALLS, CPU_CALLS = 3, 7
+COPIES = 20  # of the cache, at most
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,37 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
         kv_dtype: of the cache; None: the site's.
         max_len: tokens that the block table has room for, at least (an engine's is as wide as its longest sequence).
     """
-    width = -(-max(max_len, *point.seq_lens) // page_size)
-    laid = lay_out(site, point.query_lens, point.seq_lens, page_size=page_size, device=device, layout=layout,
-                   kv_dtype=kv_dtype, table_width=width, fill=0.0, expect=False)
-    batch = OpBatch(**vars(laid))
+    counts = [-(-n // page_size) for n in point.seq_lens]
+    width, pages = -(-max(max_len, *point.seq_lens) // page_size), sum(counts) + 1
+    table = torch.zeros(len(counts), width, dtype=torch.int64)
+    table[torch.arange(width) < torch.tensor(counts)[:, None]] = 1 + torch.randperm(pages - 1)
+    metadata = CommonAttentionMetadata.build(point.query_lens, point.seq_lens, table.tolist(), page_size=page_size,
+                                             device=device)
+    cache = PagedKVCache.for_sites([site], num_pages=pages, page_size=page_size, device=device, layout=layout, dtype=kv_dtype)
+
+    def randn(heads: int, dim: int, tokens: int = sum(point.query_lens)) -> torch.Tensor:
+        return torch.randn(tokens, heads, dim, device=device).to(site.dtype)
+
+    own = cache.of_layer(0)
+    for held, scale, dim in ((own[0], own[2], site.head_dim), (own[1], own[3], site.head_dim_v)):
+        assert held is not None
+        some = randn(site.num_kv_heads, dim, page_size * min(pages, 1024))  # repeated: large caches fill quickly
+        codes, scales = quantize(some, cache.dtype) if cache.quantized else (some, None)
+        for tensor, values in ((held, codes), (scale, scales)):
+            if tensor is not None and values is not None:
+                blocks = values.unflatten(0, (-1, page_size))
+                for begin in range(0, pages, len(blocks)):
+                    part = tensor[begin : begin + len(blocks)]
+                    part.copy_(blocks[: len(part)])
     copies = 2
     if device.type == "cuda":
-        l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        copies = max(2, min(CALLS, -(-8 * l2 // batch.cache.num_bytes)))
-    own = batch.cache.of_layer(0)
-    batch.caches = [own, *(tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1))]
-    return batch
+        cold = 8 * torch.cuda.get_device_properties(device).L2_cache_size
+        copies = max(1, min(COPIES, -(-cold // cache.num_bytes)))
+    empty = torch.zeros(0, dtype=torch.float64)
+    q, k, v = randn(site.num_heads, site.head_dim), randn(site.num_kv_heads, site.head_dim), randn(
+        site.num_kv_heads, site.head_dim_v)
+    return OpBatch(site, q, k, v, randn(site.num_heads, 1, 1).flatten() if site.sinks else None, cache, metadata, True, empty,
+                   empty, caches=[own, *(tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1))])
 
 
 @dataclass(frozen=True)
@@ -107,35 +128,28 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
             backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
                        **batch.options)
 
-        call(0)
-        if device.type != "cuda":
-            return on_the_host(call)
-        torch.cuda.synchronize(device)
+        return on_the_device(call, captured) if device.type == "cuda" else on_the_host(call)
+
+
+def on_the_device(call: Callable[[int], Any], captured: bool = True) -> Timing:
+    """Device time of one call: in a CUDA graph of as many calls as take about GRAPH ms; if not ``captured``, between events.
+    ``call`` takes the number of the call."""
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    numbers = itertools.count()
+    for _ in range(2):  # the first compiles
+        torch.cuda.synchronize()
         began = time.perf_counter()
-        call(0)
-        torch.cuda.synchronize(device)
-        once = time.perf_counter() - began
-        count = CALLS if once < SLOW else 2
-        began = time.perf_counter()
-        for i in range(count):
-            call(i)
-        host_us = (time.perf_counter() - began) * 1e6 / count
-        torch.cuda.synchronize(device)
-
-        def calls() -> None:
-            for i in range(count):
-                call(i)
-
-        replays = REPLAYS if once < SLOW else 3
-        if not captured:
-            return Timing(median_us(calls, count, replays), host_us, "events")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            calls()
-        return Timing(median_us(graph.replay, count, replays), host_us, "graph")
+        for _ in range(HOST_CALLS):
+            call(next(numbers))
+        host_us = (time.perf_counter() - began) * 1e6 / HOST_CALLS
+    torch.cuda.synchronize()
+    bench = do_bench_cudagraph if captured else do_bench
+    us = bench(lambda: call(next(numbers)), rep=GRAPH, return_mode="median") * 1e3
+    return Timing(us, host_us, "graph" if captured else "events")
 
 
-def on_the_host(call: Callable[[int], None]) -> Timing:
+def on_the_host(call: Callable[[int], Any]) -> Timing:
     """Host time of one call: the median."""
     seconds = []
     for i in range(CPU_CALLS):
@@ -144,19 +158,6 @@ def on_the_host(call: Callable[[int], None]) -> Timing:
         seconds.append(time.perf_counter() - began)
     us = statistics.median(seconds) * 1e6
     return Timing(us, us, "host")
-
-
-def median_us(run: Callable[[], Any], calls: int, replays: int) -> float:
-    """Median device time in microseconds of one call; ``run`` makes ``calls`` of them on the current stream."""
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for _ in range(min(3, replays - 1)):
-        run()
-    for begin, end in events:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / calls
 
 
 def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None) -> tuple[int, int]:
@@ -174,5 +175,5 @@ def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None)
     return size, 2 * pairs * site.num_heads * dims
 
 
-__all__ = ["CALLS", "EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "median_us",
-           "on_the_host", "op_batch", "work"]
+__all__ = ["EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "on_the_device", "on_the_host",
+           "op_batch", "work"]

@@ -18,7 +18,7 @@ def _key(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(k) for k in KEY)
 
 
-def _time_of(row: Row) -> tuple[str, float] | None:
+def time_of(row: Row) -> tuple[str, float] | None:
     """(unit, time) of a step, else of the whole run; None if the row was not measured."""
     for name, unit in (("ms_per_step", "ms"), ("seconds", "s")):
         if row.get(name) is not None:
@@ -36,7 +36,7 @@ def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[
     old = {_key(row): row for row in before.get("rows", [])}
     cells, slower = [], 0
     for row in rows:
-        then, now = _time_of(old.get(_key(row), {})), _time_of(row)
+        then, now = time_of(old.get(_key(row), {})), time_of(row)
         if then is None:
             continue
         ratio = now[1] / then[1] if now is not None else None
@@ -60,4 +60,4 @@ def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[
     return int(slower > 0)
 
 
-__all__ = ["KEY", "compare"]
+__all__ = ["KEY", "compare", "time_of"]

@@ -22,6 +22,8 @@ examples:
   quire bench decode --model llama-8b --quantize int8wo --out int8.json
   quire bench attention --model llama-8b --save                      # the kernels alone; attention="auto" goes by it
   quire bench attention --heads 32/8x128,64/8x64 --page-size 32 --out kernels.json
+  quire bench matrix --vs vllm --gpus 4 --deadline 540 --out matrix.json         # many models; --resume goes on with it
+  quire bench matrix --models llama-8b --cells 'decode/*x1024,online' --against matrix.json
 """
 
 
@@ -63,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     add = parser.add_argument
     add("workload", nargs="?", default="decode",
-        choices=("decode", "mixed256", "prefill", "start", "host", "all", "attention"),
+        choices=("decode", "mixed256", "prefill", "start", "host", "all", "attention", "matrix"),
         help=("what to measure (default: decode); host: the host's part of a step, without the model; attention: each "
-              "backend's kernels alone, not part of all"))
+              "backend's kernels alone; matrix: decode, prefill, mixed and online cells of many models; all: the others"))
     add("--model", metavar="NAME|PATH", help=(
         f"a public model's shape, with random weights: {', '.join(NAMES)}; or the path of a saved model (default: llama-8b, on "
         "a CPU tiny)"))
@@ -104,15 +106,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only.add_argument("--layout", default="NHD", choices=("NHD", "HND"), help="of the KV cache (default: NHD)")
     only.add_argument("--save", action="store_true",
                       help="keep the times in the user's cache, where attention=\"auto\" finds them")
+    only = parser.add_argument_group("for the workload matrix only")
+    only.add_argument("--models", type=_list, metavar="LIST", help="as for --model (default: twelve, on a CPU tiny)")
+    only.add_argument("--cells", type=_list, metavar="LIST", help="patterns such as decode/8x*, prefill/*, mixed256, online")
+    only.add_argument("--resume", type=Path, nargs="*", metavar="FILE.json",
+                      help="leave out the cells that --out, or one of these files, has a row of")
+    only.add_argument("--retry", action="store_true", help="with --resume: measure cells again that have only an error")
+    only.add_argument("--deadline", type=float, metavar="SECONDS",
+                      help="start nothing that may end later than this, counted from the start")
+    only.add_argument("--gpus", type=int, metavar="N", help="GPUs to use at once, one model each (default: 1)")
+    only.add_argument("--vllm-path", type=Path, metavar="DIR",
+                      help="folder with vLLM, put last on PYTHONPATH of its processes only")
 
 
 def _session(args: argparse.Namespace, command: str) -> Any:
     """The session for the workload. Raises ValueError for arguments of another workload, which would be ignored."""
-    kernels = args.workload == "attention"
-    given = [f"--{name}" for name in (("vs", "engine", "plots", "quantize") if kernels else ("heads", "save"))
-             if getattr(args, name)]
-    if given:
+    kernels, matrix = args.workload == "attention", args.workload == "matrix"
+    wrong = ["vs", "engine", "plots", "quantize"] if kernels else ["heads", "save"]
+    wrong += (["model", "batch", "context", "plots", "quantize"] if matrix else
+              ["models", "cells", "resume", "retry", "deadline", "gpus", "vllm_path"])
+    if given := [f"--{name.replace('_', '-')}" for name in wrong if getattr(args, name) not in (None, False, [])]:
         raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
+    if matrix:
+        from quire.graph_runner.bench.matrix import Matrix
+
+        return Matrix(args, command)
     if kernels and args.systems != ["quire"]:
         raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
     if kernels:

@@ -40,7 +40,9 @@ def complete(row: Row, bandwidth: float | None) -> Row:
         row["tb_per_s"] = size / step / 1e9
         if bandwidth:
             row["floor_ms"] = size / bandwidth * 1e3
-            row["share_of_floor"] = row["floor_ms"] / step
+    took = step or (row["seconds"] and row["seconds"] * 1e3)
+    if row["floor_ms"] and took:
+        row["share_of_floor"] = row["floor_ms"] / took
     return row
 
 
@@ -78,11 +80,11 @@ def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]
     }
 
 
-def write(path: Path, env: dict[str, Any], rows: Sequence[Row]) -> None:
+def write(path: Path, env: dict[str, Any], rows: Sequence[Row], **more: Any) -> None:
     """Write the whole result so far, atomically: an interrupted run leaves a readable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"environment": env, "rows": list(rows)}, indent=1, default=str) + "\n")
+    part.write_text(json.dumps({"environment": env, **more, "rows": list(rows)}, indent=1, default=str) + "\n")
     part.replace(path)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quire.graph_runner.bench.models import Models, config_of
-from quire.graph_runner.bench.systems import Limits, NotMeasured, System
+from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, System
 
 
 class HfEager(System):
@@ -128,7 +128,7 @@ class HfContinuousBatching(System):
         self.model = None
 
 
-class Vllm(System):
+class Vllm(SteppedSystem):
     """vLLM's ``LLM``, with dummy weights for a shape. The model under test is dropped from memory first."""
 
     name, in_process, quantizes, starts = "vllm", False, False, True
@@ -151,16 +151,31 @@ class Vllm(System):
             config.save_pretrained(self._folder.name)
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
+        self._submitted = 0
         self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=str(models.spec.dtype).removeprefix("torch."),
                             **self.options)
 
-    def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
+    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, stream: bool = False) -> int:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        params = [SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True, detokenize=False)
-                  for n in new_tokens]
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return sum(len(o.outputs[0].token_ids) for o in outputs)
+        self._submitted += 1
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(max_tokens=new_tokens, temperature=temperature, ignore_eos=True, detokenize=False,
+                                output_kind=kind)
+        self.llm.llm_engine.add_request(str(self._submitted), {"prompt_token_ids": prompt}, params)
+        return self._submitted
+
+    def step(self) -> list[int]:
+        return [int(output.request_id) for output in self.llm.llm_engine.step() for _ in output.outputs[0].token_ids]
+
+    def abort(self, requests: Sequence[int] | None = None) -> None:
+        chosen = range(1, self._submitted + 1) if requests is None else requests
+        self.llm.llm_engine.abort_request([str(request) for request in chosen])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def close(self) -> None:
         core: Any = getattr(getattr(self.llm, "llm_engine", None), "engine_core", None)

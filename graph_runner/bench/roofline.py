@@ -1,17 +1,20 @@
-"""The roofline of a decode step: the bytes it must read from memory, over the bandwidth of a copy."""
+"""Rooflines: the bytes that a decode step must read, over the bandwidth of a copy; the operations of a prefill, over the rate
+of a large matrix product."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
 from quire.attn_ops.kv_cache import vector_bytes
-from quire.graph_runner.bench.attention_op import median_us, on_the_host
+from quire.graph_runner.bench.attention_op import on_the_device, on_the_host
 from quire.passes.verify.quantized import num_bytes
 
 _COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
-_COPIES = 11
+_MATMUL = {"cuda": 8192, "cpu": 512}  # rows and columns
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -25,8 +28,48 @@ def copy_bandwidth(device: torch.device) -> float:
     def copy(i: int = 0) -> None:
         target.copy_(source)
 
-    us = median_us(copy, 1, _COPIES) if device.type == "cuda" else on_the_host(copy).us
+    us = (on_the_device(copy, captured=False) if device.type == "cuda" else on_the_host(copy)).us
     return 2 * source.numel() * 4 / us * 1e6
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large square matrix product of random numbers: the median of several."""
+    size = _MATMUL["cuda" if device.type == "cuda" else "cpu"]
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def product(i: int = 0) -> None:
+        torch.mm(left, right, out=out)
+
+    us = (on_the_device(product, captured=False) if device.type == "cuda" else on_the_host(product)).us
+    return 2 * size**3 / us * 1e6
+
+
+def prefill_flops(model: torch.nn.Module, lengths: Sequence[int]) -> float:
+    """Floating-point operations of prefilling prompts of these lengths, each up to its first new token.
+
+    Two per weight and token (of E experts, the k that a token is routed to), the output projection for the last token of each
+    prompt only; in attention 2 * (D + Dv) per query head and visible key.
+    """
+    config, owner = _config(model), cast(Any, model)
+    head = getattr(owner.get_output_embeddings(), "weight", None)
+    embedding = owner.get_input_embeddings().weight
+    tokens, share = sum(lengths), _expert_share(config, 1)
+    flops = 2.0 * len(lengths) * (head if head is not None else embedding).numel()
+    for name, parameter in model.named_parameters():
+        if parameter is not embedding and parameter is not head and parameter.ndim > 1:
+            flops += 2.0 * tokens * parameter.numel() * (share if ".experts." in name else 1.0)
+    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dims = 2 * dim
+    if getattr(config, "kv_lora_rank", None):
+        dims = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    pairs = 0
+    for window, count in _windows(config, layers).items():
+        for n in lengths:
+            full = n * (n + 1) // 2
+            pairs += count * (full if window is None or n <= window else full - (n - window) * (n - window + 1) // 2)
+    return flops + 2.0 * heads * dims * pairs
 
 
 def weight_bytes(model: torch.nn.Module, batch: int) -> float:
@@ -70,10 +113,15 @@ def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | N
         size = vector_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
     else:
         size = (getattr(config, "num_key_value_heads", None) or heads) * vector_bytes(dim, dim, dtype)
+    tokens = sum(count * min(n, window or n) for window, count in _windows(config, layers).items() for n in contexts)
+    return float(tokens) * size
+
+
+def _windows(config: Any, layers: int) -> Counter[int | None]:
+    """The number of layers by sliding window (None: without)."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-    tokens = sum(min(n, window) if window and kind == "sliding_attention" else n for n in contexts for kind in types)
-    return float(tokens) * size
+    return Counter(window if window and kind == "sliding_attention" else None for kind in types)
 
 
 def step_bytes(model: torch.nn.Module, batch: int, context: int, kv_dtype: torch.dtype | None = None) -> float:
@@ -81,4 +129,4 @@ def step_bytes(model: torch.nn.Module, batch: int, context: int, kv_dtype: torch
     return weight_bytes(model, batch) + kv_bytes(model, [context] * batch, kv_dtype)
 
 
-__all__ = ["copy_bandwidth", "kv_bytes", "step_bytes", "weight_bytes"]
+__all__ = ["copy_bandwidth", "kv_bytes", "matmul_rate", "prefill_flops", "step_bytes", "weight_bytes"]

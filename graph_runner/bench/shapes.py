@@ -72,6 +72,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                               mscale_all_dim=0.707, original_max_position_embeddings=4096))),
 }
 NAMES = (*SHAPES, "tiny")
+#: of ``quire bench matrix``, in the order of its tables
+MATRIX = ("llama-8b", "llama-1b", "qwen3-0.6b", "qwen3-8b", "gemma2-9b", "llama2-7b", "phi-3-mini", "qwen2-7b", "mistral-7b",
+          "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v2-lite")
 
 #: name -> (torchao config class, arguments): weights only (wo), or activations too, with one scale per token (dq).
 QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,4 +85,4 @@ QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8dq": ("Float8DynamicActivationFloat8WeightConfig", {"granularity": "PerRow"}),
 }
 
-__all__ = ["NAMES", "QUANTIZATIONS", "SHAPES"]
+__all__ = ["MATRIX", "NAMES", "QUANTIZATIONS", "SHAPES"]

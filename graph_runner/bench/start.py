@@ -11,10 +11,7 @@ quire's time is split into ``import`` (Python, torch, transformers), ``load`` (t
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,12 +20,12 @@ from typing import Any
 import torch
 
 from quire.graph_runner.bench import rivals as rivals  # registers them
+from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.models import Models, ModelSpec
 from quire.graph_runner.bench.report import Row
 from quire.graph_runner.bench.systems import SYSTEMS, Limits, NotMeasured, open_system
 from quire.passes.start_times import seconds
 
-MARK = "QUIRE_START "
 PARTS = ("trace", "compile", "kernels", "autotune", "capture", "set-up")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm",
            "QUIRE_CACHE_DIR": "quire"}
@@ -48,19 +45,13 @@ def _run(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], 
     job = {"name": spec.name, "dtype": str(spec.dtype).removeprefix("torch."), "device": str(spec.device),
            "layers": spec.layers, "quantization": spec.quantization, "system": system, "attention": attention,
            "options": options, "began": time.time()}
-    done = subprocess.run([sys.executable, "-m", "quire.graph_runner.bench.start", json.dumps(job)], capture_output=True,
-                          text=True, env={**os.environ, **caches})
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not lines:
-        said = (done.stderr or done.stdout).strip().splitlines() or [""]
-        raise RuntimeError(f"the process that starts {system} ended with exit code {done.returncode}: {said[-1]}\n"
-                           + "\n".join(said[-40:]))
-    return dict(json.loads(lines[-1].removeprefix(MARK)))
+    (row,) = workers.rows(["-m", "quire.graph_runner.bench.start"], job, caches)
+    return row
 
 
 def main() -> None:
     """The measured process: makes the system, generates one token, prints a row."""
-    job = json.loads(sys.argv[1])
+    job = workers.job()
     importlib.import_module("transformers")  # part of what a user waits for
     spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"],
                      job["quantization"])
@@ -81,7 +72,7 @@ def main() -> None:
         parts["other"] = ready - sum(parts.values())
         row = {"seconds": ready, "parts_s": parts, "first_token_s": first, "attention": system.attention,
                "capture_s": system.capture_s, "peak_memory_gib": system.peak_memory_gib(spec.device)}
-        print(MARK + json.dumps(row), flush=True)
+        workers.emit(row)
 
 
 __all__ = ["start"]

@@ -81,7 +81,37 @@ class System(ABC):
         return (total - free) / 2**30
 
 
-class Quire(System):
+class SteppedSystem(System):
+    """A system whose users can also drive it step by step."""
+
+    @abstractmethod
+    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, stream: bool = False) -> int:
+        """Queue a request of exactly ``new_tokens`` tokens; returns its id."""
+
+    @abstractmethod
+    def step(self) -> list[int]:
+        """Run one engine step. Returns the id of a request once per token that reached the host: after each step for a request
+        that streams, at the latest with its last token for others."""
+
+    @abstractmethod
+    def abort(self, requests: Sequence[int] | None = None) -> None:
+        """End these requests; None: all."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether submitted requests are unfinished."""
+
+    def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
+        for prompt, n in zip(prompts, new_tokens, strict=True):
+            self.submit(prompt, n, temperature)
+        count = 0
+        while self.busy:
+            count += len(self.step())
+        return count
+
+
+class Quire(SteppedSystem):
     """``quire.Engine``."""
 
     name, starts = "quire", True
@@ -95,16 +125,26 @@ class Quire(System):
         self.kv_cache_dtype = self.engine.runner.cache.dtype
         self.capture_s = self.engine.runner.graphs.stats.capture_seconds
 
-    def generate(self, prompts: Sequence[list[int]], new_tokens: Sequence[int], temperature: float) -> int:
+    def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, stream: bool = False) -> int:
         from quire.graph_runner.sampling_params import SamplingParams
 
-        params = [SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True, detokenize=False)
-                  for n in new_tokens]
-        outputs = self.engine.generate(list(prompts), params)
-        for output in outputs:
-            if output.error is not None:
-                raise RuntimeError(f"request {output.index}: {output.error}")
-        return sum(len(o.token_ids) for o in outputs)
+        (request,) = self.engine.add_request(prompt, SamplingParams(max_tokens=new_tokens, temperature=temperature,
+                                                                    ignore_eos=True, detokenize=False))
+        return request
+
+    def step(self) -> list[int]:
+        events = self.engine.step()
+        if failed := next((event for event in events if event.output.error is not None), None):
+            raise RuntimeError(f"request {failed.index}: {failed.output.error}")
+        return [event.index for event in events for _ in event.token_ids]
+
+    def abort(self, requests: Sequence[int] | None = None) -> None:
+        for request in list(self.engine.requests) if requests is None else requests:
+            self.engine.abort(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.engine.requests)
 
     def close(self) -> None:
         self.engine.close()
@@ -125,4 +165,4 @@ def open_system(name: str, models: Models, attention: str, limits: Limits, optio
         free_memory()
 
 
-__all__ = ["Limits", "NotMeasured", "SYSTEMS", "System", "open_system"]
+__all__ = ["Limits", "NotMeasured", "SYSTEMS", "SteppedSystem", "System", "open_system"]

@@ -63,7 +63,7 @@ class Prompts:
         return [self._random.choices(range(self._vocab_size), k=n) for n in lengths]
 
 
-def _seconds(system: System, prompts: list[list[int]], new_tokens: Sequence[int], temperature: float = 0.0) -> float:
+def run_seconds(system: System, prompts: list[list[int]], new_tokens: Sequence[int], temperature: float = 0.0) -> float:
     """Wall time of one run. Raises NotMeasured unless every token came."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> It
 def _step_seconds(system: System, sizes: Sizes, lengths: list[int], prompts: Prompts) -> list[float]:
     """Seconds per step, once per repeat."""
     def run(new: int) -> float:
-        return _seconds(system, prompts(lengths), [new] * len(lengths))
+        return run_seconds(system, prompts(lengths), [new] * len(lengths))
 
     for new in (LONG, LONG, SHORT) if system.compiles_each_size else (SHORT + 2,):  # warm-up
         run(new)
@@ -112,8 +112,8 @@ def _step_seconds(system: System, sizes: Sizes, lengths: list[int], prompts: Pro
     return found
 
 
-def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
-    """One row."""
+def mixed_lengths(sizes: Sizes) -> list[tuple[int, int]]:
+    """Prompt and output length of each request of mixed256."""
     rng = random.Random(0)
     low, high = sizes.lengths
     prompt_lengths = []
@@ -121,22 +121,25 @@ def mixed256(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> 
         prompt_lengths.append(rng.randint(low, high))
         for _ in range(prompt_lengths[-1]):
             rng.randint(0, 10000)  # nano-vllm's token here; unused, but later lengths depend on the draw
-    lengths = [(n, rng.randint(low, high)) for n in prompt_lengths]
+    return [(n, rng.randint(low, high)) for n in prompt_lengths]
+
+
+def mixed256(system: System, sizes: Sizes, prompts: Prompts) -> Row:
+    lengths = mixed_lengths(sizes)
     warm = lengths[: max(2, len(lengths) // 16)]
-    _seconds(system, prompts([p for p, _ in warm]), [min(n, 16) for _, n in warm], 0.6)
-    seconds = _seconds(system, prompts([p for p, _ in lengths]), [n for _, n in lengths], 0.6)
+    run_seconds(system, prompts([p for p, _ in warm]), [min(n, 16) for _, n in warm], 0.6)
+    seconds = run_seconds(system, prompts([p for p, _ in lengths]), [n for _, n in lengths], 0.6)
     tokens = sum(n for _, n in lengths)
-    yield {"batch": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds,
-           "output_tokens": tokens, "prompt_tokens": sum(p for p, _ in lengths)}
+    return {"batch": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds,
+            "output_tokens": tokens, "prompt_tokens": sum(p for p, _ in lengths)}
 
 
-def prefill(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
-    """A row for many prompts and a row for one."""
-    for count, length in sizes.prefills:
-        runs = [_seconds(system, prompts([length] * count), [SHORT] * count) for _ in range(sizes.repeats + 1)]
-        seconds = statistics.median(runs[1:])  # the first is the warm-up
-        yield {"batch": count, "context": length, "seconds": seconds, "tokens_per_s": count * length / seconds,
-               "repeats_s": runs[1:]}
+def prefill(system: System, count: int, length: int, repeats: int, prompts: Prompts, new: int = SHORT) -> Row:
+    """``count`` prompts of ``length`` tokens, and ``new`` new tokens each."""
+    runs = [run_seconds(system, prompts([length] * count), [new] * count) for _ in range(repeats + 1)]
+    seconds = statistics.median(runs[1:])  # the first is the warm-up
+    return {"batch": count, "context": length, "seconds": seconds, "tokens_per_s": count * length / seconds,
+            "repeats_s": runs[1:]}
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,12 @@ class Workload:
 
 WORKLOADS: dict[str, Workload] = {
     "decode": Workload(decode_limits, decode, lambda s: len(s.batches)),
-    "mixed256": Workload(lambda s: Limits(s.requests, 2 * s.lengths[1] + 1), mixed256, lambda s: 1),
-    "prefill": Workload(lambda s: Limits(s.prefills[0][0], s.prefills[0][1] + SHORT + 1), prefill, lambda s: len(s.prefills)),
+    "mixed256": Workload(lambda s: Limits(s.requests, 2 * s.lengths[1] + 1),
+                         lambda system, models, sizes, prompts: iter([mixed256(system, sizes, prompts)]), lambda s: 1),
+    "prefill": Workload(lambda s: Limits(s.prefills[0][0], s.prefills[0][1] + SHORT + 1),
+                        lambda system, models, sizes, prompts: (prefill(system, count, length, sizes.repeats, prompts)
+                                                                for count, length in sizes.prefills),
+                        lambda s: len(s.prefills)),
 }
 
 
@@ -164,4 +171,5 @@ def serve(workload: Workload, models: Models, system: str, attention: str, optio
             yield {**facts, **row, "peak_memory_gib": opened.peak_memory_gib(models.spec.device)}
 
 
-__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "serve"]
+__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed256", "mixed_lengths", "prefill",
+           "run_seconds", "serve"]

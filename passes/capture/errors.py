@@ -22,17 +22,32 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
         plain = re.search(r"ConstantVariable\(str: (['\"])(.*)\1\)", ours[1])  # as torch 2.11 shows it
         return UnsupportedAttention(plain[2] if plain else ours[1].strip("'\""))
     error = getattr(error, "inner_exception", None) or error  # not Dynamo's line, which prints the whole backend
-    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return UnsupportedAttention(f"{type(model).__name__} could not be traced into one graph: {type(error).__name__}: {first}"
-                                f"{_reason(str(error))}")
+    text, name = str(error), type(model).__name__
+    raised = re.search(r"raised exception (\w+)\(\[?(?:ConstantVariable\(str: )?(['\"])(.*?)\2\)", text)
+    if raised is not None:
+        return UnsupportedAttention(
+            f"{name}'s forward raises {raised[1]} when it is given token ids and positions alone: {raised[3]}")
+    if re.search(r"[Dd]ata-dependent|Dynamic shape operator|Tensor\.item|GuardOnDataDependent", text):
+        return UnsupportedAttention(
+            f"{name}'s forward reads values of tensors on the host, as a Python loop over the experts in use or a branch on "
+            f"data does, so that its path depends on the batch and cannot be one graph{_reason(text)}. Compute all paths by "
+            "tensor operations, or pass experts through transformers' experts interface.")
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return UnsupportedAttention(f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}")
+
+
+def is_first_read(error: Exception) -> bool:
+    """Whether Dynamo met a ``functools.cached_property`` that was never read: it cannot trace its lock, in Python 3.11."""
+    return "RLock" in str(error) and "SETUP_WITH" in str(error)
 
 
 def _reason(text: str) -> str:
     """What helps in Dynamo's further lines: what it met, and where in the user's code."""
     met = re.search(r"Developer debug context: *(\S.*)", text)
-    places = re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)
+    places = [re.sub(r'"[^"]*[/\\]site-packages[/\\]', '"', place)
+              for place in re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)]
     found = [part for part in (met and met[1].strip()[:200], places and places[-1][-90:]) if part]
     return f" ({'; '.join(found)})" if found else ""
 
 
-__all__ = ["unwrapped"]
+__all__ = ["is_first_read", "unwrapped"]

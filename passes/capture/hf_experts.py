@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_linear
+from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_linear, expert_swiglu
 
 logger = logging.getLogger(__name__)
 NAME = "quire"
@@ -55,12 +55,26 @@ def experts_function(module: Any, hidden_states: torch.Tensor, top_k_index: torc
         bias = getattr(module, name + "_bias") if module.has_bias else None
         return expert_linear(x.to(weight.dtype), weight, bias, top_k_index, module.is_transposed)
 
-    out = linear(hidden_states, "gate_up_proj" if module.has_gate else "up_proj")  # (T * k, ...), in the order of the pairs
-    out = linear(module._apply_gate(out) if module.has_gate else module.act_fn(out), "down_proj")
+    # (T * k, ...), in the order of the pairs
+    if _is_swiglu(module):
+        rows = hidden_states.to(module.down_proj.dtype)
+        out = expert_swiglu(rows, module.gate_up_proj, module.down_proj, top_k_index, module.is_transposed)
+    else:
+        out = linear(hidden_states, "gate_up_proj" if module.has_gate else "up_proj")
+        out = linear(module._apply_gate(out) if module.has_gate else module.act_fn(out), "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     weighted = out.float().view(*top_k_index.shape, -1) * top_k_weights.float().reshape(top_k_index.shape).unsqueeze(-1)
     return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Whether the experts are SwiGLU without biases: transformers' own gate around SiLU, for weights ``[gate; up]``."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    return (module.has_gate and not module.has_bias and getattr(module, "is_concatenated", False) is True
+            and type(module)._apply_gate is _default_apply_gate and type(module.act_fn) in (torch.nn.SiLU, SiLUActivation))
 
 
 @functools.cache

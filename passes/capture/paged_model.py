@@ -25,9 +25,9 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache, register_site_finder
 from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.registry import get_backend
-from quire.attn_ops.selection import Selection, select_backend
+from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
-from quire.passes.capture.errors import unwrapped
+from quire.passes.capture.errors import is_first_read, unwrapped
 from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
@@ -80,6 +80,11 @@ class PagedModel:
             raise UnsupportedAttention(
                 f"{type(model).__name__}.forward takes no {' and no '.join(missing)}; a ragged batch cannot be given to it. "
                 "quire serves causal LMs whose forward takes input_ids and position_ids.")
+        needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+                  and p.kind is not p.VAR_POSITIONAL and p.name not in ("input_ids", "position_ids")]
+        if needed:
+            raise UnsupportedAttention(f"{type(model).__name__}.forward cannot do without {' and '.join(needed)}; quire gives "
+                                       "a model token ids and positions.")
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads: set[str] = set()  # names of the attributes that the trace read
@@ -119,7 +124,13 @@ class PagedModel:
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         with route, experts_active(self.model), static, torch.no_grad():
             try:
-                compiled(ids, positions, keep, *sampling)
+                try:
+                    compiled(ids, positions, keep, *sampling)
+                except Exception as error:
+                    if not is_first_read(error):
+                        raise
+                    self.by_itself(ids[0], positions[0])  # reads it
+                    compiled(ids, positions, keep, *sampling)
             except Traced:
                 pass
             except Exception as error:
@@ -154,7 +165,7 @@ class PagedModel:
                                "and make a new one")
         check_side_effects()
         self._graph = TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True,
-                                  ahead=self._ahead)
+                                  ahead=self._ahead, row_data="L['sampling']")
         # For owners that never call ``close``. Not at exit: nobody saves a model after it.
         weakref.finalize(self, _restore, self._graph).atexit = False
         if self.options.page_size is not None:  # compiled before the cache exists
@@ -204,7 +215,7 @@ class PagedModel:
     def select(self, page_size: int) -> Selection:
         """The backend for pages of ``page_size`` tokens. Raises UnsupportedAttention if there is none."""
         device = next(self.model.parameters()).device
-        return select_backend(self.options.attention, self.sites, device=device, page_size=page_size)
+        return select_latent_or_dense(self.options.attention, self.sites, device=device, page_size=page_size)
 
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
         """Check that the compiled graphs can run a step of that size.

@@ -1,15 +1,17 @@
-"""Trace code again for rows of any length, where Dynamo traced it for one length only.
+"""Trace code again for steps: for rows of any length, where Dynamo traced it for one length only; and by transformers'
+attention interface, where its attention cannot be raised (eager attention with softcap or sinks, chunks).
 
 Dynamo makes sizes of 0 and 1 constants, so a decode step of one token has a trace of its own, from which no mask can be read
 and in which the model may take another path. In a step such a graph is not run. ``TracedCall`` traces the same code on a longer
 row, and ``AnyLength`` runs that graph with the inputs of the call: the placeholders of both have the same sources. A row of
 one token is padded to two, the shortest that the graph serves.
 
-Guards: Dynamo checks those of the static graph at each call. They come from the same code and the same objects.
+Guards: Dynamo checks those of the first graph at each call. They come from the same code and the same objects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import types
@@ -23,6 +25,8 @@ from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import Step
+from quire.passes.capture.hf_experts import experts_active
+from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.fx import is_module_tensor, placeholders, source_name, symbolic, value, with_own_code
 
 TRACED_TOKENS = 23  # of a row that stands for any length; not 0 or 1, and no usual size of another dimension
@@ -95,8 +99,21 @@ class TracedCall:
 
         return get
 
-    def trace(self, backend: Callable[[fx.GraphModule, Sequence[Any]], None]) -> None:
-        """Trace the call on a longer row, and hand the graph and its inputs to ``backend``."""
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The transformers model whose forward is called, if its attention goes through transformers' interface."""
+        get = self._names.get("self")
+        model = get() if get is not None else None
+        found = isinstance(model, torch.nn.Module) and getattr(model, "config", None) is not None and uses_interface(model)
+        return model if found else None
+
+    def trace(self, backend: Callable[[fx.GraphModule, Sequence[Any]], None], model: torch.nn.Module | None = None) -> None:
+        """Trace the call on a longer row, and hand the graph and its inputs to ``backend``. ``model``: with the attention and
+        experts of this transformers model by quire's functions.
+
+        Raises:
+            UnsupportedAttention: the user chose the attention of ``model``.
+        """
         made: dict[_Row, Any] = {}
 
         def real(x: Any) -> Any:
@@ -131,25 +148,30 @@ class TracedCall:
             return stop
 
         sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
+        route = contextlib.ExitStack()
+        if model is not None:
+            route.enter_context(interface_active(model))
+            route.enter_context(experts_active(model))
         try:
-            with sizes, torch.no_grad():
+            with route, sizes, torch.no_grad():
                 torch.compile(function, backend=first)(*arguments, **options)
         except Traced:
             pass
 
 
 class AnyLength:
-    """Runs a graph traced for any length in the place of one traced for one length.
+    """Runs a graph traced for any length in the place of another one of the same call.
 
     Args:
         static: the graph whose inputs come and whose outputs are expected.
         gm: the graph for any length; ``tokens`` is its symbol.
+        length: of the rows of ``static``; None: it is for any length too.
 
     Raises:
         UnsupportedAttention: the two do not compute the same things.
     """
 
-    def __init__(self, static: fx.GraphModule, gm: fx.GraphModule, tokens: Any, length: int) -> None:
+    def __init__(self, static: fx.GraphModule, gm: fx.GraphModule, tokens: Any, length: int | None) -> None:
         self.tokens, self.length = tokens, length
         at = {source_name(node): i for i, node in enumerate(placeholders(static.graph))}
         self._read: list[Callable[[Sequence[Any]], Any]] = []
@@ -171,11 +193,22 @@ class AnyLength:
                 like = known.get(name, x)
                 if any(symbolic(size) and not symbolic(other) for size, other in zip(x.shape, like.shape, strict=True)):
                     raise self._different(f"the size of {name} is a constant there")
+                if name not in known and node.users and not is_module_tensor(node):
+                    raise self._different(f"it does not read {name}; give no masks inside a step")
             elif name not in known and not re.search(r"\.(size|stride|storage_offset)\(\)", name):
                 raise self._different(f"it does not read {name}")
-        self._outputs = self._match(static, gm)
+        self._row = sizes[str(tokens)]
+        of_row = next(name for name, x in known.items() if isinstance(x, torch.Tensor) and str(tokens) in map(str, x.shape))
+        like = next(value(n) for n in placeholders(static.graph) if source_name(n) == of_row)
+        self._outputs = self._match(static, gm, str(like.shape[self._row[1]]) if length is None else str(length))
+
+    def num_tokens(self, args: Sequence[Any]) -> int:
+        """Length of the row in a call of the static graph."""
+        return self.length if self.length is not None else self._read[self._row[0]](args).shape[self._row[1]]
 
     def _different(self, why: str) -> UnsupportedAttention:
+        if self.length is None:
+            return UnsupportedAttention(f"the model computes something else with transformers' attention interface ({why})")
         return UnsupportedAttention(f"the model computes something else for a row of {self.length} tokens than for longer ones "
                                     f"({why}); pad the step: metadata.padded(2, num_reqs), and a token more")
 
@@ -194,22 +227,22 @@ class AnyLength:
         index, dim = sizes[symbol]
         return self._read[index](args).shape[dim]
 
-    def _match(self, static: fx.GraphModule, gm: fx.GraphModule) -> list[list[int]]:
-        """For each output, its dimensions over tokens. Raises UnsupportedAttention."""
+    def _match(self, static: fx.GraphModule, gm: fx.GraphModule, length: str) -> list[list[int]]:
+        """For each output, its dimensions over tokens, which are ``length`` there. Raises UnsupportedAttention."""
         ours, theirs = (g.graph.output_node().args[0] for g in (gm, static))
+        if len(ours) != len(theirs):  # type: ignore[arg-type]
+            raise self._different(f"{len(theirs)} outputs, not {len(ours)}")  # type: ignore[arg-type]
         found = []
-        for mine, other in zip(ours, theirs, strict=len(ours) == len(theirs)):  # type: ignore[arg-type]
+        for mine, other in zip(ours, theirs, strict=True):  # type: ignore[arg-type]
             x, y = value(mine), value(other)
             shape = list(x.shape) if isinstance(x, torch.Tensor) else [x]
             dims = [d for d, size in enumerate(shape) if str(size) == str(self.tokens)]
-            shape = [self.length if d in dims else size for d, size in enumerate(shape)]
-            if type(x) is not type(y) and (isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor)) \
-                    or shape != (list(y.shape) if isinstance(y, torch.Tensor) else [y]) \
+            mapped = [length if d in dims else str(size) for d, size in enumerate(shape)]
+            if isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor) \
+                    or mapped != list(map(str, y.shape if isinstance(y, torch.Tensor) else [y])) \
                     or getattr(x, "dtype", None) != getattr(y, "dtype", None):
                 raise self._different(f"an output is {y}, not {x}")
             found.append(dims)
-        if len(ours) != len(theirs):  # type: ignore[arg-type]
-            raise self._different(f"{len(theirs)} outputs, not {len(ours)}")  # type: ignore[arg-type]
         return found
 
     def step(self, step: Step) -> Step:
@@ -227,6 +260,8 @@ class AnyLength:
 
     def outputs(self, out: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs that the static graph would have."""
+        if self.length is None:
+            return tuple(out)
         found = []
         for x, dims in zip(out, self._outputs, strict=True):
             for dim in dims:

@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
-from quire.attn_ops.selection import Selection, select_backend
+from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
 from quire.passes.compile.ahead import CompileAhead
@@ -32,8 +32,9 @@ from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
-from quire.passes.verify.breaks import note_breaks
-from quire.passes.verify.sites import site_nodes
+from quire.passes.verify.breaks import check_whole, note_breaks
+from quire.passes.verify.positions import check_model
+from quire.passes.verify.sites import check_config, site_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -79,22 +80,23 @@ class TracedGraph:
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
         ahead: compiles kernels of the lowered graph in other processes.
-        call: what Dynamo is tracing; a graph for one length of rows traces it again for a step.
+        row_data: see ``raise_graph``.
+        call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
 
     Attributes:
-        compilations: by (backend, page size, KV dtype, layout, with fusions).
+        compilations: by (backend, page size, KV dtype, layout, with fusions, latent).
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
                  config: Any = None, any_shape: bool = False, ahead: CompileAhead | None = None,
-                 call: TracedCall | None = None) -> None:
+                 row_data: str | None = None, call: TracedCall | None = None) -> None:
         self.gm, self.options, self.weights = gm, options, weights
-        self.config, self.any_shape, self.ahead = config, any_shape, ahead
+        self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
         self.compilations: dict[Any, CompiledGraph] = {}
         note_breaks(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
-        self._call = call if is_static(gm) else None
+        self._call, self._static = call, is_static(gm)
         self._context = TracingContext.try_get()
         self._guards: list[Any] = []
         self._selected: dict[Any, Selection] = {}
@@ -112,9 +114,9 @@ class TracedGraph:
 
     def run_paged(self, step: Step, *args: Any) -> Any:
         """Run in ``step``."""
-        if self.static:
-            graph, adapter = self._any_length
-            check_step(step, adapter.length)
+        if self._other is not None:
+            graph, adapter = self._other
+            check_step(step, adapter.num_tokens(args))
             return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)
         tokens = self.num_tokens(args)
@@ -130,21 +132,58 @@ class TracedGraph:
 
     @property
     def static(self) -> bool:
-        """Whether steps run another graph, since this one is for rows of one length. See ``passes/capture/retrace.py``."""
-        return self._call is not None and self._call.tokens is not None
+        """Whether steps run another graph, since this one is for rows of one length."""
+        return self._static and self._call is not None and self._call.tokens is not None
+
+    def prepare(self, step: Step) -> None:
+        """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will
+        run, which is traced at the first call.
+
+        Raises:
+            UnsupportedAttention: as ``compiled``.
+        """
+        if self.static:
+            return
+        try:
+            self.compiled(step)
+        except UnsupportedAttention:
+            if self._call is None or self._call.tokens is None or self._call.model is None:
+                raise
 
     @functools.cached_property
-    def _any_length(self) -> tuple[TracedGraph, AnyLength]:
+    def _other(self) -> tuple[TracedGraph, AnyLength] | None:
+        """The graph that steps run in the place of this one, if it is for one length of rows, or if its attention cannot be
+        raised but is behind transformers' interface. Raises UnsupportedAttention."""
         call = self._call
-        found: list[TracedGraph] = []
-        assert call is not None and call.tokens is not None
+        if call is None or call.tokens is None:
+            return None
+        check_whole(self.gm.graph)
+        graph = self._traced_again() if self.static else self
+        try:
+            _ = graph.raised
+        except UnsupportedAttention:
+            if call.model is None:
+                raise
+            graph = self._traced_again(call.model)
+        if graph is self:
+            return None
+        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens if self._static else None)
+
+    def _traced_again(self, model: torch.nn.Module | None = None) -> TracedGraph:
+        """For rows of any length. ``model``: by the attention interface of this transformers model."""
+        call, found = self._call, list[TracedGraph]()
+        assert call is not None
+        config = self.config
+        if model is not None:
+            config = model.config
+            check_config(config)
+            check_model(model)
         call.trace(lambda gm, inputs: found.append(
-            TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True)))
+            TracedGraph(gm, inputs, self.options, self.weights, config=config, any_shape=True)), model)
         if not found:
             raise UnsupportedAttention(f"{call.code.co_name} could not be traced for rows of any length; give steps at "
                                        "least 2 tokens (metadata.padded), or use quire.Engine")
-        graph = found[0]
-        return graph, AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, call.tokens)
+        return found[0]
 
     def _compile_plain(self) -> Callable[..., Any]:
         if self.options.compiler == "eager":
@@ -165,7 +204,8 @@ class TracedGraph:
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
-        return raise_graph(self.gm, self.inputs, self.config, self.any_shape)
+        return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
+                           max_length=self.options.max_model_len)
 
     @property
     def raised(self) -> fx.GraphModule:
@@ -215,7 +255,8 @@ class TracedGraph:
             ValueError: the options and the step's cache differ.
         """
         target, selection = self._target(step)
-        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions)
+        key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
+               target.latent)
         if key not in self.compilations:  # by the backend's name: "auto" and that name share a compilation
             self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
         return self.compilations[key]
@@ -234,12 +275,27 @@ class TracedGraph:
                     raise ValueError(f"the model is compiled with {option}={given}, and the step's cache has {found}; leave "
                                      "the option out, or make a cache that goes with it")
         assert page_size is not None
-        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout)
+        sites = self.sites if step is None else self._sites_in(step)
+        latent = any(s.latent is not None for s in sites)
+        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent)
         if key not in self._selected:
-            self._selected[key] = select_backend(attention, self.sites, device=self._query.device, page_size=page_size,
-                                                 kv_dtype=kv_dtype, layout=layout)
+            select = select_latent_or_dense if step is None else select_backend
+            self._selected[key] = select(attention, sites, device=self._query.device, page_size=page_size, kv_dtype=kv_dtype,
+                                         layout=layout)
         selection = self._selected[key]
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout), selection
+        latent = any(s.latent is not None for s in selection.sites)
+        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent), selection
+
+    def _sites_in(self, step: Step) -> list[AttentionSite]:
+        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads."""
+        latent = any(step.cache.is_latent(s.layer) for s in self.sites)
+        sites = self.sites if latent else [s.dense for s in self.sites]
+        for site in sites:
+            if step.cache.is_latent(site.layer) != (site.latent is not None):
+                kind = "latent" if site.latent is None else "not latent"
+                raise ValueError(f"layer {site.layer} of the step's cache is {kind}, and "
+                                 f"the model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
+        return sites
 
     def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False) -> tuple[Lowered, FusedInputs]:
         """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens."""
@@ -260,8 +316,8 @@ class TracedGraph:
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""
-        if "_any_length" in self.__dict__:  # kept: another model of the class may run these graphs
-            self._any_length[0].drop()
+        if self.__dict__.get("_other"):  # kept: another model of the class may run these graphs
+            self._other[0].drop()  # type: ignore[index]
         self.compilations.clear()
         self.weights.drop()
 

@@ -31,12 +31,15 @@ def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -
 
 def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile for fake ``inputs``, without two features of Inductor: its CUDA graphs, which would record again for every new
-    cache, and the padding of weights, for which Inductor of torch 2.11 makes an assumption about the number of tokens."""
+    cache, and the padding of weights, for which Inductor of torch 2.11 makes an assumption about the number of tokens.
+
+    Sums of eight terms are unrolled, as those of fewer are: as a reduction, the weighted sum of eight experts took 40 us
+    per layer for 32 tokens on an H200."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch._inductor.compile_fx import compile_fx
 
-    settings = {"triton.cudagraphs": False, "shape_padding": False}
+    settings = {"triton.cudagraphs": False, "shape_padding": False, "unroll_reductions_threshold": 9}
     compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches=settings)
     before = set(TensorifyState.force_specializations)
     try:

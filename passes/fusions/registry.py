@@ -15,6 +15,7 @@ from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.quantized_linear import quantized_linear
 from quire.passes.fusions.rope import fuse_rope
+from quire.passes.fusions.routing import fuse_topk
 from quire.passes.fusions.small_linear import fuse_small_linear
 from quire.passes.rewrite.lower import Lowered
 from quire.passes.verify.quantized import addresses, parts
@@ -42,6 +43,7 @@ class FusionPass:
 FUSIONS = (
     FusionPass("quantized", quantized_linear),
     FusionPass("projections", fuse_projections),
+    FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
     FusionPass("small_linear", fuse_small_linear, batches="small"),
     FusionPass("rope", fuse_rope, stage="lowered"),

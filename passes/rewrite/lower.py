@@ -12,6 +12,9 @@ After, with the cache and the batch metadata as new graph inputs::
                                            scale=s, ...)
     out = transpose(view(out_, B, -1, H, Dv), 1, 2)
 
+An MLA layer on a latent cache (``raise_mla.py``), quire.mla_attention(q, c, k_rope, kv_b, ...), becomes
+quire.<backend>_mla_paged_attention(q_, c_, k_rope_, kv_b, k_cache_3, slot_mapping, ..., prepared, scale=s).
+
 A quantized cache has inputs k_scale_3 and v_scale_3 in the place of None and None.
 The new inputs come after the graph's own, in the order of ``LoweredInputs``, which collects their values from the current step.
 Sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch shape and cache size. Each layer has
@@ -39,6 +42,7 @@ from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fx import add_input, fake_mode, placeholders, value
+from quire.passes.rewrite.raise_mla import raise_mla
 from quire.passes.verify.sites import site_nodes, site_of
 
 logger = logging.getLogger(__name__)
@@ -46,12 +50,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoweringTarget:
-    """What to lower to: the backend, and the static facts of the cache."""
+    """What to lower to: the backend, and the static facts of the cache. ``latent``: MLA layers are on latent vectors."""
 
     backend: AttentionBackend
     page_size: int
     kv_dtype: torch.dtype | None = None
     layout: Layout = "NHD"
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     Raises:
         ValueError: the graph has no fake values.
     """
+    if target.latent:
+        raise_mla(gm)
     nodes, fake = site_nodes(gm.graph), fake_mode(gm.graph)
     if fake is None:
         raise ValueError("the graph has no fake tensor inputs; it must come from Dynamo")
@@ -116,7 +123,7 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
                for name, like in zip(names, shapes.of_layer(site.layer), strict=True)] for site in sites]
     prepared = _prepare(gm.graph, target, tables, fake)
     for node, site, cache in zip(nodes, sites, caches, strict=True):
-        _lower_one(node, site, target.backend, tables, cache, prepared)
+        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, tables, cache, prepared)
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)
@@ -147,8 +154,26 @@ def _lower_one(node: fx.Node, site: AttentionSite, backend: AttentionBackend, ta
         out = graph.call_function(backend.op, (*ragged, *cache, *tables, sinks, prepared), {
             "scale": site.scale, "window": site.window, "softcap": site.softcap, "chunk": site.chunk})
         first = batch if isinstance(batch, int) else graph.call_method("size", (q, 0))
-        out = graph.call_method("view", (out, first, -1, site.num_heads, site.head_dim_v))
-        out = graph.call_method("transpose", (out, 1, 2))
+        _replace(node, out, first, site)
+
+
+def _lower_mla(node: fx.Node, site: AttentionSite, backend: AttentionBackend, tables: Sequence[fx.Node],
+               cache: Sequence[fx.Node | None], prepared: Any) -> None:
+    graph, op = node.graph, backend.mla_op
+    assert op is not None  # the backend declares mla
+    q, c, k_rope, kv_b = node.args
+    with graph.inserting_before(node):
+        ragged = graph.call_method("flatten", (graph.call_method("transpose", (q, 1, 2)), 0, 1))
+        rows = [graph.call_method("flatten", (x, 0, 1)) for x in (c, k_rope)]
+        out = graph.call_function(op, (ragged, *rows, kv_b, cache[0], *tables, prepared), {"scale": site.scale})
+        _replace(node, out, 1, site)
+
+
+def _replace(node: fx.Node, out: fx.Node, batch: Any, site: AttentionSite) -> None:
+    """Put the paged op's result (T, H, Dv) in the place of a semantic op's (B, H, S, Dv)."""
+    graph = node.graph
+    out = graph.call_method("view", (out, batch, -1, site.num_heads, site.head_dim_v))
+    out = graph.call_method("transpose", (out, 1, 2))
     out.meta = {k: v for k, v in node.meta.items() if k != "quire_route"}
     node.replace_all_uses_with(out)
     graph.erase_node(node)

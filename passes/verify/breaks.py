@@ -9,12 +9,22 @@ from typing import Any
 import torch
 from torch import fx
 
+from quire.attn_ops.backend import UnsupportedAttention
+
 _KEY = "quire_broken"
 
 
-def break_of(graph: fx.Graph) -> str | None:
-    """Why the graph is not the whole function; None if it is. Of a graph that ``note_breaks`` saw, or a copy."""
-    return getattr(graph.owning_module, "meta", {}).get(_KEY)
+def check_whole(graph: fx.Graph) -> None:
+    """Refuse a graph that is not the whole function; of a graph that ``note_breaks`` saw, or a copy.
+
+    Raises:
+        UnsupportedAttention: names the break.
+    """
+    broken = getattr(graph.owning_module, "meta", {}).get(_KEY)
+    if broken:
+        raise UnsupportedAttention(
+            f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
+            "graph (torch._dynamo.explain, or fullgraph=True, says where)")
 
 
 def note_breaks(gm: fx.GraphModule) -> None:
@@ -51,4 +61,4 @@ def _is_in(frame: Any, *path: str) -> bool:
     return frame is not None and os.path.join(os.sep, "torch", *path) in frame.f_code.co_filename
 
 
-__all__ = ["break_of", "note_breaks"]
+__all__ = ["check_whole", "note_breaks"]

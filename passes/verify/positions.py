@@ -2,7 +2,8 @@
 
 Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the largest position of the batch. Alone, each
 sequence would get those of its own length. "longrope" is served up to the length where the choice is always the same; beyond
-it, keys cached with the short frequencies would have to be computed again.
+it, keys cached with the short frequencies would have to be computed again. That nothing else is computed from the positions of
+several tokens is proved with the rest of the graph (``tokens.py``).
 """
 
 from __future__ import annotations
@@ -15,20 +16,12 @@ from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import (
-    ancestors,
     compute_value,
     erase_dead,
     is_method,
-    is_module_tensor,
-    is_pure,
-    module_path,
     source_name,
-    symbolic,
     value,
 )
-
-_REDUCTIONS = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "sum", "prod", "any", "all", "count_nonzero",
-               "median", "mode", "kthvalue", "topk", "unique", "bincount")
 
 
 def check_rope(config: Any, max_length: int | None = None) -> None:
@@ -50,7 +43,7 @@ def check_rope(config: Any, max_length: int | None = None) -> None:
         if name == "longrope" and (max_length is None or short is None or max_length > short):
             raise UnsupportedAttention(
                 f"{kind} has rope_type 'longrope', which changes the frequencies of all sequences of a batch once one of them "
-                f"is longer than {short} tokens; quire.Engine serves it up to that length: max_model_len={short}.")
+                f"is longer than {short} tokens; an engine with max_model_len={short} serves it up to that length.")
 
 
 def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
@@ -102,40 +95,10 @@ def use_short_frequencies(gm: fx.GraphModule, config: Any) -> int:
     return replaced
 
 
-def check_reductions(graph: fx.Graph, tokens: Any) -> None:
-    """Refuse a graph that reduces positions along the row and uses the result.
-
-    Raises:
-        UnsupportedAttention: names the operation and the module.
-    """
-    if not symbolic(tokens):
-        return
-    live = {n for end in graph.nodes if not is_pure(end) and end.op != "placeholder" for n in end.all_input_nodes}
-    for node in reversed(graph.nodes):
-        live |= set(node.all_input_nodes) if node in live else set()
-    for node in graph.nodes:
-        if node not in live or not is_method(node, *_REDUCTIONS) or not node.args or isinstance(
-                value(node.args[1]) if len(node.args) > 1 else None, torch.Tensor):
-            continue
-        before = value(node.args[0])
-        leaves = [n for n in ancestors(node) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)]
-        given = [n for n in leaves if not is_module_tensor(n)]
-        if not isinstance(before, torch.Tensor) or not given or not all(map(_is_given, given)):
-            continue  # of hidden states, say the tokens of each expert: not a question of positions
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        along = [k for k, n in enumerate(before.shape) if str(n) == str(tokens)]
-        dims = range(before.dim()) if dim is None else [d % before.dim() for d in ([dim] if isinstance(dim, int) else dim)]
-        if not before.is_floating_point() and set(along) & set(dims):
-            raise UnsupportedAttention(
-                f"{module_path(node) or 'the model'} reduces positions along the batch ({node.name}), so the longest sequence "
-                "would change the others (a rotary embedding that depends on the length?); compute it from each token's own "
-                "position.")
-
-
 def _is_given(node: Any) -> bool:
     """Whether the node is the ``position_ids`` of the call."""
     return isinstance(node, fx.Node) and node.op == "placeholder" and "position" in source_name(node) and isinstance(
         value(node), torch.Tensor)
 
 
-__all__ = ["check_model", "check_reductions", "check_rope", "use_short_frequencies"]
+__all__ = ["check_model", "check_rope", "use_short_frequencies"]

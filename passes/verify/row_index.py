@@ -245,12 +245,13 @@ def _grouped_mm(call: Call) -> Known:
     return x
 
 
-@rule("expert_linear")
-def _expert_linear(call: Call) -> Known:
-    """quire::expert_linear: a row for each pair (token, expert), by that expert's weights."""
+@rule("expert_linear expert_swiglu")
+def _experts(call: Call) -> Known:
+    """quire::expert_linear, quire::expert_swiglu: a row for each pair (token, expert), by that expert's weights."""
     x, ids = call.rows("x"), call.rows("expert_ids")
     shape = call["expert_ids"].shape
-    if x is None or ids is None or x.dim != 0 or ids.dim != 0 or call.rows("weight") or call.rows("bias"):
+    weights = ("weight", "bias") if call.name == "expert_linear" else ("gate_up", "down")
+    if x is None or ids is None or x.dim != 0 or ids.dim != 0 or any(call.rows(name) for name in weights):
         raise Mixes("its rows are not tokens")
     pairs = ids.inner * (shape[1] if len(shape) > 1 else 1)
     if (x.order, x.outer, ids.order, ids.outer) != (None, 1, None, 1) or pairs % x.inner or x.axis != ids.axis:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from quire.attn_ops.attention import AttentionSite, attention
+from quire.attn_ops.attention import AttentionSite, Latent, attention
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.mla import mla_attention
 from quire.passes.fx import ancestors, constant, module_path, placeholders, source_name, symbolic, value
 from quire.passes.rewrite.raise_sdpa import find_sdpa
 from quire.passes.verify.positions import check_rope
 
 #: Layer types of a transformers config that keep no state beside keys and values.
 STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+#: Those that attend to some of the keys, which they choose by content.
+_SPARSE = re.compile(r"index|sparse|compress")
 
 
 def site_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of the semantic op, in graph order."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in (attention, torch.ops.quire.attention)]
+    """The nodes of the semantic ops, in graph order."""
+    ops = (attention, torch.ops.quire.attention, mla_attention)
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in ops]
 
 
 def site_of(node: fx.Node) -> AttentionSite:
-    """The static facts of one node of the semantic op."""
+    """The static facts of one node of a semantic op."""
+    if node.target is mla_attention:
+        return _mla_site_of(node)
     q, k, v = (value(node.args[i]) for i in range(3))
     path = module_path(node)
     try:
@@ -37,6 +44,16 @@ def site_of(node: fx.Node) -> AttentionSite:
         head_dim_v=int(v.shape[3]), dtype=q.dtype, scale=opts["scale"], window=opts["window"], softcap=opts["softcap"],
         chunk=opts["chunk"], sinks=node.args[3] is not None, causal=opts["causal"], name=path,
         route=node.meta.get("quire_route") or ("interface" if path else "op"),
+    )
+
+
+def _mla_site_of(node: fx.Node) -> AttentionSite:
+    q, c, k_rope, kv_b = map(value, node.args)
+    heads, dim, latent = int(q.shape[1]), int(q.shape[3]), Latent(int(c.shape[2]), int(k_rope.shape[2]))
+    return AttentionSite(
+        layer=constant(node.kwargs["layer"]), num_heads=heads, num_kv_heads=heads, head_dim=dim,
+        head_dim_v=int(kv_b.shape[0]) // heads - dim + latent.rope, dtype=q.dtype, scale=constant(node.kwargs["scale"]),
+        name=module_path(node), route=node.meta.get("quire_route") or "interface", latent=latent,
     )
 
 
@@ -127,11 +144,17 @@ def check_config(config: Any, max_length: int | None = None) -> None:
     types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     other = sorted(set(types) - STATELESS_LAYERS - {"attention", "full"})
     if other:
-        raise UnsupportedAttention(
-            f"{kind} has layers of type {other}: they keep state that is not keys and values (SSM, convolution, linear "
-            f"attention), which a packed batch would leak between sequences. quire serves {sorted(STATELESS_LAYERS)}.")
-    if getattr(text, "use_bidirectional_attention", None):
-        raise UnsupportedAttention(f"{kind} is configured with bidirectional attention; quire serves causal models.")
+        sparse = list(filter(_SPARSE.search, other))
+        state = [t for t in other if t not in sparse]
+        raise UnsupportedAttention("; ".join([
+            *([f"{kind} has layers of type {state}: they keep state that is not keys and values (SSM, convolution, linear "
+               "attention), which a packed batch would leak between sequences"] if state else []),
+            *([f"{kind} has layers of type {sparse}: each token chooses by their content the keys that it attends to (sparse "
+               "or indexed attention), and no backend of quire does"] if sparse else []),
+            f"quire serves {sorted(STATELESS_LAYERS)}"]) + ".")
+    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": among tokens of images
+        raise UnsupportedAttention(f"{kind} is configured with use_bidirectional_attention="
+                                   f"{text.use_bidirectional_attention!r}; quire serves causal models.")
     check_rope(config, max_length)
 
 
@@ -145,20 +168,26 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
     text = text_config(config)
     expected = getattr(text, "num_hidden_layers", None)
     if expected is not None and len(sites) != expected:
+        found = f"{kind} has {expected} layers but {len(sites)} attention sites were found. "
+        if getattr(config, "_attn_implementation", None) == "eager" and _has_sdpa(config):
+            raise UnsupportedAttention(
+                f"{found}Under attn_implementation='eager' this class writes its attention out by hand; with its default it "
+                "may be served: model.set_attn_implementation('sdpa'), or load it without attn_implementation.")
         raise UnsupportedAttention(
-            f"{kind} has {expected} layers but {len(sites)} attention sites were found. The rest either attends in a way that "
-            "quire does not see (attention written out by hand, outside transformers' attention interface and "
-            "F.scaled_dot_product_attention) or is not attention (SSM, convolution, linear attention).")
+            f"{found}The rest either attends in a way that quire does not see (attention written out by hand, outside "
+            "transformers' attention interface and F.scaled_dot_product_attention) or is not attention (SSM, convolution, "
+            "linear attention).")
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap and any(s.softcap is None for s in sites):
         raise UnsupportedAttention(f"{kind} is configured with attn_logit_softcapping={cap}, but this version of transformers "
                                    "does not hand it to the attention call; update transformers.")
     types = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    if window and not types and any(s.window is None for s in sites):
-        raise UnsupportedAttention(f"{kind} is configured with sliding_window={window}, but it did not reach every attention "
-                                   "site (a trace shorter than the window reads as plain causal); use quire.paged or "
-                                   "quire.Engine")
+    if window and not types and (without := [s for s in sites if s.window is None]):
+        raise UnsupportedAttention(
+            f"{kind} is configured with sliding_window={window}, but attends without it at layer {without[0].layer} "
+            f"({without[0].name}), so its result depends on the cache that it is given. If no window is meant, set "
+            "config.sliding_window to None.")
     for s in sites:
         kind_of = types[s.layer] if types and s.layer < len(types) else None
         if kind_of == "sliding_attention" and s.window is None:
@@ -166,6 +195,14 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
                                        "reach the attention call")
         if kind_of == "chunked_attention" and s.chunk is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a chunked_attention layer, but its chunk is unknown")
+
+
+def _has_sdpa(config: Any) -> bool:
+    """Whether transformers' causal LM of this config has an implementation by F.scaled_dot_product_attention."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and bool(
+        getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False))
 
 
 def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None = None) -> str:

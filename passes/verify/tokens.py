@@ -17,7 +17,7 @@ an auxiliary loss that is thrown away costs nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,16 +30,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import ancestors, is_module_tensor, module_path, source_name, symbolic, value, written_by
-from quire.passes.verify.breaks import break_of
+from quire.passes.fx import ancestors, is_module_tensor, module_path, symbolic, value, written_by
+from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes
 from quire.passes.verify.row_index import of_order
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
 logger = logging.getLogger(__name__)
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
-#: Source of the inputs that ``PagedModel`` gives to its sampler behind the model: numbers of each row, which pick none.
-SAMPLING = "L['sampling']"
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
@@ -49,9 +47,11 @@ class TokenPass:
     Args:
         tokens: the symbol T of the trace.
         rows: symbols of the numbers of rows that the caller picks by an input.
+        row_data: see ``check_tokens``.
     """
 
-    def __init__(self, tokens: Any, rows: Sequence[Any] = ()) -> None:
+    def __init__(self, tokens: Any, rows: Sequence[Any] = (), row_data: Collection[fx.Node] = ()) -> None:
+        self.row_data = row_data
         self.sizes = Sizes()
         self.axes = tuple(self.sizes.symbol(s).node.expr for s in (tokens, *rows))
         self.known: dict[fx.Node, Any] = {}
@@ -88,8 +88,7 @@ class TokenPass:
         if node.target in _ATTENTION:
             self._check_used(node, node, "is attended to")
             return self._attended(node)
-        writes = bool(written_by(node)) or node.kwargs.get("inplace") is True or any(
-            a is True for a in node.args[1:2] if getattr(node.target, "__module__", "") == "torch.nn.functional")
+        writes = bool(written_by(node))
         mixed = next((k for x in node.all_input_nodes for k in tree_leaves(self.known[x], is_leaf=_is_known)
                       if isinstance(k, Mixed)), None)
         if mixed is not None:
@@ -128,7 +127,7 @@ class TokenPass:
         if isinstance(known, Const):
             self._state.add(_storage(val))
         elif (isinstance(known, Rows) and known.axis != self.axes[0] and val.dtype == torch.int64 and val.dim() == 1
-                and not source_name(node).startswith(SAMPLING)):
+                and node not in self.row_data):
             return replace(known, holds=Holds("picks"))
         return known
 
@@ -298,28 +297,25 @@ class TokenPass:
             "convolutions over tokens, SSMs, linear attention and recurrences cannot be served.")
 
 
-def check_tokens(graph: fx.Graph, tokens: Any) -> None:
+def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> None:
     """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to.
 
     Args:
         graph: the traced graph after raising, when what only served a mask is gone.
         tokens: the size of the token dimension.
+        row_data: inputs of one number for each row that the caller picks, which are not numbers of rows themselves.
 
     Raises:
         UnsupportedAttention: names the operation and the module.
     """
-    broken = break_of(graph)
-    if broken:
-        raise UnsupportedAttention(
-            f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
-            "graph (torch._dynamo.explain, or fullgraph=True, says where)")
+    check_whole(graph)
     if not symbolic(tokens):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; "
             "compile with dynamic=True and give at least 2 tokens")
     expr = tokens.node.expr
     rows = dict.fromkeys(s.node.expr for n in graph.find_nodes(op="placeholder") if _is_pick(n) for s in value(n).shape)
-    TokenPass(expr, [r for r in rows if r != expr]).check(graph)
+    TokenPass(expr, [r for r in rows if r != expr], row_data).check(graph)
 
 
 def _is_pick(node: fx.Node) -> bool:

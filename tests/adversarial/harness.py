@@ -13,10 +13,10 @@ from torch import nn
 import quire
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, QuireOptions
 from quire.passes.step import step
+from tests.steps import serve
 
 VOCAB, WIDTH, HEADS, DIM, PAGE = 32, 16, 4, 4, 4
 #: Largest difference to a forward of each sequence alone, relative to the largest logit: both are float32 (eps 1.2e-7) and
@@ -92,35 +92,9 @@ def logits_of(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
-def batches(ids: Sequence[torch.Tensor], steps: Sequence[Sequence[int]] = STEPS) -> list[tuple[torch.Tensor, Any, list[int]]]:
-    """(ids (T,), metadata, rows of ``ids`` in it) of each step."""
-    done, found = [0] * len(ids), []
-    pages = [-(-len(i) // PAGE) for i in ids]
-    table = [list(range(1 + sum(pages[:r]), 1 + sum(pages[: r + 1]))) for r in range(len(ids))]
-    for counts in steps:
-        rows = [r for r, n in enumerate(counts) if n]
-        part = torch.cat([ids[r][done[r] : done[r] + counts[r]] for r in rows])
-        done = [d + n for d, n in zip(done, counts, strict=True)]
-        meta = CommonAttentionMetadata.build([counts[r] for r in rows], [done[r] for r in rows], [table[r] for r in rows],
-                                             page_size=PAGE)
-        found.append((part, meta, rows))
-    return found
-
-
 def cache(layers: int = 1, kv_heads: int = HEADS, head_dim: int = DIM) -> PagedKVCache:
     return PagedKVCache(num_layers=layers, num_pages=24, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim,
                         dtype=torch.float32, device="cpu")
-
-
-def serve(call: Callable[..., torch.Tensor], ids: Sequence[torch.Tensor], steps: Sequence[Sequence[int]] = STEPS
-          ) -> list[torch.Tensor]:
-    """Logits of each sequence; ``call(ids, metadata)`` gives those of one ragged step, (T, V)."""
-    logits: list[list[torch.Tensor]] = [[] for _ in ids]
-    for part, meta, rows in batches(ids, steps):
-        out = call(part, meta)
-        for r, piece in zip(rows, out.split((meta.query_start_loc[1:] - meta.query_start_loc[:-1]).tolist()), strict=True):
-            logits[r].append(piece)
-    return [torch.cat(parts) for parts in logits]
 
 
 def outcome(make: Callable[[type[Model]], Model], route: str) -> str:
@@ -148,7 +122,7 @@ def outcome(make: Callable[[type[Model]], Model], route: str) -> str:
             def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
                 with step(kv, meta), torch.no_grad():
                     return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
-        got = serve(call, ids)
+        got = serve(call, ids, STEPS, PAGE)
     except Exception as error:
         why = refusal(error)
         if why is None:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quire
-from quire.attn_ops.kv_cache import PagedKVCache, pages_for
-from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step, running
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
+from tests.steps import serve
 
 VOCAB, HIDDEN, HEADS, REACH = 64, 16, 4, 128
 LENGTHS, STEPS = (61, 9, 30), ((30, 4, 1), (31, 5, 29))  # chunks of a prefill, of three sequences at once
@@ -70,21 +70,10 @@ def plain(model: Model) -> list[torch.Tensor]:
 
 def paged(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     """Logits of the sequences in two ragged steps; ``run(step, ids, positions)`` gives those of one."""
-    page_size = 4
-    pages = iter(range(1, 100))
-    table = [[next(pages) for _ in range(pages_for(n, page_size))] for n in LENGTHS]
-    cache = PagedKVCache(num_layers=1, num_pages=64, page_size=page_size, num_kv_heads=HEADS, head_dim=HIDDEN // HEADS,
+    cache = PagedKVCache(num_layers=1, num_pages=64, page_size=4, num_kv_heads=HEADS, head_dim=HIDDEN // HEADS,
                          dtype=torch.float32, device="cpu")
-    done, found = [0] * len(LENGTHS), [[] for _ in LENGTHS]
-    for counts in STEPS:
-        ids = torch.cat([s[d : d + n] for s, d, n in zip(sequences(), done, counts, strict=True)])
-        done = [d + n for d, n in zip(done, counts, strict=True)]
-        meta = CommonAttentionMetadata.build(list(counts), done, table, page_size=page_size)
-        with torch.no_grad():
-            logits = run(cache, meta, ids, meta.positions)
-        for row, part in zip(found, logits.split(list(counts)), strict=True):
-            row.append(part)
-    return [torch.cat(parts) for parts in found]
+    with torch.no_grad():
+        return serve(lambda ids, meta: run(cache, meta, ids, meta.positions), sequences(), STEPS, 4)
 
 
 def by_compile(model: Model) -> list[torch.Tensor]:

@@ -54,6 +54,16 @@ def view_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return y
 
 
+def rectified_in_place(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    """The results of these operations are not used, but what they write is."""
+    y = x * 1
+    half = y[..., :8]
+    F.relu(half, inplace=True)
+    half.mul_(2)
+    F.leaky_relu(y[..., 8:], 0.1, True)
+    return y
+
+
 def mean_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
     y = x * 1
     y[..., 0] = x.mean()
@@ -264,6 +274,7 @@ MIXES = {
     "index by position": lambda m, x, p: x + x[0][p[0]][None],
     "row numbers as positions": lambda m, x, p: x + m.table[torch.arange(x.shape[1])],
     "cut table": lambda m, x, p: x + m.table[: x.shape[1]],
+    "positions from the first": lambda m, x, p: x + m.table[p - p[:, :1]],
     "linspace": lambda m, x, p: x + torch.linspace(0, 1, x.shape[1])[None, :, None],
     "embedding by row number": lambda m, x, p: x + F.embedding(torch.arange(x.shape[1]), m.table),
     "product with (T, T)": lambda m, x, p: torch.ones(x.shape[1], x.shape[1]).tril() @ x,
@@ -388,6 +399,7 @@ SERVED = {
     "weight of all": lambda m, x, p: x * m.w.mean() / m.w.norm() + m.w.amax(0).cumsum(0),
     "written features": add_in_place,
     "written views": view_written,
+    "rectified in place": rectified_in_place,
     "loop": in_loop,
     "unused loss": unused,
     "dropout in evaluation": lambda m, x, p: F.dropout(x, 0.5, m.training),

@@ -191,8 +191,6 @@ REFUSED = {
     "buffer that counts calls": (counted, {"steps": torch.tensor(5)}),
     "random": (lambda m, ids, p: causal(m, *pair(p))[:, None] & (torch.rand(1, 1, 1, p.shape[1]) < 0.9), {}),
 }
-# For masks that count calls or draw numbers there is no one reference.
-NO_REFERENCE = ("buffer that counts calls", "random")
 
 
 def make(name: str) -> Model:
@@ -202,14 +200,19 @@ def make(name: str) -> Model:
     return model
 
 
-@pytest.mark.parametrize("route", [pytest.param(r, marks=[pytest.mark.slow] * (r != "compile")) for r in ROUTES])
-@pytest.mark.parametrize("name", EXACT)
+def cases(table):
+    """Each on one route in turn; on all routes in the slow run."""
+    routes = list(ROUTES)
+    return [pytest.param(name, route, marks=[pytest.mark.slow] * (routes[i % len(routes)] != route))
+            for i, name in enumerate(table) for route in routes]
+
+
+@pytest.mark.parametrize("name, route", cases(EXACT))
 def test_exact(name: str, route: str) -> None:
     assert outcome(make(name), route) == "exact"
 
 
-@pytest.mark.parametrize("route", [pytest.param(r, marks=[pytest.mark.slow] * (r != "compile")) for r in ROUTES])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name, route", cases(REFUSED))
 def test_refused(name: str, route: str) -> None:
     found = outcome(make(name), route)
     assert found.startswith("refused: ")

@@ -20,8 +20,9 @@ import quire
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.step import step
 from tests.adversarial.generator import mix_of, mixes, modules
-from tests.adversarial.harness import ROUTES, Model, alone, cache, check_exact, outcome, refusal, sequences, serve
+from tests.adversarial.harness import PAGE, ROUTES, STEPS, Model, alone, cache, check_exact, outcome, refusal, sequences
 from tests.adversarial.mixers import MIXES, SERVED, hidden
+from tests.steps import serve
 from tests.zoo.configs import SERVED as SERVED_BY_TRANSFORMERS
 from tests.zoo.configs import build
 
@@ -56,7 +57,7 @@ def compiled_outcome(model: Model, reference: Model) -> str:
             return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
 
     try:
-        got = serve(call, ids)
+        got = serve(call, ids, STEPS, PAGE)
     except Exception as error:
         return refusal(error) or f"{type(error).__name__}: {error}"
     check_exact(got, alone(reference, ids))
@@ -116,12 +117,12 @@ def test_uncompiled(name: str) -> None:
 
     if why is not None:
         with pytest.raises(UnsupportedAttention, match=why):
-            serve(call, ids)
+            serve(call, ids, STEPS, PAGE)
         return
-    check_exact(serve(call, ids), want)
+    check_exact(serve(call, ids, STEPS, PAGE), want)
     model.model.layers[0].mlp = Behind(model.model.layers[0].mlp, UNCOMPILED["mean"][0])
     with pytest.raises(UnsupportedAttention, match="layers.0.mlp mixes the tokens"):  # seen, though it was fine before
-        serve(call, ids)
+        serve(call, ids, STEPS, PAGE)
 
 
 def check_random(steps: Any, route: str) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from quire.attn_ops.attention import AttentionSite, attention, attention_eager, visible
+from quire.attn_ops.attention import AttentionSite, attention
 from tests.attn_ops.oracle import oracle_attention
 
 FEATURES = {
@@ -90,14 +90,6 @@ def test_half_precision_computes_in_float32(dtype) -> None:
     exact = attention(q.float(), k.float(), v.float(), sinks.float(), **PLAIN)
     assert out.dtype == dtype
     assert torch.equal(out, exact.to(dtype))  # one rounding, at the end
-
-
-def test_visible() -> None:
-    pos = torch.arange(6)
-    keep = visible(pos[:, None], pos[None], window=3, chunk=4, causal=True)
-    expected = [[i - 3 < j <= i and i // 4 == j // 4 for j in range(6)] for i in range(6)]
-    assert keep.tolist() == expected
-    assert visible(pos[:, None], pos[None], window=None, chunk=None, causal=False).all()
 
 
 # Gradients.
@@ -204,11 +196,6 @@ def test_errors(shapes, options, message, fake) -> None:
     mode = torch._subclasses.FakeTensorMode() if fake else torch.no_grad()
     with mode, pytest.raises(ValueError, match=message):
         attention(*(torch.zeros(size) for size in sizes.values()), **{**PLAIN, **options})
-
-
-def test_eager_definition_is_what_the_op_runs() -> None:
-    q, k, v, sinks = tensors(4, 6)
-    assert torch.equal(attention(q, k, v, sinks, **PLAIN), attention_eager(q, k, v, sinks, **PLAIN))
 
 
 # AttentionSite.

@@ -7,7 +7,6 @@ transformers' own bfloat16 forward has. The shipped model has a head dim of 64, 
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,21 +15,16 @@ import pytest
 import torch
 
 import quire
-from quire.attn_ops.registry import get_backend
-from quire.attn_ops.tuning import small_linear as tuning
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape
+from tests.gpu.helpers import check_likely, need
 from tests.tiny import (
     GREEDY,
     PROMPTS,
     assert_idle,
-    assert_unchanged,
     check_padded_bucket,
     hf_greedy,
-    load_model,
-    load_tokenizer,
-    snapshot,
     tokens,
     unchanged,
 )
@@ -44,53 +38,6 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_toke
 DRAWN = replace(SAMPLED, top_p=1.0, top_k=0)  # without a filter
 SMALL = dict(num_pages=400, max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 8], cudagraph_token_sizes=[16, 64])
 QUICK = {**SMALL, "compiler": "eager"}  # captured as it is, for what has nothing to do with Inductor
-
-
-@pytest.fixture(autouse=True)
-def no_tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-def need(backend: str) -> str:
-    why = get_backend(backend).available(torch.device("cuda"))
-    if why:
-        pytest.skip(f"{backend}: {why}")
-    return backend
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model("cuda")
-
-
-@pytest.fixture(scope="module")
-def half() -> Any:
-    return load_model("cuda", torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer) -> list[list[int]]:
-    return [tokenizer(p)["input_ids"] for p in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def expected(model, prompts) -> list[list[int]]:
-    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts]
-
-
-@pytest.fixture(scope="module")
-def long_prompt(tokenizer) -> list[int]:
-    """940 tokens of plain text."""
-    ids = tokenizer(" ".join(PROMPTS) + "\n")["input_ids"]
-    return (ids * (940 // len(ids) + 1))[:940]
 
 
 @pytest.fixture(scope="module", params=["triton", "torch_native"])
@@ -269,18 +216,6 @@ def test_nan_fails_one_request_only(model, prompts) -> None:
 # -- bfloat16
 
 
-def check_likely(model: Any, prompt: list[int], found: list[int]) -> None:
-    """Each token is the likeliest in float32, up to twice the error of transformers' bfloat16 forward on each side."""
-    ids = torch.tensor([prompt + found], device="cuda")
-    exact = copy.deepcopy(model).float()
-    with torch.no_grad():
-        want = exact(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        own = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    allowed = 4 * (own - want).abs().max()
-    behind = want.amax(-1) - want[torch.arange(len(found)), found]
-    assert (behind <= allowed).all(), f"{(behind / allowed).max():.2f} times the error allowed"
-
-
 @pytest.mark.parametrize(("backend", "fusions"), [("flashinfer", "all"), ("triton", "all"), ("torch_native", "none")])
 def test_bfloat16(backend, fusions, half, tokenizer, prompts, long_prompt) -> None:
     params = replace(GREEDY, ignore_eos=True)
@@ -323,13 +258,7 @@ def test_auto_takes_a_gpu_backend(half, tokenizer, prompts) -> None:
             check_likely(half, prompt, output.token_ids)
 
 
-# -- the model and the memory
-
-
-def test_the_model_afterwards(model, prompts, expected) -> None:
-    ours = copy.deepcopy(model).train()
-    with unchanged(ours), Engine(ours, attention=need("triton"), **QUICK) as engine:
-        assert tokens(engine.generate(prompts, GREEDY)) == expected
+# -- the model
 
 
 def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
@@ -349,85 +278,6 @@ def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
             p.data = new.detach().clone()
         assert tokens(engine.generate(prompts, GREEDY)) == expected
         assert engine.runner is not runner and engine.runner.cache.num_pages == runner_pages
-
-
-ALONE = pytest.mark.alone  # they look at the free memory, or take all of it
-
-
-def used() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-@ALONE
-def test_cache_is_sized_by_free_memory(model, tokenizer, prompts, expected) -> None:
-    half_a_gib = 2**29
-    total = torch.cuda.get_device_properties(0).total_memory
-    share = (used() + half_a_gib) / total
-    options = dict(attention=need("triton"), max_num_seqs=256, max_num_batched_tokens=512,
-                   cudagraph_capture_sizes=[1, 4], cudagraph_token_sizes=[], compiler="eager")
-    with Engine(model, tokenizer, gpu_memory_utilization=share, **options) as engine:
-        size = engine.runner.cache.num_bytes
-        # Half a GiB, less what the largest step takes: 512 tokens, of 1848 logits for 256 rows, are a few MiB.
-        assert 0.5 * half_a_gib < size <= half_a_gib
-        assert engine.max_model_len == 1024
-        assert tokens(engine.generate(prompts, GREEDY)) == expected
-    # Never more than max_num_seqs requests of full length can use.
-    with Engine(model, tokenizer, gpu_memory_utilization=0.9, **options | dict(max_num_seqs=4)) as engine:
-        assert engine.runner.cache.num_pages == 4 * 1024 // 16 + 1
-    message = "no GPU memory is left for the KV cache: .* GiB free, the largest step needs"
-    with unchanged(model), pytest.raises(RuntimeError, match=message):
-        Engine(model, gpu_memory_utilization=1e-6, **options)
-
-
-@ALONE
-def test_close_frees_the_memory(model, tokenizer, prompts) -> None:
-    options = {**QUICK, "attention": need("triton"), "num_pages": 16384}  # of 64 KiB: a GiB
-
-    def serve() -> int:
-        with Engine(model, tokenizer, **options) as engine:
-            engine.generate(prompts, GREEDY)
-            assert engine.runner.cache.num_bytes >= 2**30
-            return used()
-
-    serve()  # kernels and workspaces that stay are loaded now
-    before, allocated = used(), torch.cuda.memory_allocated()
-    during = serve()
-    assert during - before >= 2**30
-    assert used() - before < 2**26 and torch.cuda.memory_allocated() - allocated < 2**22
-
-
-@ALONE
-def test_out_of_memory_while_sizing_leaves_the_model_alone(model) -> None:
-    free, _ = torch.cuda.mem_get_info()
-    pages = 2 * free // (16 * 2 * 128 * 4 * 4)
-    before = snapshot(model)
-    with pytest.raises(torch.OutOfMemoryError):
-        Engine(model, attention=need("triton"), num_pages=int(pages), max_num_seqs=2, cudagraph_capture_sizes=[],
-               compiler="eager")
-    used()  # collects what the exception held
-    assert_unchanged(model, before)
-    assert torch.cuda.mem_get_info()[0] > free // 2
-
-
-@ALONE
-def test_measuring_matrix_shapes(half, tokenizer, prompts, monkeypatch, tmp_path) -> None:
-    """As at the first start with a model: shapes are measured once, kept, and whatever won gives the right tokens."""
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("QUIRE_TUNE", "1")
-    tuning.reload()
-    measured = []
-    for _ in range(2):
-        with Engine(half, tokenizer, attention=need("triton"), **SMALL) as engine:
-            found = tokens(engine.generate(prompts, replace(GREEDY, ignore_eos=True)))
-        measured.append((tmp_path / "small_linear.json").read_text())
-        for prompt, out in zip(prompts, found, strict=True):
-            check_likely(half, prompt, out)
-    assert measured[0] == measured[1]
-    tuning.reload()
 
 
 # -- the other ways in

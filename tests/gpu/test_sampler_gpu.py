@@ -100,13 +100,13 @@ def test_only_the_invalid_rows_are_reported(value: float) -> None:
 def test_nothing_waits_for_the_device() -> None:
     params = [MIXED, [GREEDY] * 7, [SamplingParams()] * 7]
     logits = torch.zeros(7, 1000, device="cuda", dtype=torch.bfloat16)
+    tensors = [sampling_tensors(rows, list(range(7)), [0] * 7, "cuda", banned=banned)
+               for banned in ((), [[1, 2]] * 7) for rows in params]
     for mode in (contextlib.nullcontext(), no_sync()):  # what is compiled first may wait
         with mode:
-            for banned in (None, [[1, 2]] * 7):
-                for rows in params:
-                    tensors = sampling_tensors(rows, list(range(7)), [0] * 7, "cuda", banned=banned)
-                    SAMPLER(logits, tensors)
-                    sample(logits, tensors)
+            for given in tensors:
+                SAMPLER(logits, given)
+                sample(logits, given)
 
 
 def test_captured_in_a_cuda_graph() -> None:

@@ -157,7 +157,7 @@ def test_quantised_what_is_not_finite_is_not_hidden(bad, kv_dtype):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
 def test_decode_is_bound_by_memory(group, dim):
     """Models with one or two query heads a key head (Llama-2, Phi-3, GPT-2, Qwen3-0.6B, Gemma-2) decode as fast as others.
 
@@ -251,15 +251,3 @@ def test_two_streams_at_once():
     for case, results in zip(cases, outs, strict=True):
         check_output(results[0], case)
         assert all(torch.equal(out, results[0]) for out in results)
-
-
-@pytest.mark.parametrize("query_lens", [[1, 1], [1, 70], [90]])
-def test_nothing_waits_for_the_device(query_lens):
-    case = make_case(query_lens, [n + 300 for n in query_lens], **LLAMA, dtype=torch.bfloat16)
-    run_case(BACKEND, case)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run_case(BACKEND, case)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

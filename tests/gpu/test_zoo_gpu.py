@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.attn_ops.registry import get_backend
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
+from tests.gpu.helpers import need
 from tests.zoo.configs import SERVED, SIZES, Served, build, has_config, served
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 
@@ -34,27 +34,13 @@ BFLOAT16 = {
                                           layer_types=["sliding_attention"] * 2)),
 }
 # What FlashInfer has no kernel for, and a word of the reason.
-REFUSED_BY_FLASHINFER = {"gpt_oss": "no sinks", "llama4": "no chunk", "deepseek_v3": "head dims 24/16"}
-
-
-@pytest.fixture(autouse=True)
-def no_tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
+REFUSED_BY_FLASHINFER = {"gpt_oss": "no sinks", "llama4": "no chunk", "deepseek_v3": "no MLA on the latent cache"}
 
 
 def entry_of(entries: dict[str, Served], name: str) -> Served:
     if not has_config(entries[name].config):
         pytest.skip(f"the installed transformers has no {entries[name].config}")
     return entries[name]
-
-
-def skip_unless_available(backend: str) -> None:
-    why = get_backend(backend).available(torch.device("cuda"))
-    if why:
-        pytest.skip(f"{backend}: {why}")
 
 
 @pytest.fixture(scope="module", params=EXACT)
@@ -69,7 +55,7 @@ def exact(request: pytest.FixtureRequest) -> Iterator[tuple[PagedModel, Batch]]:
 @pytest.mark.parametrize("page_size, pad", [(1, (0, 0)), (4, (3, 2)), (16, (0, 0))])
 @pytest.mark.parametrize("backend", ["torch_native", "triton"])
 def test_float32(exact: tuple[PagedModel, Batch], backend: str, page_size: int, pad: tuple[int, int]) -> None:
-    skip_unless_available(backend)
+    need(backend)
     model, batch = exact
     got = serve(model, batch, page_size=page_size, attention=backend, pad=pad)
     assert error(got, batch) <= TOLERANCE
@@ -78,7 +64,7 @@ def test_float32(exact: tuple[PagedModel, Batch], backend: str, page_size: int, 
 @pytest.mark.parametrize("backend", ["torch_native", "triton", "flashinfer"])
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_bfloat16(name: str, backend: str) -> None:
-    skip_unless_available(backend)
+    need(backend)
     # "eager": transformers 5.17 takes "sdpa" for Gemma 2 and drops its softcap.
     low = build(entry_of(BFLOAT16, name), attention="eager").cuda().bfloat16()
     truth = reference(copy.deepcopy(low).float())
@@ -95,7 +81,7 @@ def test_bfloat16(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED_BY_FLASHINFER)
 def test_flashinfer_refuses(name: str) -> None:
-    skip_unless_available("flashinfer")
+    need("flashinfer")
     entry = entry_of(SERVED, name)
     model = PagedModel(build(entry).cuda().bfloat16(), QuireOptions(compiler="eager"))
     batch = Batch(tuple(torch.zeros(n, dtype=torch.int64, device="cuda") for n in (11, 6, 21)), ())
@@ -105,7 +91,7 @@ def test_flashinfer_refuses(name: str) -> None:
 
 
 def test_flashinfer_refuses_float32() -> None:
-    skip_unless_available("flashinfer")
+    need("flashinfer")
     model = PagedModel(build(SERVED["llama"]).cuda(), QuireOptions(compiler="eager"))
     with pytest.raises(UnsupportedAttention, match=r"dtype float32 \(has bfloat16, float16\)"):
         serve(model, reference(model.model), page_size=16, attention="flashinfer")

@@ -1,10 +1,9 @@
 """A model, prompts and what transformers makes of them, for the files that do not bring their own."""
 
 import pytest
-import transformers
 
 from quire.graph_runner.engine import Engine
-from tests.tiny import GREEDY, PROMPTS, SAMPLED, hf_greedy, load_model, load_tokenizer, tokens
+from tests.tiny import PROMPTS, assert_idle, continuations, load_model, load_tokenizer, small_llama
 
 
 @pytest.fixture(scope="module")
@@ -14,10 +13,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def one_layer():
-    """Quick to trace."""
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=1024)).eval()
+    return small_llama()
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +27,26 @@ def prompts(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def expected(model, prompts):
+def expected(model):
     """transformers' greedy continuation of each prompt."""
-    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts]
+    return continuations(model.config.num_hidden_layers)[0]
 
 
 @pytest.fixture(scope="module")
-def sampled(model, prompts):
+def sampled(model):
     """What each prompt gives when it is sampled alone."""
-    with Engine(model, num_pages=120, max_num_seqs=1, max_model_len=300, async_stepping=False) as engine:
-        return [tokens(engine.generate([p], SAMPLED))[0] for p in prompts]
+    return continuations(model.config.num_hidden_layers)[1]
+
+
+@pytest.fixture(scope="module")
+def shared_engine(model, tokenizer):
+    with Engine(model, tokenizer, num_pages=120, max_num_seqs=8, max_model_len=300, async_stepping=False,
+                cudagraph_capture_sizes=[1, 2, 4, 8]) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine):
+    """One engine for all tests that do not need their own; every test must leave it idle."""
+    yield shared_engine
+    assert_idle(shared_engine)

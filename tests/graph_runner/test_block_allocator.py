@@ -21,26 +21,6 @@ def test_hands_out_in_order_and_reuses_the_last_freed() -> None:
     assert allocator.allocate(0) == []
 
 
-def test_all_or_nothing() -> None:
-    allocator = BlockAllocator(4)
-    assert allocator.allocate(4) is None
-    assert allocator.num_free == 3
-    assert allocator.allocate(3) == [1, 2, 3]
-    assert allocator.allocate(1) is None
-
-
-def test_shared_pages_are_free_after_the_last_owner() -> None:
-    allocator = BlockAllocator(4)
-    pages = allocator.allocate(2)
-    assert pages is not None
-    allocator.share(pages)
-    allocator.share([pages[0]])
-    assert [allocator.ref_count(page) for page in pages] == [3, 2]
-    allocator.free(pages)
-    allocator.free([pages[0], pages[0], pages[1]])  # as often as it has owners
-    assert allocator.num_free == 3
-
-
 @pytest.mark.parametrize(
     ("operation", "pages", "message"),
     [

@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
-from tests.tiny import assert_idle, hf_greedy
+from tests.tiny import assert_idle, hf_greedy, small_llama
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=256, eos_token_id=None)).eval()
+    return small_llama(eos_token_id=None)
 
 
 class Broken(Exception):

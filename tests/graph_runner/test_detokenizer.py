@@ -119,23 +119,6 @@ def test_bytes_become_characters(layout) -> None:
 
 
 @bytes_too
-@pytest.mark.parametrize(("prompt", "cut", "more"), [
-    *[("a 😀😀", cut, "") for cut in (1, 2, 3)], ("a 😀😀", 4, "😀"), ("a 😀😀", 5, "😀"), ("a 😀😀", 8, "😀😀"),
-    ("é好好", 1, ""), ("é好好", 4, "好"), ("é好好", 7, "好好"),
-    ("😀😀😀😀", 1, ""), ("😀😀😀😀", 6, "😀"), ("😀😀😀😀", 15, "😀😀😀"),
-])
-def test_prompt_that_ends_in_bytes(prompt, cut, more, layout) -> None:
-    """The rest of a character that the prompt begins belongs to the prompt; the next ones are all there."""
-    tokenizer = BYTE_FALLBACK[layout]
-    ids = tokenizer(prompt)["input_ids"]
-    after = bytes_of("🎉é".encode()) + tokenizer("a !")["input_ids"]
-    space = " " if layout == "llama" else ""
-    for step in (1, 2, 7):
-        assert "".join(pieces(tokenizer, ids[:-cut], ids[-cut:] + after, step)) == f"{more}🎉é{space}a !"
-    assert "".join(pieces(tokenizer, ids[:-cut], ids[-cut:])) == more  # ended there
-
-
-@bytes_too
 def test_prompt_whose_character_is_never_finished(layout) -> None:
     tokenizer = BYTE_FALLBACK[layout]
     prompt, cut = tokenizer("a 😀😀")["input_ids"][:-2], tokenizer("a !")["input_ids"]

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import functools
-import gc
-import time
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.gc_freeze import ServingFreeze
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, hf_greedy, tokens
-
-
-@pytest.fixture(scope="module")
-def shared_engine(model, tokenizer):
-    with Engine(model, tokenizer, num_pages=120, max_num_seqs=8, max_model_len=300, async_stepping=False,
-                cudagraph_capture_sizes=[1, 2, 4, 8]) as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared_engine):
-    """One engine for all tests that do not need their own; every test must leave it idle."""
-    yield shared_engine
-    assert_idle(shared_engine)
-
 
 # -- what a prompt may be, and what comes back
 
@@ -44,15 +24,6 @@ def test_outputs(engine, tokenizer, prompts, expected) -> None:
     assert [o.prompt_token_ids for o in by_text] == prompts[:2]
     assert [o.text for o in by_text] == [tokenizer.decode(t) for t in expected[:2]]
     assert {o.finish_reason for o in by_text} == {"length"} and {o.stop_reason for o in by_text} == {None}
-
-
-@pytest.mark.parametrize("kind", ["str", "tuple", "array", "tensor", "arrays", "list of one"])
-def test_one_prompt_in_many_forms(kind, engine, prompts, expected) -> None:
-    prompt = {
-        "str": PROMPTS[0], "tuple": tuple(prompts[0]), "array": np.array(prompts[0]),
-        "tensor": torch.tensor(prompts[0]), "arrays": [np.array(prompts[0], np.int32)], "list of one": [PROMPTS[0]],
-    }[kind]
-    assert tokens(engine.generate(prompt, GREEDY)) == [expected[0]]
 
 
 def test_no_prompts(engine) -> None:
@@ -105,15 +76,16 @@ def test_n(engine, prompts, sampled) -> None:
 # -- how requests end
 
 
-def end_of(model, prompt) -> list[int]:
-    """A greedy continuation up to and with the end token."""
-    found = hf_greedy(model, prompt, 200)
+@pytest.fixture(scope="module")
+def ended(model, prompts) -> list[int]:
+    """The greedy continuation of the first prompt, up to and with the end token."""
+    found = hf_greedy(model, prompts[0], 200)
     assert found[-1] == model.config.eos_token_id, "this prompt's continuation does not end; choose another"
     return found
 
 
-def test_end_token(engine, model, tokenizer, prompts) -> None:
-    found = end_of(model, prompts[0])
+def test_end_token(engine, model, tokenizer, prompts, ended) -> None:
+    found = ended
     (output,) = engine.generate(prompts[0], replace(GREEDY, max_tokens=None))
     assert (output.token_ids, output.finish_reason, output.stop_reason) == (found, "stop", None)
     assert output.text == tokenizer.decode(found[:-1])
@@ -128,9 +100,9 @@ def test_end_token(engine, model, tokenizer, prompts) -> None:
     assert model.config.eos_token_id not in output.token_ids
 
 
-def test_end_token_with_asynchronous_stepping(model, tokenizer, prompts) -> None:
+def test_end_token_with_asynchronous_stepping(model, tokenizer, prompts, ended) -> None:
     """The step launched too many is dropped, also while others run on."""
-    found = end_of(model, prompts[0])
+    found = ended
     with Engine(model, tokenizer, num_pages=60, max_num_seqs=4, async_stepping=True) as engine:
         outputs = engine.generate([prompts[0], prompts[1], prompts[0]], replace(GREEDY, max_tokens=len(found) + 30))
         assert [outputs[0].token_ids, outputs[2].token_ids] == [found, found]
@@ -192,239 +164,9 @@ def test_stop_strings_that_do_not_end_it(engine, tokenizer, prompts, expected) -
     assert engine.generate(prompts[0], early)[0].text == text
 
 
-def test_first_of_several_stop_strings(engine, tokenizer, prompts, expected) -> None:
-    text = tokenizer.decode(expected[0])
-    first, second = text[8:10], text[9:10]
-    assert text.index(second) == 9 and text.index(first) == 8, "choose others"
-    assert engine.generate(prompts[0], replace(GREEDY, stop=[second, first]))[0].text == text[:8]
-
-
 def test_without_text(engine, prompts, expected) -> None:
     (output,) = engine.generate(prompts[0], replace(GREEDY, detokenize=False))
     assert (output.token_ids, output.text) == (expected[0], "")
-
-
-# -- streaming
-
-
-def test_stream(engine, prompts, expected) -> None:
-    pieces: dict[int, list] = {}
-    order = []
-    for event in engine.stream(prompts, GREEDY):
-        assert not (event.index in pieces and pieces[event.index][-1].finished)  # nothing comes after the end
-        pieces.setdefault(event.index, []).append(event)
-        order.append(event.index)
-        assert event.output.token_ids == [t for e in pieces[event.index] for t in e.token_ids]
-        assert event.output.text == "".join(e.text for e in pieces[event.index])
-        assert event.finished == (event.output.finish_reason is not None)
-    assert [pieces[i][-1].output.token_ids for i in range(len(prompts))] == expected
-    assert order[: len(prompts)] == list(range(len(prompts)))  # the first token of each comes before the second of any
-
-
-def test_interleaved_streams(engine, prompts, expected) -> None:
-    """Each stream gets all of its events, whichever of them drives the engine."""
-    streams = [engine.stream(p, GREEDY) for p in prompts[:3]]
-    got: list[list[int]] = [[], [], []]
-    left = {0, 1, 2}
-    while left:
-        for i in sorted(left):
-            for event in islice(streams[i], i + 1):
-                got[i] += event.token_ids
-                if event.finished:
-                    left.discard(i)
-    assert got == expected[:3]
-    assert [list(s) for s in streams] == [[], [], []]
-
-
-def test_abandoned_stream(engine, prompts, expected) -> None:
-    stream = engine.stream(prompts[:3], GREEDY)
-    events = list(islice(stream, 5))
-    assert engine.has_unfinished
-    stream.close()
-    assert_idle(engine)
-    assert {e.output.finish_reason for e in events} == {"abort"}
-    assert events[0].output.token_ids == expected[0][: len(events[0].output.token_ids)]
-    never_started = engine.stream(prompts, GREEDY)
-    del never_started
-    assert tokens(engine.generate(prompts[1], GREEDY)) == [expected[1]]
-
-
-@pytest.fixture
-def collector():
-    gc.unfreeze()
-    gc.collect()
-    yield
-    gc.unfreeze()
-
-
-def test_collector_is_frozen_while_serving_only(engine, prompts, expected, collector, monkeypatch) -> None:
-    """Not after the end, nor after an error, nor once nobody reads a stream on."""
-    turns = ServingFreeze.TURNS
-    seen = [gc.get_freeze_count() for _ in engine.stream(prompts[3], replace(GREEDY, ignore_eos=True))]
-    assert seen[turns] > 1000 > max(seen[: turns - 1]) and gc.get_freeze_count() < 1000
-
-    launch, calls = engine.runner.launch, Counter()
-
-    def fails(batch):
-        calls["launch"] += 1
-        if calls["launch"] == turns + 2:
-            assert gc.get_freeze_count() > 1000
-            raise RuntimeError("a kernel failed")
-        return launch(batch)
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a kernel failed"):
-        patch.setattr(engine.runner, "launch", fails)
-        engine.generate(prompts[:2], replace(GREEDY, ignore_eos=True))
-    assert gc.get_freeze_count() < 1000
-
-    stream = engine.stream(prompts[3], replace(GREEDY, max_tokens=100, ignore_eos=True))
-    for _ in range(turns + 2):
-        next(stream)
-    assert gc.get_freeze_count() > 1000
-    stream.close()
-    assert gc.get_freeze_count() < 1000
-    assert tokens(engine.generate(prompts[:2], GREEDY)) == expected[:2]
-
-
-def test_abandoned_stream_that_only_the_collector_finds(engine, prompts, collector, monkeypatch) -> None:
-    """It is frozen itself, in a cycle. Once the engine has not stepped for a while, its requests are aborted all the same."""
-    monkeypatch.setattr(ServingFreeze, "STALE_SECONDS", 0.5)
-
-    class Prompts(list):
-        pass
-
-    asked = Prompts(prompts[:2])
-    asked.stream = engine.stream(asked, replace(GREEDY, max_tokens=100, ignore_eos=True))
-    for _ in range(3 * ServingFreeze.TURNS):
-        next(asked.stream)
-    del asked
-    gc.collect()
-    assert engine.has_unfinished and gc.get_freeze_count() > 1000
-    deadline = time.monotonic() + 60
-    while engine.has_unfinished and time.monotonic() < deadline:
-        time.sleep(0.05)  # the engine is idle, and nothing else runs the collector
-    assert not engine.requests and gc.get_freeze_count() < 1000
-
-
-class Picky:
-    """A tokenizer that cannot decode some tokens."""
-
-    def __init__(self, tokenizer, bad):
-        self.tokenizer, self.bad = tokenizer, bad
-
-    def decode(self, ids, **options):
-        if self.bad & set(ids):
-            raise OverflowError("no such piece")
-        return self.tokenizer.decode(ids, **options)
-
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
-
-
-@pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
-def test_a_tokenizer_that_fails_ends_one_request_only(depth, model, tokenizer, prompts, expected) -> None:
-    def lone(which: int) -> list[int]:
-        """Places of tokens that nobody else has, and that are neither its first nor its last."""
-        others = {t for i, found in enumerate(expected) if i != which for t in found} | {t for p in prompts for t in p}
-        return [i for i, t in enumerate(expected[which][:-1]) if i and t not in others and t not in expected[which][:i]]
-
-    which = next(i for i in range(len(prompts)) if lone(i))
-    at = lone(which)[0]
-    picky = Picky(tokenizer, {expected[which][at]})
-    with Engine(model, picky, num_pages=120, max_num_seqs=8, async_stepping=depth) as engine:
-        outputs = engine.generate(prompts, GREEDY)
-        failed = outputs.pop(which)
-        assert failed.finish_reason == "error" and failed.token_ids == expected[which][: at + 1]
-        assert failed.error == "the tokenizer could not decode the tokens: OverflowError: no such piece"
-        assert tokenizer.decode(expected[which][:at]).startswith(failed.text)
-        assert tokens(outputs) == [e for i, e in enumerate(expected) if i != which]
-        assert [o.text for o in outputs] == [tokenizer.decode(o.token_ids, skip_special_tokens=True) for o in outputs]
-        assert_idle(engine)
-        assert tokens(engine.generate(prompts, replace(GREEDY, detokenize=False))) == expected
-
-
-def test_interrupted_while_results_are_taken_in(model, tokenizer, prompts, expected) -> None:
-    """The other rows of the step are not lost: whoever goes on gets all their tokens."""
-    calls = Counter()
-
-    class Interrupted(Picky):
-        def decode(self, ids, **options):
-            calls["decode"] += 1
-            if calls["decode"] == 9:
-                raise KeyboardInterrupt
-            return super().decode(ids, **options)
-
-    with Engine(model, Interrupted(tokenizer, set()), num_pages=120, max_num_seqs=8, async_stepping=True) as engine:
-        ids = [engine.add_request(p, GREEDY)[0] for p in prompts]
-        outputs = {i: engine.requests[i].output for i in ids}
-        with pytest.raises(KeyboardInterrupt):
-            while engine.has_unfinished:
-                engine.step()
-        while engine.has_unfinished:
-            engine.step()
-        assert [outputs[i].token_ids for i in ids] == expected
-        assert_idle(engine)
-
-
-def test_abort_from_outside_ends_a_stream(engine, prompts, expected) -> None:
-    stream = engine.stream(prompts[:2], GREEDY)
-    next(stream)
-    engine.abort(min(engine.requests))
-    rest = list(stream)
-    ends = {e.index: e.output.finish_reason for e in rest if e.finished}
-    assert ends == {0: "abort", 1: "length"}
-
-
-# -- continuous batching by hand
-
-
-def run(engine: Engine) -> dict[int, list]:
-    events: dict[int, list] = {}
-    while engine.has_unfinished:
-        for event in engine.step():
-            events.setdefault(event.index, []).append(event)
-    return events
-
-
-def test_add_request_while_others_run(engine, prompts, expected) -> None:
-    found: dict[int, list[int]] = {}
-    ids: dict[int, int] = {}
-    todo = list(range(len(prompts)))
-    for turn in range(1000):
-        if todo and turn % 3 == 0:
-            (request,) = engine.add_request(prompts[todo[0]], GREEDY)
-            ids[request] = todo.pop(0)
-        for event in engine.step():
-            found.setdefault(ids[event.index], []).extend(event.token_ids)
-            assert event.output.index == event.index  # by hand, the request's id
-        if not todo and not engine.has_unfinished:
-            break
-    assert found == dict(enumerate(expected))
-
-
-def test_generate_leaves_other_requests_events_alone(engine, prompts, expected) -> None:
-    (mine,) = engine.add_request(prompts[0], GREEDY)
-    engine.step()
-    assert tokens(engine.generate(prompts[1:3], GREEDY)) == expected[1:3]
-    events = run(engine)
-    assert set(events) == {mine}
-    assert events[mine][-1].output.token_ids == expected[0]
-    assert [t for e in events[mine] for t in e.token_ids] == expected[0][1:]  # the first came with the first step
-
-
-def test_abort(engine, prompts, expected) -> None:
-    keep, waiting, running = (engine.add_request(p, GREEDY)[0] for p in prompts[:3])
-    engine.abort(waiting)
-    engine.step()
-    engine.step()
-    engine.abort(running)
-    engine.abort(running)
-    engine.abort(12345678)
-    events = run(engine)
-    assert events[running][-1].finished and events[running][-1].output.finish_reason == "abort"
-    assert events[running][-1].output.token_ids == expected[2][:2]
-    assert events[keep][-1].output.token_ids == expected[0]
-    engine.abort(keep)  # long done
 
 
 # -- what cannot be served: said clearly, and nothing else is touched
@@ -449,11 +191,6 @@ def test_bad_prompt(prompt, message, engine, prompts, expected) -> None:
     assert (bad.index, bad.finish_reason, bad.token_ids) == (1, "error", [])
     with pytest.raises(ValueError, match=message):
         raise ValueError(bad.error)
-
-
-def test_one_prompt_of_a_wrong_type(engine) -> None:
-    with pytest.raises(TypeError, match="a prompt is text or a list of token ids, got '5'"):
-        engine.generate(5)
 
 
 @pytest.mark.parametrize("raise_on_error", [True, False, None])
@@ -483,11 +220,6 @@ def test_text_without_a_tokenizer(one_layer) -> None:
             engine.add_request([3, 4], replace(GREEDY, stop="x"))
         (output,) = engine.generate([3, 4], GREEDY)
         assert len(output.token_ids) > 0 and output.text == ""
-
-
-def test_max_tokens_0() -> None:
-    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
-        SamplingParams(max_tokens=0)
 
 
 def test_out_of_memory_in_a_step(engine, prompts, expected, monkeypatch) -> None:

@@ -15,6 +15,7 @@ from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.model_runner import CPU_KV_BYTES
 from quire.passes.backend import quire_backend
+from tests.steps import serve
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, tokens
 
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -80,9 +81,8 @@ def test_paged_generate(prompts, whole, kind) -> None:
     assert out[0, len(prompts[0]) :].tolist() == whole[0]
 
 
-def test_more_pages_fit() -> None:
+def test_more_pages_fit(model) -> None:
     """The cache is sized by its real bytes, scales included."""
-    model = load_model()
     pages = {}
     for name in ("auto", "int8"):
         with Engine(model, kv_cache_dtype=name, max_num_seqs=5000, max_model_len=1000, cudagraph_capture_sizes=[]) as engine:
@@ -102,18 +102,19 @@ def text(tokenizer):
 
 
 def logits_of(model, text, size: int, dtype: torch.dtype | None, page_size: int = 16, layout: str = "NHD") -> torch.Tensor:
-    pages = pages_for(len(text), page_size)
-    cache = quire.PagedKVCache.for_model(model, num_pages=pages + 1, page_size=page_size, dtype=dtype, layout=layout)
-    outs, done = [], 0
-    while done < len(text):
-        count = min(size, len(text) - done)
-        done += count
-        meta = quire.CommonAttentionMetadata.build([count], [done], [list(range(1, pages + 1))], page_size=page_size)
+    pages, config = pages_for(len(text), page_size), model.config
+    # As PagedKVCache.for_model makes it, without another trace of the model.
+    cache = quire.PagedKVCache(num_layers=config.num_hidden_layers, num_pages=pages + 1, page_size=page_size, device="cpu",
+                               num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim, dtype=dtype, layout=layout)
+
+    def call(tokens: torch.Tensor, meta: quire.CommonAttentionMetadata) -> torch.Tensor:
         with torch.no_grad(), quire.step(cache, meta):
-            outs.append(model(input_ids=text[None, done - count : done], position_ids=meta.positions[None],
-                              use_cache=False).logits[0])
+            return model(input_ids=tokens[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+
+    cuts = [(min(size, len(text) - done),) for done in range(0, len(text), size)]
+    (logits,) = serve(call, [text], cuts, page_size)
     assert not any(t.float().abs().sum() for t in (cache.k[0][0], cache.v[0][0])), "the null page was written"
-    return torch.cat(outs)
+    return logits
 
 
 def test_logits(kind, text) -> None:
@@ -133,8 +134,8 @@ def test_logits(kind, text) -> None:
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_steps(compiler, kind, text) -> None:
     """torch.compile(backend="quire") with a cache made by hand is the routed model on it."""
-    routed = logits_of(quire.paged(load_model()), text, 16, NAMES[kind])
-    model = load_model()
+    routed = logits_of(quire.paged(load_model(num_layers=2)), text, 16, NAMES[kind])
+    model = load_model(num_layers=2)
     compiled = torch.compile(model, backend=quire_backend, options={"compiler": compiler})
     assert (logits_of(compiled, text, 16, NAMES[kind]) - routed).abs().max() <= FEW_STEPS
 

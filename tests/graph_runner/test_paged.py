@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
 import warnings
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import reset_code
-from torch.nn import functional as F
 from transformers import (
     GenerationConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
-    StoppingCriteriaList,
     TextStreamer,
 )
 
 import quire
-from quire.graph_runner.engine import Engine
-from quire.graph_runner.paged import PagedGenerate
-from quire.graph_runner.sampling_params import SamplingParams
-from tests.tiny import PROMPTS, assert_idle, assert_unchanged, load_model, load_tokenizer, snapshot, tokens
+from tests.tiny import PROMPTS, assert_idle, generated, load_model, load_tokenizer, small_llama
 
 NEW = 16
 SMALL = dict(num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
 OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[8])
+
+
+def small() -> nn.Module:
+    return small_llama(0.3, eos_token_id=None, pad_token_id=0)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +118,7 @@ def test_mask(no_warnings, plain, model, batch, tokenizer) -> None:
 
 def test_mask_inferred_from_the_padding(no_warnings, plain, model, batch) -> None:
     same(plain, model, batch.input_ids.where(batch.attention_mask.bool(), 9), pad_token_id=9, max_new_tokens=NEW)
-    same(plain, model, batch.input_ids, max_new_tokens=NEW)  # padded with the end token: not told apart, so it counts
+    same(plain, model, batch.input_ids, max_new_tokens=NEW)  # padding that is the end token counts as tokens
 
 
 def test_generation_config(no_warnings, plain, model, batch) -> None:
@@ -181,18 +175,10 @@ def test_streamer(no_warnings, plain, model, batch, tokenizer, capsys) -> None:
     assert printed[0] == printed[1] and len(printed[0]) > 20
 
 
-def test_tokenizer_for_the_engine(model, tokenizer) -> None:
-    """The engine behind it is there to be used."""
-    assert model.generate.engine is model.generate.engine
-    params = SamplingParams(temperature=0, max_tokens=3)
-    assert len(tokens(model.generate.engine.generate([[5, 6, 7]], params))[0]) == 3
-
-
-def test_a_masked_last_token_goes_to_transformers(plain, model, batch) -> None:
-    """transformers continues from the masked token: not what anyone wants, but what its generate does."""
+def test_a_row_without_a_token_goes_to_transformers(plain, model, batch) -> None:
     mask = batch.attention_mask.clone()
-    mask[1, -1] = 0
-    with pytest.warns(UserWarning, match="the last token of a prompt is masked"):
+    mask[1] = 0
+    with pytest.warns(UserWarning, match="because all tokens of a prompt are masked"):
         same(plain, model, batch.input_ids, attention_mask=mask, max_new_tokens=4)
 
 
@@ -218,35 +204,21 @@ def test_arguments_given_twice_are_transformers_own_error(more, options, message
     assert str(got.value) == str(want.value)
 
 
-def test_arguments_by_position_that_go_to_transformers(plain, model, batch) -> None:
+def test_processors_by_position(no_warnings, plain, model, batch) -> None:
     processors = LogitsProcessorList([lambda ids, scores: -scores])
-    with pytest.warns(UserWarning, match=r"quire does not have the arguments \['logits_processor'\]"):
-        same(plain, model, batch.input_ids[2:], GenerationConfig(max_new_tokens=3), processors)
-
-
-class Stop(torch.nn.Module):
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    same(plain, model, batch.input_ids[2:], GenerationConfig(max_new_tokens=3), processors)
 
 
 def fallbacks(plain, tokenizer, ids) -> dict:
     return {
         "beams": (dict(num_beams=2), "quire does not have num_beams"),
-        "repetition_penalty": (dict(repetition_penalty=1.5), "quire does not have repetition_penalty"),
-        "two at once": (dict(repetition_penalty=1.5, no_repeat_ngram_size=2),
-                        "quire does not have repetition_penalty, no_repeat_ngram_size"),
-        "in a config": (dict(generation_config=GenerationConfig(typical_p=0.5, do_sample=True)),
-                        "quire does not have typical_p"),
-        "scores": (dict(output_scores=True, return_dict_in_generate=True), "return_dict_in_generate was asked for"),
-        "dict": (dict(return_dict_in_generate=True), "return_dict_in_generate was asked for, and quire returns token"),
-        "no cache": (dict(use_cache=False), "use_cache=False was asked for"),
-        "position_ids": (dict(position_ids=torch.arange(ids.shape[1])[None]), r"the arguments \['position_ids'\]"),
+        "in a config": (dict(generation_config=GenerationConfig(num_beams=2)), "quire does not have num_beams"),
+        "attentions": (dict(output_attentions=True, return_dict_in_generate=True), "quire does not have output_attentions"),
+        "position_ids": (dict(position_ids=torch.arange(ids.shape[1])[None] + 1), "its position_ids are not those of the"),
         "embeddings": (dict(inputs_embeds=plain.get_input_embeddings()(ids).detach()), "the arguments .*inputs_embeds"),
         "assistant": (dict(assistant_model=plain), r"quire does not have the arguments \['assistant_model'\]"),
-        "processors": (dict(logits_processor=LogitsProcessorList([lambda ids, scores: -scores])), "logits_processor"),
-        "criteria": (dict(stopping_criteria=StoppingCriteriaList([Stop()])), "stopping_criteria"),
-        "stop strings": (dict(stop_strings="e", tokenizer=tokenizer), r"\['tokenizer'\]"),
         "too long": (dict(max_new_tokens=400), "sequence of 406 tokens, and the engine holds 300"),
+        "too long in lockstep": (dict(max_new_tokens=400, repetition_penalty=1.5), "sequence of 406 tokens, and the engine"),
     }
 
 
@@ -271,8 +243,6 @@ def test_falls_back_with_one_warning(name, plain, model, batch, tokenizer) -> No
     assert type(got) is type(want)
     for a, b in ((got, want),) if isinstance(want, torch.Tensor) else ((got.sequences, want.sequences),):
         assert torch.equal(a, b)
-    if name == "scores":
-        assert torch.equal(torch.stack(got.scores), torch.stack(want.scores))
 
 
 class OwnMethod(LlamaForCausalLM):
@@ -305,14 +275,10 @@ def test_methods_of_the_models_own_count(build, method) -> None:
     model.generate.close()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (dict(eos_token_id=torch.tensor(12)), "eos_token_id is not of integers"),
-    (dict(max_new_tokens=torch.tensor(5)), "max_new_tokens is not of integers"),
-    (dict(do_sample=True, top_p=1e-46), "top_p is 0 in float32"),
-])
-def test_numbers_as_transformers_reads_them(options, message, plain, model, batch) -> None:
-    with pytest.warns(UserWarning, match=message):
-        same(plain, model, **batch, **{"max_new_tokens": 5, **options})
+@pytest.mark.parametrize("options", [
+    dict(eos_token_id=torch.tensor(12)), dict(max_new_tokens=torch.tensor(5)), dict(do_sample=True, top_p=1e-46)], ids=str)
+def test_numbers_as_transformers_reads_them(no_warnings, options, plain, model, batch) -> None:
+    same(plain, model, **batch, **{"max_new_tokens": 5, **options})
 
 
 def test_masks_with_holes_and_windows() -> None:
@@ -348,7 +314,7 @@ def test_an_empty_batch_is_transformers_own_affair(plain, model) -> None:
 
 
 def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) -> None:
-    with pytest.warns(UserWarning, match="because a streamer with several sequences"), pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
         model.generate(**batch, max_new_tokens=4, streamer=TextStreamer(tokenizer))
 
 
@@ -356,7 +322,6 @@ def test_streamer_of_a_batch_is_transformers_own_error(model, batch, tokenizer) 
     (dict(num_return_sequences=2), "because Greedy methods .* do not support `num_return_sequences`"),
     (dict(max_length=3, max_new_tokens=None), "max_tokens must be at least 1"),
     (dict(not_an_argument=3), r"quire does not have the arguments \['not_an_argument'\]"),
-    (dict(stop_strings="e"), "quire does not have stop_strings in generate"),
     (dict(do_sample=True, temperature=0.0), "do_sample=True with temperature=0.0; for the likeliest tokens set"),
 ])
 def test_what_transformers_refuses_it_still_refuses(options, message, plain, model, batch, monkeypatch) -> None:
@@ -369,26 +334,65 @@ def test_what_transformers_refuses_it_still_refuses(options, message, plain, mod
     assert str(got.value) == str(want.value)
 
 
-def test_padding_on_the_right(plain, model, batch) -> None:
-    """transformers goes on after the padding; that is its own business."""
-    ids, mask = batch.input_ids.flip(1), batch.attention_mask.flip(1)
-    with pytest.warns(UserWarning, match="because the last token of a prompt is masked .set tokenizer.padding_side"):
-        got = model.generate(ids, attention_mask=mask, max_new_tokens=4)
-    assert torch.equal(got, plain.generate(ids, attention_mask=mask, max_new_tokens=4))
+@pytest.mark.parametrize("options", [{}, dict(repetition_penalty=1.3)], ids=str)
+def test_padding_on_the_right(options, plain, model, batch) -> None:
+    """The prompt goes on where it ends, and a warning says so: transformers goes on from the padding."""
+    ids, mask = (torch.stack([row.roll(-int((1 - m).sum())) for row, m in zip(of, batch.attention_mask, strict=True)])
+                 for of in (batch.input_ids, batch.attention_mask))
+    with pytest.warns(UserWarning, match="quire: the last token of a prompt is masked: the prompt ends before it"):
+        got = model.generate(ids, attention_mask=mask, max_new_tokens=4, **options)
+    assert torch.equal(got[:, :-4], ids)
+    rows = [plain.generate(row[m.bool()][None], max_new_tokens=4, **options)[0, -4:] for row, m in zip(ids, mask, strict=True)]
+    assert torch.equal(got[:, -4:], torch.stack(rows))
 
 
-def test_training_mode(plain, model, batch) -> None:
-    """Dropout is transformers' business; and the mode stays."""
+def test_training_mode(no_warnings, plain, model, batch) -> None:
+    """A trainer generates in training mode, which changes nothing in a model without dropout; and the mode stays."""
     engine = model.generate.engine
     model.train()
     try:
-        with pytest.warns(UserWarning, match="because the model is in training mode"):
-            got = model.generate(batch.input_ids[2:], max_new_tokens=4)
-        assert model.training
+        got = model.generate(batch.input_ids[2:], max_new_tokens=4)
+        assert model.training and all(m.training for m in model.modules())
     finally:
         model.eval()
     assert torch.equal(got, plain.generate(batch.input_ids[2:], max_new_tokens=4))
     assert model.generate.engine is engine
+
+
+class Noisy(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return out if not self.training else type(out)(logits=-out.logits)
+
+
+def dropping(model: nn.Module) -> nn.Module:
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    return model
+
+
+def with_dropout(model: nn.Module) -> nn.Module:
+    model.model.layers[0].mlp.act_fn = nn.Sequential(model.model.layers[0].mlp.act_fn, nn.Dropout(0.5))
+    return model
+
+
+@pytest.mark.parametrize("build, message", [
+    (lambda: dropping(small()), "model.layers.0.self_attn.attention_dropout is 0.5"),
+    (lambda: with_dropout(small()), "model.layers.0.mlp.act_fn.1.p is 0.5"),
+    (lambda: Noisy(small().config), "Noisy.forward asks whether it is in training mode"),
+], ids=["attribute", "module", "code"])
+def test_training_mode_that_changes_something(build, message) -> None:
+    """A rollout without the dropout that the trainer's model has would be another policy's."""
+    model = quire.paged(build().train(), **SMALL)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=f"because the model is in training mode, and {message}"):
+        got = generated(model)
+    model.generate.close()
+    torch.manual_seed(0)
+    assert got == generated(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generated(quire.paged(model.eval(), **SMALL))
+    model.generate.close()
 
 
 def test_autocast(plain, model, batch) -> None:
@@ -396,9 +400,6 @@ def test_autocast(plain, model, batch) -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="because torch.autocast is on"):
         got = model.generate(**batch, max_new_tokens=NEW)
         assert torch.equal(got, plain.generate(**batch, max_new_tokens=NEW))
-
-
-# -- the model besides
 
 
 def test_the_rest_of_the_model_is_as_ever(plain, model, batch) -> None:
@@ -410,42 +411,6 @@ def test_the_rest_of_the_model_is_as_ever(plain, model, batch) -> None:
     assert model.config.to_dict() == plain.config.to_dict()
     assert model.generate.__doc__ == plain.generate.__doc__
     assert isinstance(model, type(plain)) and "Llama" in repr(model)
-
-
-def test_close_restores(batch, plain) -> None:
-    model = load_model()
-    before = snapshot(model)
-    assert quire.paged(model, fusions="all", **OPTIONS) is model
-    want = plain.generate(**batch, max_new_tokens=4)
-    assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
-    engine = model.generate.engine
-    model.generate.close()
-    assert_unchanged(model, before)
-    assert not isinstance(model.generate, PagedGenerate) and "forward" not in vars(model)
-    with pytest.raises(RuntimeError, match="the engine is closed"):
-        engine.generate([[5]])
-    assert torch.equal(model.generate(**batch, max_new_tokens=4), want)
-
-
-def test_paged_twice_is_paged_once(batch, plain) -> None:
-    model = load_model()
-    before = snapshot(model)
-    quire.paged(model, **OPTIONS)
-    first = model.generate.engine
-    quire.paged(model, **OPTIONS, page_size=4)
-    assert first._closed and model.generate.engine.runner.cache.page_size == 4
-    assert torch.equal(model.generate(**batch, max_new_tokens=4), plain.generate(**batch, max_new_tokens=4))
-    model.generate.close()
-    assert_unchanged(model, before)
-
-
-def test_options_are_the_engines() -> None:
-    model = quire.paged(load_model(), attention="nope")
-    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
-        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-    with pytest.raises(TypeError, match="quire.Engine has no option atention; it has attention, page_size, "):
-        quire.paged(model, atention="triton")
-    assert isinstance(model.generate, PagedGenerate)  # refused before anything was changed
 
 
 def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> None:
@@ -461,282 +426,3 @@ def test_a_copy_of_a_paged_model_is_a_model_of_its_own(model, batch, plain) -> N
     copied.generate.close()
     assert torch.equal(copied.generate(**batch, max_new_tokens=NEW), changed)
     assert torch.equal(model.generate(**batch, max_new_tokens=NEW), want)
-
-
-def replica(model: nn.Module) -> nn.Module:
-    """As ``nn.DataParallel`` makes one for each device."""
-    made = model._replicate_for_data_parallel()
-    made._modules = dict(model._modules)
-    return made
-
-
-@pytest.mark.parametrize("way", [copy.copy, replica], ids=["copy", "replica"])
-def test_a_copy_that_shares_the_dict_runs_its_own_modules(way) -> None:
-    model, plain = quire.paged(small(), **SMALL), small()
-    want = generated(model)
-    copies = [way(m) for m in (model, plain)]
-    for made in copies:
-        made._modules = dict(made._modules)
-        torch.manual_seed(3)
-        made.lm_head = nn.Linear(32, 64, bias=False)
-    copied, expected = copies
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        assert torch.equal(copied(ids).logits, expected(ids).logits)
-    if way is copy.copy:  # a replica has no parameters, and so no engine
-        assert generated(copied) == generated(expected) != want
-        model.generate.close()
-        assert isinstance(copied.generate, PagedGenerate) and generated(copied) == generated(expected)
-        copied.generate.close()
-        assert type(copied) is type(expected)
-    assert generated(model) == want
-
-
-def test_the_class_is_as_good_as_before(tmp_path) -> None:
-    """It is called the same, is the same for all its models, and can be saved whole."""
-    plain = small()
-    model, other = quire.paged(small(), **SMALL), quire.paged(small(), **SMALL)
-    assert type(model) is type(other) and str(type(model)) == str(type(plain)) and repr(model) == repr(plain)
-    want = generated(plain)
-    for protocol in (0, 2, 5):
-        assert generated(pickle.loads(pickle.dumps(model, protocol))) == want
-    torch.save(model, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert isinstance(loaded, LlamaForCausalLM) and type(loaded) is type(model) and generated(loaded) == want
-    model.save_pretrained(tmp_path)
-    assert generated(LlamaForCausalLM.from_pretrained(tmp_path).eval()) == want
-    for m in (model, other, loaded):
-        m.generate.close()
-        assert type(m) is LlamaForCausalLM
-
-
-def small() -> nn.Module:
-    """Quick to trace."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=128, eos_token_id=None, pad_token_id=0)).eval()
-    for p in model.parameters():
-        if p.dim() == 2:
-            nn.init.normal_(p, std=0.3)
-    return model
-
-
-def generated(model: nn.Module) -> list[int]:
-    return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12)[0].tolist()
-
-
-def test_a_dropped_trace_is_made_again() -> None:
-    model = quire.paged(small(), **SMALL)
-    before, first = generated(model), model.generate.engine
-    reset_code(first.runner.paged.traced_code)  # as torch._dynamo.reset() does to all
-    assert generated(model) == before
-    assert model.generate.engine is first
-    model.generate.close()
-
-
-def test_a_changed_model_is_traced_again() -> None:
-    model, plain = small(), small()
-    quire.paged(model, **SMALL)
-    assert generated(model) == generated(plain)
-    first = model.generate.engine
-    hooks = [m.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 3) for m in (model, plain)]
-    changed = generated(plain)
-    assert generated(model) == changed
-    assert model.generate.engine is first
-    for hook in hooks:
-        hook.remove()
-    assert generated(model) == generated(plain) != changed
-    model.generate.close()
-
-
-def test_pickled() -> None:
-    model, want = quire.paged(small(), **SMALL), generated(small())
-    assert generated(model) == want
-    copied = pickle.loads(pickle.dumps(model))
-    assert isinstance(copied.generate, PagedGenerate)
-    assert generated(copied) == want and copied.generate.engine is not model.generate.engine
-    for m in (model, copied):
-        m.generate.close()
-        assert not isinstance(m.generate, PagedGenerate) and generated(m) == want
-
-
-def test_a_forward_patched_on_the_instance_stays() -> None:
-    """As accelerate and others do it: it is traced, called outside of steps, and there again in the end."""
-    model, plain = small(), small()
-    forwards = []
-    for m in (model, plain):
-        def patched(*args, _own=m.forward, **kwargs):
-            out = _own(*args, **kwargs)
-            out.logits = out.logits * -1
-            return out
-
-        m.forward = patched
-        forwards.append(patched)
-    want = generated(plain)
-    assert want != generated(small())
-    quire.paged(model, **SMALL)
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, plain(ids).logits)
-    assert generated(model) == want
-    model.generate.close()
-    assert model.forward is forwards[0] and generated(model) == want
-
-
-def test_not_kept_alive() -> None:
-    model = quire.paged(load_model())
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_what_it_takes() -> None:
-    with pytest.raises(TypeError, match="Linear has no generate.*decorate its forward with quire.paged, or use"):
-        quire.paged(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="takes the model itself, not what torch.compile made of it. Page it first"):
-        quire.paged(torch.compile(small()))
-    with pytest.raises(TypeError, match="quire.paged takes a model or a forward function, got int"):
-        quire.paged(3)
-    with pytest.raises(TypeError, match="unknown options for backend 'quire': .'page_sze'."):
-        quire.paged(lambda self: None, page_sze=4)
-
-
-# -- a forward of one's own
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, width = x.shape
-        q, k, v = (f(x).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).reshape(b, s, width))
-        return x + self.mlp(x)
-
-
-def language_model(**options) -> nn.Module:
-    """Not a transformers model: it calls F.scaled_dot_product_attention, and its forward is decorated."""
-
-    class MyLM(nn.Module):
-        def __init__(self, vocabulary: int = 40, width: int = 32, heads: int = 4) -> None:
-            super().__init__()
-            self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
-            self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
-            self.head = nn.Linear(width, vocabulary)
-
-        @quire.paged(**options)
-        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(input_ids) + self.positions(position_ids)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    return MyLM().eval()
-
-
-def logits_in_steps(model: nn.Module, ids: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """Logits of one sequence of 12, served in steps beside another that is noise."""
-    cache = quire.PagedKVCache.for_model(model, num_pages=16, page_size=4)
-    done, found = 0, []
-    for n in cuts:
-        other = torch.randint(0, 40, (3,))
-        lens, total = [n, 3], [done + n, 3]
-        meta = quire.CommonAttentionMetadata.build(lens, total, [[3, 1, 7], [2]], page_size=4)
-        row = torch.cat([ids[done : done + n], other])
-        with torch.no_grad(), quire.step(cache, meta):
-            found.append(model(row[None], meta.positions[None])[0, :n])
-        done += n
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("options", [{}, dict(attention="torch_native"), dict(fusions="all")], ids=str)
-def test_decorated_forward(options) -> None:
-    model = language_model(compiler="eager", **options)
-    ids = torch.arange(12)
-    with torch.no_grad():
-        want = model(ids[None], torch.arange(12)[None])[0]  # outside a step: plain
-    assert (logits_in_steps(model, ids, [5, 1, 1, 4, 1]) - want).abs().max() < 1e-5
-    with torch.no_grad():
-        assert torch.equal(model(ids[None], torch.arange(12)[None])[0], want)
-    loss = model(ids[None], torch.arange(12)[None]).sum()
-    loss.backward()
-    assert model.blocks[0].q.weight.grad is not None
-
-
-@pytest.mark.parametrize("fusions", ["none", "all"])
-def test_two_models_of_one_decorated_class(fusions) -> None:
-    """They must not share weights."""
-    first = language_model(compiler="eager", fusions=fusions)
-    second = type(first)().eval()
-    ids = torch.arange(12)
-    for model in (first, second, first):
-        with torch.no_grad():
-            want = model(ids[None], torch.arange(12)[None])[0]
-        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
-
-
-@pytest.mark.slow
-def test_many_models_of_one_decorated_class() -> None:
-    """Each has what was compiled for it, and takes it along: Dynamo traces one function at most eight times."""
-    cls = type(language_model(compiler="eager"))
-    models = [cls(width=8 * n, heads=2).eval() for n in range(1, 11)]
-    ids = torch.arange(4)
-    for model in models:
-        with torch.no_grad():
-            want = model(ids[None], ids[None])[0]
-        assert (logits_in_steps(model, ids, [3, 1]) - want).abs().max() < 1e-5
-    gone = [weakref.ref(x) for model in models for x in (model, *model.parameters())]
-    del model, models
-    gc.collect()
-    assert not [ref for ref in gone if ref() is not None]
-
-
-def test_keyword_only_arguments_of_a_decorated_forward() -> None:
-    class Scaled(type(language_model(compiler="eager"))):
-        @quire.paged(compiler="eager")
-        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
-            x = self.embed(input_ids) + self.positions(position_ids)
-            return self.head(self.blocks[0](x)) * scale
-
-    model, ids = Scaled().eval(), torch.arange(4)
-    with torch.no_grad():
-        want = model(ids[None], ids[None])[0]
-    assert (logits_in_steps(model, ids, [4]) - want).abs().max() < 1e-5
-
-
-def test_replaced_parameters_of_a_fused_model() -> None:
-    """Fused weights follow updates in place; tensors that were swapped are noticed."""
-    model = language_model(compiler="eager", fusions="all")
-    ids = torch.arange(12)
-    for swap in (lambda p: p.data.mul_(1.5), lambda p: setattr(p, "data", p.detach() * 0.7)):
-        logits_in_steps(model, ids, [12])
-        swap(model.blocks[1].k.weight)
-        with torch.no_grad():
-            want = model(ids[None], torch.arange(12)[None])[0]
-        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("fusions", ["none", "all"])
-def test_engine_of_a_decorated_module(fusions) -> None:
-    model = language_model(compiler="eager")
-    prompts = [[3, 4, 5], [7], list(range(20))]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(10):
-            with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
-        expected.append(ids[len(prompt) :])
-    before = snapshot(model)
-    with Engine(model, num_pages=40, page_size=4, max_num_seqs=4, max_model_len=64, fusions=fusions) as engine:
-        params = SamplingParams(temperature=0, max_tokens=10)
-        assert tokens(engine.generate(prompts, params)) == expected
-    assert_unchanged(model, before)

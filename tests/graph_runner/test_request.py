@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.graph_runner.request import as_prompts, pairs_of, params_of, token_ids_of
+from quire.graph_runner.prompts import as_prompts, pairs_of, params_of, token_ids_of
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import load_tokenizer
 

@@ -137,12 +137,6 @@ def test_neighbours_are_independent(lag: str) -> None:
         assert_distributed(cells, torch.full((64,), 1 / 64))
 
 
-def test_noise_of_the_extreme_bits_is_finite() -> None:
-    noise = draw._gumbel(torch.tensor([0, -1, 1 << 11, -(1 << 63), (1 << 63) - 1]))
-    assert noise.isfinite().all()
-    assert noise[1] == noise.min() and noise[0] == noise.max() > math.log(2.0**52)
-
-
 # ---- streams
 
 
@@ -253,23 +247,6 @@ def test_top_p_keeps_equals() -> None:
     assert keep_set(logits, [SamplingParams(top_p=0.4)]).tolist() == [[False, True, True, True, False]]
     uniform = torch.zeros(1, 50)
     assert keep_set(uniform, [SamplingParams(top_p=0.01)]).all()
-
-
-def test_top_p_is_of_what_top_k_keeps() -> None:
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    # Of the two kept, the first has 0.57 of the probability; of all four 0.4.
-    assert keep_set(logits, [SamplingParams(top_p=0.5)]).sum() == 2
-    assert keep_set(logits, [SamplingParams(top_k=2, top_p=0.5)]).sum() == 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:3])
-def test_ranks_order_as_floats_do(dtype: torch.dtype) -> None:
-    info = torch.finfo(dtype)
-    positive = [0.0, info.smallest_normal, 1.0, info.max, math.inf]
-    values = [-value for value in reversed(positive)] + positive
-    ranks = sampler._rank(torch.tensor(values), dtype)
-    assert ranks.tolist() == sorted(set(ranks.tolist())) and ranks[0] >= 0 and ranks[-1] < 2 ** (dtype.itemsize * 8)
-    assert sampler._unrank(ranks, dtype).tolist() == values
 
 
 # ---- rows without a distribution

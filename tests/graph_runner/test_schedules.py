@@ -8,7 +8,7 @@ import pytest
 
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import TINY_MODEL
-from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, tokens, unchanged
+from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, continuations, load_model, tokens, unchanged
 
 OPTIONS = {
     "defaults": {},
@@ -33,6 +33,11 @@ TINY_CACHES = {
                           max_num_batched_tokens=8),
     "async_one_page_a_token": dict(page_size=1, num_pages=70, async_stepping=True, max_num_seqs=3),
 }
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(num_layers=2)
 
 
 def check_schedule(model, tokenizer, prompts, expected, sampled, options) -> Engine:
@@ -84,9 +89,9 @@ def test_compiled_by_inductor(model, tokenizer, prompts, expected) -> None:
         assert tokens(engine.generate(prompts, drawn)) == found  # op by op, by the sampler
 
 
-def test_default_arguments_and_a_path(expected) -> None:
+def test_default_arguments_and_a_path() -> None:
     with Engine(str(TINY_MODEL)) as engine:
-        assert tokens(engine.generate(list(PROMPTS), GREEDY)) == expected
+        assert tokens(engine.generate(list(PROMPTS), GREEDY)) == continuations(4)[0]
         assert engine.max_model_len == 1024
         assert engine.runner.backend.name == "torch_native"
         assert engine.runner.cache.num_bytes <= 256 * 2**20

@@ -19,7 +19,8 @@ PAGE, WIDTH, SLOTS = 4, 6, 8
 PARAMS = (
     SamplingParams(temperature=0),
     SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1),  # greedy: filters are off
-    SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_k=5), SamplingParams(top_p=0.6, min_p=0.2),
+    SamplingParams(temperature=0.7, logprobs=0), SamplingParams(temperature=1.3, top_k=5), SamplingParams(top_p=0.6, min_p=0.2),
+    SamplingParams(temperature=1.3, top_k=5, logprobs=2, logprobs_mode="processed_logprobs"),
 )
 
 
@@ -49,7 +50,8 @@ def reference(batch: ScheduledBatch, shape: BatchShape) -> dict[str, list]:
     """See NOTE [Padding]: field by field, in plain Python."""
     f: dict[str, list] = {name: [] for name in (
         "input_ids", "positions", "slot_mapping", "token_source", "logits_indices", "sample_slot", "seed",
-        "sample_position", "query_start_loc", "seq_lens", "top_k", "temperature", "top_p", "min_p", "row_slot", "resample")}
+        "sample_position", "query_start_loc", "seq_lens", "top_k", "temperature", "top_p", "min_p", "row_slot", "resample",
+        "logprob_temperature")}
     f["query_start_loc"] = [0]
     for r in batch.rows:
         q = r.request
@@ -73,13 +75,14 @@ def reference(batch: ScheduledBatch, shape: BatchShape) -> dict[str, list]:
         f["top_p"].append(q.params.top_p if draws else 1.0)
         f["min_p"].append(q.params.min_p if draws else 0.0)
         f["resample"].append(draws)
+        f["logprob_temperature"].append({None: 0, 0: 1, 2: q.params.temperature}[q.params.logprobs])
     for _ in range(shape.num_tokens - len(f["input_ids"])):
         for name, value in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1), ("token_source", -1)):
             f[name].append(value)
     for _ in range(shape.num_reqs - len(batch.rows)):
         for name, value in (("logits_indices", 0), ("sample_slot", SLOTS), ("seed", 0), ("sample_position", 0),
                             ("query_start_loc", batch.num_tokens), ("seq_lens", 0), ("top_k", 0), ("temperature", 0),
-                            ("top_p", 1), ("min_p", 0), ("row_slot", SLOTS), ("resample", 0)):
+                            ("top_p", 1), ("min_p", 0), ("row_slot", SLOTS), ("resample", 0), ("logprob_temperature", 0)):
             f[name].append(value)
     return f
 
@@ -125,12 +128,6 @@ DECODE = batch_of(row(3, 9, 1, [4, 9, 2]), row(0, 7, 1, [7, 1], known=7, params=
                   row(6, 8, 1, [5, 3, 1], known=8))
 
 
-@pytest.mark.parametrize("more", [(0, 0), (5, 0), (0, 4), (13, 6)], ids=str)
-@pytest.mark.parametrize("batch", [MIXED, DECODE], ids=["mixed", "decode"])
-def test_fill(batch, more) -> None:
-    check(buffers(), batch, BatchShape(batch.num_tokens + more[0], len(batch.rows) + more[1]))
-
-
 def random_batch(rng: random.Random) -> ScheduledBatch:
     """Up to all slots, decode rows first, each with the pages that its tokens need and some to spare."""
     free = list(range(1, SLOTS * WIDTH + 1))
@@ -171,12 +168,6 @@ def test_bytes_of_a_larger_batch_do_not_leak() -> None:
     check(buffer, DECODE, small)  # the other host side
     after = buffer.layout(small).num_bytes
     assert (buffer.device_bytes[after:] == 0xAB).all()  # only the layout's own bytes were copied
-
-
-def test_pages_of_the_request_before_are_not_in_the_table() -> None:
-    buffer = buffers()
-    check(buffer, batch_of(row(2, 20, 1, [9, 8, 7, 6, 5, 4])), BatchShape(1, 1))
-    check(buffer, batch_of(row(2, 3, 1, [3]), row(1, 20, 1, [10, 11, 12, 13, 14, 15])), BatchShape(2, 2))
 
 
 @pytest.mark.parametrize("page", [1, 7, 64])

@@ -107,7 +107,8 @@ def test_long_requests_in_a_small_cache(model, asynchronous) -> None:
 
         def watched():
             found = schedule()
-            held.append(engine.scheduler.allocator.num_total - engine.scheduler.allocator.num_free)
+            pages = engine.scheduler.allocator
+            held.append(pages.num_total - pages.num_free - engine.scheduler.prefixes.num_idle)
             return found
 
         engine.scheduler.schedule = watched  # type: ignore[method-assign]

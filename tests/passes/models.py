@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from quire.attn_ops.kv_cache import PagedKVCache, pages_for
+from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, running
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.options import QuireOptions
+from tests.steps import serve
 
 VOCAB, HIDDEN, DIM = 32, 16, 4
 
@@ -101,17 +102,13 @@ def served(graph: TracedGraph, model: nn.Module, *, page_size: int = 4, layout: 
     with torch.no_grad():
         expected = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
     cache = PagedKVCache.for_sites(graph.sites, num_pages=50, page_size=page_size, device="cpu", layout=layout)
-    pages = iter((torch.randperm(49, generator=torch.Generator().manual_seed(2)) + 1).tolist())
-    table = [[next(pages) for _ in range(pages_for(len(s), page_size))] for s in sequences]
-    worst, done = 0.0, [0, 0, 0]
-    for counts in ([6, 4, 20], [7, 1, 2]):
-        parts = [s[d : d + n] for s, d, n in zip(sequences, done, counts, strict=True)]
-        done = [d + n for d, n in zip(done, counts, strict=True)]
-        meta = CommonAttentionMetadata.build(counts, done, table, page_size=page_size)
+
+    def call(tokens: torch.Tensor, meta: CommonAttentionMetadata) -> torch.Tensor:
         with running(Step(cache, meta, attention=attention)), torch.no_grad():
-            out = compiled(torch.cat(parts)[None], meta.positions[None])[0]
-        for got, want, d, n in zip(out.split(counts), expected, done, counts, strict=True):
-            worst = max(worst, (got - want[d - n : d]).abs().max().item())
+            return compiled(tokens[None], meta.positions[None])[0]
+
+    got = serve(call, sequences, ([6, 4, 20], [7, 1, 2]), page_size)
+    worst = max((g - want).abs().max().item() for g, want in zip(got, expected, strict=True))
     assert graph.owner.graphs == [graph], "a second graph was traced"
     return worst
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
-import subprocess
-import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,13 +87,6 @@ def test_the_paged_way_is_paged() -> None:
     assert not close(run(quire, sequence, 7, 9, kv), right)
 
 
-def test_the_plain_way_needs_no_cache_and_writes_none() -> None:
-    model, (sequence,), kv = tiny(), inputs(9), cache()
-    quire = compiled(model)
-    assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
-    assert not any(t.any() for t in [*kv.k, *kv.v])
-
-
 def test_training_through_the_plain_way() -> None:
     """Gradients are those of the model; dropout and the like stay what they are."""
     model = tiny().train()
@@ -137,29 +125,7 @@ def test_caches_of_other_sizes_and_formats() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_ragged_batch_with_padding() -> None:
-    """Several sequences end to end, one that waits, and padding to a bucket."""
-    model, kv = tiny(), cache()
-    first, second = inputs(6, 4)
-    meta = CommonAttentionMetadata.build([6, 0, 4], [6, 0, 4], [[3, 1], [], [5]], page_size=4).padded(13, 5)
-    ids = torch.cat([first, second, torch.zeros(3, dtype=torch.long)])
-    with step(kv, meta), torch.no_grad():
-        out = compiled(model)(ids[None], meta.positions[None])
-    assert close(out[:, :6], plain(model, first)) and close(out[:, 6:10], plain(model, second))
-    assert out.isfinite().all()
-
-
 # One token.
-
-
-def test_one_token_of_a_raised_model() -> None:
-    """In steps, and outside of them before and after."""
-    model, (sequence,), kv = tiny(), inputs(9), cache()
-    quire = compiled(model)
-    for _ in range(2):
-        assert close(quire(sequence[None, :1], torch.zeros(1, 1, dtype=torch.long)), plain(model, sequence[:1]))
-        for begin, end in [(0, 1), (1, 6), (6, 7), (7, 8), (8, 9)]:
-            assert close(run(quire, sequence, begin, end, kv), plain(model, sequence[:end], begin))
 
 
 def test_a_mask_that_one_token_does_not_show() -> None:
@@ -226,20 +192,6 @@ def test_a_model_without_attention_is_refused_in_a_step_only() -> None:
         run(quire, sequence, 0, 9, cache())
 
 
-def test_convolution_is_refused() -> None:
-    class Conv(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1)
-
-        def forward(self, x, position_ids, extra):
-            return self.conv(x.transpose(1, 2)).transpose(1, 2)
-
-    model = Tiny(Attention(4, 2, is_causal=True), Conv()).eval()
-    with pytest.raises(BackendCompilerFailed, match="is a convolution over tokens: its state would leak"):
-        run(compiled(model), inputs(9)[0], 0, 9, cache(num_layers=1))
-
-
 def test_refused_models_still_run_plain() -> None:
     model, (sequence,) = tiny(is_causal=False), inputs(9)
     quire = compiled(model)
@@ -247,13 +199,6 @@ def test_refused_models_still_run_plain() -> None:
     with pytest.raises((BackendCompilerFailed, UnsupportedAttention), match="no non-causal attention"):
         run(quire, sequence, 0, 9, cache())
     assert close(quire(sequence[None], torch.arange(9)[None]), plain(model, sequence))
-
-
-def test_layers_and_cache_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"the KV cache has no layer 1; its layers are \[0\]"):
-        run(compiled(tiny()), inputs(9)[0], 0, 9, cache(num_layers=1))
-    with pytest.raises(RuntimeError, match=r"layers \[2\] of the KV cache were not attended"):
-        run(compiled(tiny()), inputs(9)[0], 0, 9, cache(num_layers=3))
 
 
 # Options.
@@ -306,33 +251,6 @@ def test_a_step_may_bring_a_backend_that_is_not_registered() -> None:
     with running(Step(cache(), meta, attention=own)), torch.no_grad():
         out = quire(sequence[None], meta.positions[None])
     assert close(out, plain(model, sequence)) and len(seen) == 2
-
-
-SCRIPT = """
-import sys, torch
-assert "quire" in torch._dynamo.list_backends() and "passes" not in sys.modules
-layer = torch.nn.Linear(4, 4)
-compiled = torch.compile(layer, backend="quire", options={"compiler": "eager"})
-x = torch.randn(3, 4)
-assert torch.equal(compiled(x), layer(x))
-from quire.attn_ops.registry import get_backend
-assert get_backend("torch_native") is __import__("quire.attn_ops.backends.torch_native", fromlist=["BACKEND"]).BACKEND
-"""
-
-
-def test_entry_points(tmp_path) -> None:
-    """``backend="quire"`` by name, with nothing imported, in a fresh process that sees the metadata of an installation."""
-    root = Path(__file__).parents[2]
-    groups = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
-    info = tmp_path / "quire-0.0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quire\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text("\n".join(
-        f"[{group}]\n" + "\n".join(f"{name} = {target}" for name, target in points.items())
-        for group, points in groups.items()))
-    path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=300, cwd=tmp_path,
-                   env={**os.environ, "PYTHONPATH": path})
 
 
 def test_options_of_the_cache_are_checked() -> None:

@@ -21,6 +21,10 @@ MOE = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 DEEPSEEK = dict(MLA, **MOE, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1)
 DEEPSEEK_ONE_GROUP = dict(DEEPSEEK, n_group=1)
 GLM_MOE = dict(SIZES, **MOE, head_dim=16, n_routed_experts=4, n_group=1, topk_group=1)
+#: Image-text models, given text: their image tokens are beyond those of the prompts.
+TEXT = dict(SIZES, vocab_size=72)
+CLIP = dict(model_type="clip_vision_model", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+            image_size=28, patch_size=14)
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 SSM = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
 
@@ -179,9 +183,22 @@ SERVED: dict[str, Served] = {
     "glm4_moe_lite": served("Glm4MoeLiteConfig", DEEPSEEK_ONE_GROUP, features={"head_dim_v": 16}, slow=True),
     "axk1": served("AXK1Config", DEEPSEEK_ONE_GROUP, head_dim=8, features={"head_dim": 24, "head_dim_v": 16}, slow=True),
     "youtu": served("YoutuConfig", MLA, features={"head_dim_v": 16}, slow=True),
+    # Image-text models, on text.
+    "llava": served("LlavaConfig", {}, text_config=dict(TEXT, model_type="llama"), vision_config=CLIP, image_token_index=70,
+                    slow=True),
+    "qwen2_5_vl": served("Qwen2_5_VLConfig", {}, image_token_id=70, video_token_id=71, vision_start_token_id=68,
+                         vision_end_token_id=69, text_config=dict(TEXT, rope_parameters={
+                             "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}),
+                         vision_config=dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64),
+                         slow=True),
+    "gemma3_image": served("Gemma3Config", {}, text_config=dict(TEXT, head_dim=16, layer_types=ALTERNATING, sliding_window=8,
+                                                                num_hidden_layers=4),
+                           vision_config=dict(CLIP, model_type="siglip_vision_model"), image_token_index=70, boi_token_index=68,
+                           eoi_token_index=69, mm_tokens_per_image=4, features=WINDOW, slow=True),
 }
 
 STATE = "layers of type .*they keep state that is not keys and values"
+SPARSE = "each token chooses by their content the keys that it attends to"
 UNSEEN = "0 attention sites were found"
 REFUSED: dict[str, Refused] = {
     # Recurrent state would leak from one sequence of a packed batch into the next.
@@ -202,7 +219,7 @@ REFUSED: dict[str, Refused] = {
     "minimax_m3_sparse": Refused("MiniMaxM3VLTextConfig", dict(
         SIZES, **MOE, head_dim=16, num_local_experts=4, layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=2,
         index_head_dim=16, index_block_size=4), "minimax_m3_sparse"),
-    "deepseek_v4": Refused("DeepseekV4Config", SIZES, STATE),
+    "deepseek_v4": Refused("DeepseekV4Config", SIZES, SPARSE),
     # Attention that is written out by hand.
     "bloom": Refused("BloomConfig", dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4), UNSEEN),
     "gptj": Refused("GPTJConfig", dict(GPT2, rotary_dim=8), UNSEEN),
@@ -215,7 +232,7 @@ REFUSED: dict[str, Refused] = {
     "falcon_alibi": Refused("FalconConfig", dict(SIZES, alibi=True), "its mask is not proven to be one of positions: .*ALiBi"),
     "doge": Refused("DogeConfig", SIZES, "was given an attention_mask"),
     "deepseek_v32": Refused("DeepseekV32Config", dict(DEEPSEEK, index_n_heads=2, index_head_dim=16, index_topk=8),
-                            "indexed|indices|deepseek_sparse_attention"),
+                            SPARSE),
     "diffllama": Refused("DiffLlamaConfig", SIZES, "attend more than once"),
     "bert": Refused("BertConfig", SIZES, "no non-causal attention"),
     "t5": Refused("T5Config", dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
@@ -230,7 +247,7 @@ REFUSED: dict[str, Refused] = {
     "camembert": Refused("CamembertConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
     "longcat_flash": Refused("LongcatFlashConfig", dict(
         MLA, head_dim=8, num_layers=1, ffn_hidden_size=96, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
-        expert_ffn_hidden_size=32), "could not be traced into one graph"),
+        expert_ffn_hidden_size=32), "a Python loop over the experts"),
     "llama_dynamic_rope": Refused("LlamaConfig", dict(
         SIZES, rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)), "rope_type 'dynamic'"),
 }
@@ -251,7 +268,15 @@ def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention
     config = getattr(transformers, entry.config)(**entry.options)
     torch.manual_seed(seed)
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        kind = transformers.AutoModelForImageTextToText
     model = kind.from_config(config, attn_implementation=attention).eval()
+    random_weights(model, std)
+    return model
+
+
+def random_weights(model: torch.nn.Module, std: float) -> None:
+    """See ``build``; buffers stay."""
     for name, parameter in model.named_parameters():
         if "sink" in name:
             parameter.data.normal_(0, 1)
@@ -259,4 +284,3 @@ def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention
             parameter.data.normal_(0, std)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.5)
-    return model

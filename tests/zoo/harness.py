@@ -15,6 +15,7 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.rewrite.lower import set_paged_arguments
+from tests.steps import serve as in_steps
 
 LENGTHS = (11, 6, 21)
 # Tokens that each step schedules of each sequence: chunked prefill beside decode, a lone token, sequences that wait.
@@ -61,38 +62,27 @@ def noisy_cache(sites: list[AttentionSite], page_size: int, *, device: torch.dev
 
 
 def serve(model: PagedModel, batch: Batch, *, page_size: int, layout: Any = "NHD", attention: str = "auto",
-          pad: tuple[int, int] = (0, 0), mutation: dict[str, Any] | None = None, backwards: bool = False) -> list[torch.Tensor]:
+          pad: tuple[int, int] = (0, 0), mutation: dict[str, Any] | None = None, backwards: bool = False,
+          dense: bool = False) -> list[torch.Tensor]:
     """Serve the batch in STEPS; the logits (length, V) of each sequence.
 
     Args:
         pad: tokens and rows that each step is padded by.
         mutation: what to change in every lowered attention op; see ``mutated``.
         backwards: ask for the rows of logits in the other order than that of the tokens.
+        dense: MLA layers with the keys and values of all heads in the cache.
     """
     device = batch.ids[0].device
-    cache = noisy_cache(model.sites, page_size, device=device, layout=layout)
-    order = (torch.randperm(cache.num_pages - 1, generator=torch.Generator().manual_seed(2)) + 1).tolist()
-    table = [[order.pop() for _ in range(pages_for(n, page_size))] for n in LENGTHS]
-    done = [0] * len(LENGTHS)
-    logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
-    for counts in STEPS:
-        rows = [r for r, count in enumerate(counts) if count]
-        queries = [counts[r] for r in rows]
-        ids = torch.cat([batch.ids[r][done[r] : done[r] + counts[r]] for r in rows])
-        for r in rows:
-            done[r] += counts[r]
-        meta = CommonAttentionMetadata.build(queries, [done[r] for r in rows], [table[r] for r in rows],
-                                             page_size=page_size, device=device)
+    cache = noisy_cache([s.dense for s in model.sites] if dense else model.sites, page_size, device=device, layout=layout)
+
+    def call(ids: torch.Tensor, meta: CommonAttentionMetadata) -> torch.Tensor:
         meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
-        step = Step(cache, meta, attention=attention)
-        row_of_ids = torch.cat([ids, ids.new_zeros(pad[0])])
-        wanted = torch.arange(len(ids), device=device)
+        step, wanted = Step(cache, meta, attention=attention), torch.arange(len(ids), device=device)
         with mutated(model, step, mutation or {}):
-            out = model(step, row_of_ids, meta.positions, wanted.flip(0) if backwards else wanted)
-        out = out.flip(0) if backwards else out
-        for r, part in zip(rows, out.split(queries), strict=True):
-            logits[r].append(part)
-    return [torch.cat(parts) for parts in logits]
+            out = model(step, torch.cat([ids, ids.new_zeros(pad[0])]), meta.positions, wanted.flip(0) if backwards else wanted)
+        return out.flip(0) if backwards else out
+
+    return in_steps(call, batch.ids, STEPS, page_size, device)
 
 
 @contextlib.contextmanager
@@ -100,7 +90,7 @@ def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[N
     """While inside, every lowered attention op of ``model`` has the options in ``change`` instead of its own."""
     paged = model.graph.compiled(step)
     graph = paged.lowered.gm
-    before = {n: (n.args, n.kwargs) for n in graph.graph.nodes if n.target is paged.lowered.target.backend.op}
+    before = {n: (n.args, n.kwargs) for n in graph.graph.nodes if n.target in paged.lowered.target.backend.ops}
     assert before, "the lowered graph has no paged op"
     run = paged.run
     if change:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import fx
 
+from quire.attn_ops.attention import Latent
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops import experts
-from quire.attn_ops.ops.experts import expert_linear
+from quire.attn_ops.ops.experts import expert_linear, expert_swiglu
 from quire.attn_ops.ops.rope import rope_kv_write
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.packing_check import check_packing
@@ -40,14 +41,16 @@ UNROTATED = {"gpt2", "gpt2_per_layer_scale", "gpt_bigcode", "opt", "biogpt", "be
 #: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
 LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
+QUICK_TRITON = ("gpt_oss", "deepseek_v3")
 #: Those whose experts go by transformers' interface, which is switched over on a GPU (``passes/capture/hf_experts.py``).
 EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe", "mixtral", "phimoe", "granitemoe",
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
            "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1")
-#: Served by ``torch.compile`` too, which sees F.sdpa and its mask, not the attention interface.
-BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral")
-QUICK_BY_HAND = ("llama", "falcon")
+#: A sample of those served by ``torch.compile`` too, which sees F.sdpa and its mask; or transformers' eager attention (gemma2,
+#: gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention interface.
+BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
+QUICK_BY_HAND = ("falcon", "gemma2")  # tests/passes/test_step.py has a Llama
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
@@ -107,10 +110,20 @@ def test_mutations_are_seen(zoo: Specimen) -> None:
         defaults["scale"] *= 2  # of two layers, the first one has the default
     mutations = {"only the query's own key": {"window": 1}}
     mutations |= {f"no {f}": {f: defaults[f]} for f in zoo.entry.features if f in defaults}
-    for name, mutation in mutations.items():
-        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", mutation=mutation)
+    for name, mutation in mutations.items():  # MLA on the latent cache has no such options
+        got = serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", mutation=mutation, dense=True)
         assert error(got, zoo.batch) > 1e-3, f"{name}: not seen"
-    assert error(serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native"), zoo.batch) <= TOLERANCE
+    assert error(serve(zoo.paged, zoo.batch, page_size=8, attention="torch_native", dense=True), zoo.batch) <= TOLERANCE
+
+
+def test_mla(zoo: Specimen) -> None:
+    """Every layer of an MLA model is on the latent cache, and no layer of another model; attention there moves the logits."""
+    rank = zoo.entry.options.get("kv_lora_rank")
+    latents = {None} if rank is None else {Latent(rank, zoo.entry.options["qk_rope_head_dim"])}
+    assert {s.latent for s in zoo.paged.sites} == latents
+    if rank is not None:
+        options = {"page_size": 8, "attention": "torch_native", "mutation": {"scale": 2 * zoo.paged.sites[0].scale}}
+        assert error(serve(zoo.paged, zoo.batch, **options), zoo.batch) > 1e-3
 
 
 def test_cut_into_pieces(zoo: Specimen) -> None:
@@ -199,7 +212,7 @@ def test_greedy_by_hand(name: str, prompt: int) -> None:
         want = torch.cat([want, row], 1)
 
 
-@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_TRITON)) for n in TRITON])
 def test_triton_interpreted(name: str) -> None:
     why = get_backend("triton").available(torch.device("cpu"))
     if why:
@@ -213,8 +226,8 @@ def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the experts by quire's op, as on a GPU: by its definition."""
     monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     for s in specimen(name):
-        ops = [n for n in s.paged.graph.gm.graph.nodes if n.target == expert_linear]
-        assert len(ops) == 2 * len(experts_of(s.paged.model))
+        ops = [2 if n.target == expert_swiglu else n.target == expert_linear for n in s.paged.graph.gm.graph.nodes]
+        assert sum(ops) == 2 * len(experts_of(s.paged.model))
         for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
             got = serve(s.paged, s.batch, page_size=page_size, attention="torch_native", pad=pad)
             assert error(got, s.batch) <= TOLERANCE
@@ -231,8 +244,8 @@ def test_experts_interpreted(name: str, most_pairs: int, monkeypatch: pytest.Mon
         pytest.skip("Triton's interpreter is for machines that have Triton and no GPU")
     monkeypatch.setattr("quire.passes.capture.hf_experts.wanted", lambda model: True)
     monkeypatch.setattr(experts, "MAX_PAIRS", most_pairs)
-    monkeypatch.setattr(experts, "_has_grouped_mm", lambda x, w: False)
     monkeypatch.setattr(experts, "expert_linear_eager", experts.expert_linear_cuda)
+    monkeypatch.setattr(experts, "expert_swiglu_eager", experts.expert_swiglu_cuda)
     for s in specimen(name):
         assert error(serve(s.paged, s.batch, page_size=4, attention="torch_native", pad=(3, 2)), s.batch) <= TOLERANCE
 

@@ -1,8 +1,9 @@
 """Backend ``triton``: paged attention in Triton kernels, with every feature of the semantic op.
 
 Three kernels: ``decode`` (split-KV, one query token per program), ``extend`` (tiles of several query tokens) and
-``write`` (the KV cache). Which of them run, and on what grid, follows from tensor shapes alone; lengths are read on
-the device. So every launch can be captured in a CUDA graph, at any length, and replayed at any other.
+``write`` (the KV cache). MLA on the latent cache has its own (``mla.py``). Which of them run, and on what grid, follows from
+tensor shapes alone; lengths are read on the device. So every launch can be captured in a CUDA graph, at any length, and
+replayed at any other.
 
 =======  ==========================================================================================================
 T <= B   ``decode`` by token, which writes the cache too, and for few tokens rotates q and k before: one launch
@@ -24,6 +25,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales
 from quire.attn_ops.library import define_op
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
 
 
@@ -107,6 +109,30 @@ def rope_paged_attention(
     return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=rope, form=form)
 
 
+def mla_paged_attention(
+    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    prepared: list[torch.Tensor], *, scale: float,
+) -> torch.Tensor:
+    """MLA on the latent cache: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
+
+    Raises:
+        ValueError: a cache whose last dim is not contiguous.
+    """
+    if cache.stride(3) != 1:
+        raise ValueError(f"the triton backend needs a latent cache whose last dim is contiguous, got strides {cache.stride()}")
+    nope = q.shape[2] - k_rope.shape[1]
+    w_uk, w_uv = split_weight(kv_b, q.shape[1], nope)
+    if not q.shape[0]:
+        return q.new_empty(0, q.shape[1], w_uv.shape[1])
+    mla = kernel_module("backends.triton.mla").mla
+    with host.on_device(q.device):
+        q, batch = rows_contiguous(q), Batch(slot_mapping, block_table, query_start_loc, seq_lens)
+        absorbed = rows_contiguous(absorb_query(q[..., :nope], w_uk))
+        out = mla(absorbed, q[..., nope:], rows_contiguous(c), rows_contiguous(k_rope), cache, batch, scale)
+        return expand_output(out, w_uv)
+
+
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
              seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
     """Counters for the forward, zeroed. See NOTE [Last one merges]."""
@@ -120,11 +146,13 @@ BACKEND = AttentionBackend(
         kv_dtypes=QUANTIZED_KV_DTYPES,
         min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)},  # older ones lack the conversions
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
-        window=True, softcap=True, sinks=True, chunk=True, cudagraph_support=CudagraphSupport.ALWAYS,
+        mla_dims=lambda rank, rope: rank <= 512 and rope <= 64, mla_dims_note="up to 512+64",
+        window=True, softcap=True, sinks=True, chunk=True, mla=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=available,
     op=define_paged_op("triton", paged_attention, launches=True),
     rope_op=define_paged_op("triton", rope_paged_attention, rope=True, launches=True),
+    mla_op=define_mla_op("triton", mla_paged_attention, launches=True),
     rope_forms=True,
     prepare=define_op(
         "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "

@@ -89,17 +89,20 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         products = widest * next_power_of_2(heads)
         block_n = min(64, max(8192 // products, 16))
         warps, stages = (8 if block_n * products > 16384 else 4), 3
-    # Measured on an H200 at contexts of 1024 (benchmarks/attention_kernels.py --sweep): small chunks are best for few slots,
+    # Measured on an H200 at contexts of 1024 (benchmarks/attention_grid.py --sweep): small chunks are best for few slots,
     # two warps each for the fewest; with a slot or more per multiprocessor, splitting costs more than it balances. Larger
     # steps of the loop are better until there are enough programs to hide each other's latency.
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
+    # A program takes about 2.5 us to start and 13 ns per key (H200, 32/8 heads x 128), so long sequences are cut into no more
+    # than eight programs per multiprocessor. Estimated from batches at contexts of 1024 and 8192.
+    most = 64 if slots >= sms else min(64, 8 * sms // slots)
     if dot and itemsize == 2 and widest <= 128:
         block_n = 128 if 256 <= chunk and slots < 4 * sms else 64
         warps = 2 if chunk == 64 else 4
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
             block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)
-    return tuned(DecodeConfig(block_n, warps, stages, chunk, 64, dot))
+    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot))
 
 
 def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:

@@ -151,7 +151,8 @@ def decode_kernel(
     stop = last
     if TILE.split:
         chunk = tl.maximum(tl.cdiv(num_keys, splits), chunk_min)
-        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+        chunk = tl.cdiv(num_keys, tl.maximum(tl.cdiv(num_keys, chunk), 1))  # of equal lengths: the longest decides
+        chunk = tl.maximum(tl.cdiv(chunk, BLOCK_N), 1) * BLOCK_N
         active = tl.maximum(tl.cdiv(num_keys, chunk), 1)
         if split >= active:
             return

@@ -46,7 +46,7 @@ def broken(change: Callable[[dict], object], **capabilities) -> AttentionBackend
 
 def statuses(backend: AttentionBackend, only: str = "", **options) -> dict[str, str]:
     """Results by check, without those of ``opcheck``, which needs a registered op."""
-    return {r.check: r.status for r in check_backend(backend, only=only, **options) if r.check != "opcheck"}
+    return {r.check: r.status for r in check_backend(backend, only=only, quick=True, **options) if r.check != "opcheck"}
 
 
 def failures(backend: AttentionBackend, only: str = "") -> set[str]:
@@ -105,14 +105,6 @@ def test_torch_native_passes(dtype) -> None:
     if dtype == torch.float32:
         assert skipped == {"rotary embedding (rope_op)": "it has no rope_op; a kernel before it rotates", **dict.fromkeys(
             ["no synchronization", "CUDA graph of a decode batch", "CUDA graph of a mixed batch"], "a cpu has none")}
-
-
-def test_triton_passes_in_the_interpreter() -> None:
-    triton = get_backend("triton")
-    why = triton.available(torch.device("cpu"))
-    if why:
-        pytest.skip(why)
-    assert not [r for r in check_backend(triton, "cpu", only="batch") if r.status == "FAIL"]
 
 
 # Wrong ones.
@@ -177,7 +169,6 @@ def pages_in_physical_order(given):
 
 
 @pytest.mark.parametrize("change, caught_by", [
-    (spoil(window=lambda g: None), {"feature window", "features together"}),
     (spoil(window=lambda g: g["window"] and g["window"] + 1), {"feature window", "features together"}),
     (spoil(softcap=lambda g: None), {"feature softcap", "features together"}),
     (spoil(chunk=lambda g: None), {"feature chunk", "features together"}),
@@ -198,7 +189,7 @@ def pages_in_physical_order(given):
      {"shared cache (no k, v)"}),
     (lambda g: torch_native.paged_attention(**g).double(), {"decode batch"}),
     (lambda g: torch_native.paged_attention(**g)[:-1], {"decode batch", "padding"}),
-], ids=["no_window", "window_off_by_one", "no_softcap", "no_chunk", "no_sinks", "scale", "functional", "slot_minus_one",
+], ids=["window_off_by_one", "no_softcap", "no_chunk", "no_sinks", "scale", "functional", "slot_minus_one",
         "one_slot_more", "one_key_more", "padding_not_zero", "nan", "nan_of_others", "window_of_one", "long_chunk",
         "page_order", "writes_when_shared", "dtype", "shape"])
 def test_a_broken_backend_fails(change, caught_by) -> None:
@@ -245,7 +236,7 @@ def test_a_backend_that_quantizes_in_its_own_way_fails(change) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_all_checks_on_a_quantized_cache(kv_dtype) -> None:
-    results = check_backend(NATIVE, "cpu", kv_dtype=kv_dtype)
+    results = check_backend(NATIVE, "cpu", kv_dtype=kv_dtype, quick=True)
     assert {r.status for r in results} == {"ok", "skip"} and len(results) > 30
     only = check_backend(broken(spoil(window=lambda g: None)), "cpu", only="feature window", kv_dtype=kv_dtype)
     assert [r.status for r in only] == ["FAIL"]
@@ -255,7 +246,7 @@ def test_all_checks_on_a_quantized_cache(kv_dtype) -> None:
 
 def test_only_the_spoilt_feature_fails() -> None:
     assert failures(broken(spoil(window=lambda g: None))) == {
-        "feature window", "features together", "garbage in unused slots",  # the last ones have all features, too
+        "feature window", "windows at page boundaries", "features together", "garbage in unused slots",  # all features
         "KV cache int8", "KV cache float8_e4m3fn", "KV cache float8_e5m2"}
 
 
@@ -292,7 +283,7 @@ def test_undeclared_features_must_be_refused() -> None:
     plain = broken(lambda given: None, window=False, sinks=False, kv_dtypes=frozenset({torch.float8_e5m2}),
                    layouts=frozenset({"NHD"}),
                    page_sizes=lambda p: p == 16, page_sizes_note="16")
-    results = {r.check: r for r in check_backend(plain)}
+    results = {r.check: r for r in check_backend(plain, quick=True)}
     assert not [r for r in results.values() if r.status == "FAIL" and r.check != "opcheck"]
     assert results["KV cache float8_e5m2"].detail == ""
     for name in ("feature window", "feature sinks", "layout HND", "page size 4", "KV cache int8"):
@@ -419,7 +410,7 @@ def test_main(capsys) -> None:
     assert main(["--backend", "torch_native", "--device", "cpu", "--only", "batch"]) == 0
     out = capsys.readouterr().out
     assert "attention backend torch_native on cpu" in out and "mixed batch" in out
-    assert "3 passed, 0 failed, 2 skipped" in out
+    assert "4 passed, 0 failed, 2 skipped" in out
     assert main(["--backend", "torch_native", "--device", "cpu", "--dtype", "float16", "--only", "decode batch"]) == 0
     assert re.search(r"decode batch .* ok .* \d\.\d", capsys.readouterr().out)
 

@@ -14,16 +14,6 @@ from quire.attn_ops.metadata import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetad
 build = CommonAttentionMetadata.build
 
 
-def test_slots() -> None:
-    """Position p of a sequence with pages [7, 3] of 16 tokens: 0 -> 7 * 16, 15 -> 7 * 16 + 15, 16 -> 3 * 16, ..."""
-    meta = build([21], [21], [[7, 3]], page_size=16)
-    slots = meta.slot_mapping.tolist()
-    assert [slots[p] for p in (0, 15, 16, 20)] == [112, 127, 48, 52]
-    decode = build([1], [21], [[7, 3]], page_size=16)  # the last token alone
-    assert decode.slot_mapping.tolist() == [52]
-    assert decode.positions.tolist() == [20]
-
-
 def test_mixed_batch() -> None:
     """A chunk of a prefill over a cached prefix, a sequence that waits, a decode."""
     meta = build([3, 0, 1], [10, 4, 6], [[5, 2, 9], [4], [1, 8]], page_size=4)

@@ -16,7 +16,7 @@ from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, Cuda
 from quire.attn_ops.registry import backends, register_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
-from quire.attn_ops.tuning.attention import Measurement, ShapeClass
+from quire.attn_ops.tuning.attention import Measurement
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SITE = AttentionSite(layer=0, num_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=0.1)
@@ -79,9 +79,21 @@ def test_without_measurements_the_first_by_priority_is_taken() -> None:
         chosen = select(**other)
         assert chosen.backend is first
         assert chosen.why == f"first in order of priority; this shape is not measured here: {HINT}"
-    for change in (dict(head_dim=64), dict(num_heads=8), dict(window=9)):
+    for change in (dict(head_dim=32, head_dim_v=16), dict(num_heads=8 * 32), dict(window=9)):
         assert select(dataclasses.replace(SITE, **change)).backend is first
     assert select().backend is second
+
+
+def test_a_shape_that_nobody_measured_goes_by_the_nearest() -> None:
+    """Else a new model would run on the first backend by priority, however much faster another one is on such shapes."""
+    first, second = make("first", 0), make("second", 1)
+    small = dataclasses.replace(SITE, num_heads=8, head_dim=64, head_dim_v=64)
+    tuning.save([row(first, 9.0), row(second, 1.0), row(first, 1.0, small), row(second, 9.0, small)])
+    near = dataclasses.replace(SITE, num_heads=64, head_dim=96, head_dim_v=96)
+    chosen = select(near)
+    assert chosen.backend is second and chosen.why == (
+        "fastest measured: decode 1.0 us (Some Device, 64/8 x 96 bfloat16, by the nearest shape measured, 32/8 x 128 bfloat16)")
+    assert select(dataclasses.replace(small, head_dim=80, head_dim_v=80)).backend is first
 
 
 def test_a_backend_asked_for_by_name_is_not_replaced() -> None:
@@ -236,13 +248,6 @@ def test_the_shipped_file_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
     assert len({r.identity for r in rows}) == len(rows)
 
 
-def test_shape_class() -> None:
-    site = dataclasses.replace(WINDOWED, sinks=True, softcap=9.0, causal=False)
-    shape = ShapeClass.of(site, 16, torch.float8_e4m3fn, "HND")
-    features = ("window", "softcap", "sinks", "non-causal")
-    assert shape == ShapeClass("bfloat16", "float8_e4m3fn", 128, 128, 4, 16, "HND", features)
-
-
 # What is shown.
 
 
@@ -259,4 +264,3 @@ def test_the_table_of_backends_shows_the_measurements() -> None:
 def test_a_gpu_that_is_only_asked_about_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tuning.sources(GPU) == []
-

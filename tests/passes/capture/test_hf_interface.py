@@ -27,6 +27,7 @@ from quire.passes.capture.hf_interface import (
     uses_interface,
 )
 from quire.passes.capture.paged_model import find_sites
+from tests.steps import serve
 from tests.zoo.configs import SERVED, build
 
 # Two float32 forwards in different orders of summation, relative to the largest logit: see tests/zoo/harness.py.
@@ -138,7 +139,7 @@ def test_every_config_of_a_composite_model() -> None:
     assert [c._attn_implementation for c in configs_of(parts)] == ["sdpa", "eager"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4"])
 def test_without_a_step_the_model_is_what_it_was(name) -> None:
     """The semantic op's dense implementation, gradients included, in place of transformers' own."""
     ours, theirs = model_of(name), model_of(name, attention="eager")
@@ -186,24 +187,34 @@ def test_names_of_implementations(name, known) -> None:
 # A paged step with no compiler.
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "llama4"])
 def test_eager_paged_steps(name) -> None:
     model = model_of(name)
-    first, second = (torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in (13, 21))
+    ids = [torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in (13, 21)]
+    cache = PagedKVCache.for_model(model, num_pages=12, page_size=4)
+
+    def call(tokens: torch.Tensor, meta: CommonAttentionMetadata) -> torch.Tensor:
+        with running(Step(cache, meta)) as step:
+            out = model(input_ids=tokens[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+        assert step.served == set(cache.layer_ids)
+        return out
+
     with torch.no_grad():
-        expected = [model_of(name, attention="eager")(input_ids=s[None], use_cache=False).logits[0]
-                    for s in (first, second)]
-        cache = PagedKVCache.for_sites(find_sites(model), num_pages=12, page_size=4, device="cpu")
+        expected = [model_of(name, attention="eager")(input_ids=s[None], use_cache=False).logits[0] for s in ids]
         with interface_active(model):
-            table = [[3, 1, 7, 2], [5, 4, 6, 11, 9, 8]]
-            for (a, b), (c, d) in [((0, 9), (0, 1)), ((9, 10), (1, 14)), ((10, 13), (14, 21))]:
-                meta = CommonAttentionMetadata.build([b - a, d - c], [b, d], table, page_size=4)
-                with running(Step(cache, meta)) as step:
-                    ids = torch.cat([first[a:b], second[c:d]])
-                    out = model(input_ids=ids[None], position_ids=meta.positions[None], use_cache=False).logits[0]
-                assert step.served == set(cache.layer_ids)
-                wanted = torch.cat([expected[0][a:b], expected[1][c:d]])
-                assert (out - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+            served = serve(call, ids, [(9, 1), (1, 13), (3, 7)], 4)
+    for out, want in zip(served, expected, strict=True):
+        assert (out - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+def test_eager_paged_step_refuses_a_latent_cache() -> None:
+    """Without a graph there are keys and values only, which a cache of latent vectors cannot hold."""
+    model = model_of("deepseek_v3")
+    cache = PagedKVCache.for_model(model, num_pages=4, page_size=4, latent=True)
+    meta = CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
+    with (interface_active(model), running(Step(cache, meta)), torch.no_grad(),
+          pytest.raises(UnsupportedAttention, match="holds latent vectors .* torch.compile")):
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=meta.positions[None], use_cache=False)
 
 
 def test_eager_paged_step_refuses_what_the_backend_cannot() -> None:
@@ -211,7 +222,7 @@ def test_eager_paged_step_refuses_what_the_backend_cannot() -> None:
     plain = AttentionCapabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
     weak = dataclasses.replace(get_backend("torch_native"), name="weak", capabilities=plain)
     model = model_of("gemma2")
-    cache = PagedKVCache.for_sites(find_sites(model), num_pages=4, page_size=4, device="cpu")
+    cache = PagedKVCache(num_layers=2, num_pages=4, page_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu")
     meta = CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
     with torch.no_grad(), interface_active(model), running(Step(cache, meta, attention=weak)):
         with pytest.raises(UnsupportedAttention, match="attention site 0 needs .*weak cannot: no window; no softcap"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -108,11 +109,6 @@ class Breaks(Tiny):
         return super().forward(input_ids, position_ids)
 
 
-class OwnPositions(Tiny):
-    def forward(self, input_ids, position_ids):
-        return super().forward(input_ids, torch.arange(input_ids.shape[1])[None])
-
-
 class CausalIf(Tiny):
     def forward(self, input_ids, position_ids):
         x = self.embed(input_ids)[:, None]
@@ -123,7 +119,6 @@ class CausalIf(Tiny):
     (NoPositions(), "NoPositions.forward takes no position_ids; a ragged batch cannot be given to it"),
     (Breaks(Attention(4, 2, is_causal=True)), "Breaks could not be traced into one graph"),
     (CausalIf(), r"CausalIf could not be traced .*argument 'is_causal' must be bool, not SymBool; File .*test_paged_model.py"),
-    (OwnPositions(Attention(4, 2, is_causal=True)), "the model makes positions of its own .*must take position_ids"),
     (tiny(is_causal=True, dropout_p=0.5), "layers.0: dropout 0.5"),
     (Tiny(), "no attention was found"),
 ])
@@ -135,30 +130,16 @@ def test_refused(model, message) -> None:
 RECORDED: list[object] = []
 
 
-def to_closure(model):
-    seen = []
+def to_closure(model, seen):
     model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
 
 
-def to_global(model):
+def to_global(model, seen):
     model.layers[0].register_forward_hook(lambda module, args, out: RECORDED.append(out.shape))
 
 
-def to_module(model):
+def to_module(model, seen):
     model.layers[0].register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0]))
-
-
-@pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
-                    reason="this torch cannot tell")
-@pytest.mark.parametrize("record, what", [
-    (to_closure, "what a hook of model.layers.0 holds"), (to_global, "RECORDED"), (to_module, "model.layers.0"),
-], ids=lambda x: getattr(x, "__name__", ""))
-def test_hooks_that_record_are_refused(record, what) -> None:
-    model = tiny(is_causal=True)
-    record(model)
-    with pytest.raises(UnsupportedAttention, match=f"changes what outlives the call: {what}[.] It runs"):
-        PagedModel(model, EAGER)
-    assert RECORDED == []
 
 
 def to_rotary_closure(model, seen):
@@ -179,14 +160,18 @@ def to_rope_parameters(model, seen):
 
 @pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
                     reason="this torch cannot tell")
-@pytest.mark.parametrize("record", [to_rotary_closure, to_rotary, to_config, to_rope_parameters], ids=lambda f: f.__name__)
-def test_hooks_that_record_about_rotary_embeddings_and_configs(record) -> None:
-    """Where transformers changes things itself."""
-    model, seen = build(SERVED["llama"]), []
+@pytest.mark.parametrize("record, what", [
+    (to_closure, "what a hook of model.layers.0 holds[.] It runs"), (to_global, "RECORDED[.] It runs"),
+    (to_module, "model.layers.0[.] It runs"),
+    # Where transformers changes things itself.
+    (to_rotary_closure, ""), (to_rotary, ""), (to_config, ""), (to_rope_parameters, ""),
+], ids=lambda x: getattr(x, "__name__", ""))
+def test_hooks_that_record_are_refused(record, what) -> None:
+    model, seen = tiny(is_causal=True) if what else build(SERVED["llama"]), []
     record(model, seen)
-    with pytest.raises(UnsupportedAttention, match="changes what outlives the call"):
+    with pytest.raises(UnsupportedAttention, match=f"changes what outlives the call: {what}"):
         PagedModel(model, EAGER)
-    assert seen == []
+    assert RECORDED == seen == []
 
 
 LLAMA = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
@@ -267,15 +252,12 @@ def test_logits_may_come_in_a_tuple() -> None:
     assert len(PagedModel(model, EAGER).sites) == 1
 
 
-def test_chosen_ahead_of_the_first_step() -> None:
-    model = PagedModel(build(SERVED["llama"]), QuireOptions(compiler="eager", page_size=8))
-    assert model.selection.backend.name == "torch_native"
-
-
 @pytest.mark.parametrize("name, changes, message", [
     ("llama", dict(is_encoder_decoder=True), "llama is an encoder-decoder model; quire serves decoder-only models"),
     ("llama", dict(layer_types=["conv", "full_attention"]), r"llama has layers of type \['conv'\]"),
-    ("llama", dict(use_bidirectional_attention=True), "configured with bidirectional attention"),
+    ("llama", dict(use_bidirectional_attention=True), "configured with use_bidirectional_attention=True"),
+    ("llama", dict(layer_types=["indexed_attention", "conv"]), r"\['conv'\]: they keep state .*\['indexed_attention'\]: each "
+     "token chooses by their content"),
     ("llama", dict(rope_parameters={"rope_type": "dynamic"}), "rope_type 'dynamic'"),
 ])
 def test_configs_refused_before_tracing(name, changes, message) -> None:
@@ -290,7 +272,7 @@ def test_configs_refused_before_tracing(name, changes, message) -> None:
 @pytest.mark.parametrize("name, changes, message", [
     ("llama", dict(num_hidden_layers=3), "llama has 3 layers but 2 attention sites were found"),
     ("llama", dict(attn_logit_softcapping=30.0), "configured with attn_logit_softcapping=30.0, but this version"),
-    ("llama", dict(sliding_window=8), "configured with sliding_window=8, but it did not reach every attention site"),
+    ("llama", dict(sliding_window=8), "configured with sliding_window=8, but attends without it at layer 0"),
     ("gemma2", dict(layer_types=["sliding_attention"] * 2), r"layer 1 \(model.layers.1.self_attn\) is a sliding_attention"),
 ])
 def test_what_was_found_must_agree_with_the_config(name, changes, message) -> None:
@@ -299,6 +281,58 @@ def test_what_was_found_must_agree_with_the_config(name, changes, message) -> No
         setattr(model.config, key, value)
     with pytest.raises(UnsupportedAttention, match=message):
         PagedModel(model, EAGER)
+
+
+def test_eager_attention_written_by_hand_names_the_way_out() -> None:
+    with pytest.raises(UnsupportedAttention, match=r"Under attn_implementation='eager' .*set_attn_implementation\('sdpa'\)"):
+        PagedModel(build(SERVED["falcon"], attention="eager"), EAGER)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.inner, self.compute = build(SERVED["llama"]), forward
+
+    def forward(self, input_ids, position_ids, pixel_values=None):
+        return self.inner(input_ids, position_ids=position_ids * self.compute(input_ids, pixel_values), use_cache=False)
+
+
+def needs_pixels(ids, pixels):
+    if pixels is None:
+        raise ValueError("You have to specify pixel_values")
+
+
+def test_refusals_of_forwards_say_what_is_wrong() -> None:
+    """Not in the words of the tracer: an image model without its image, a path that depends on the tokens."""
+    class Needs(Wrapped):
+        def forward(self, input_ids, pixel_values, position_ids=None):
+            return super().forward(input_ids, position_ids, pixel_values)
+
+    with pytest.raises(UnsupportedAttention, match="Needs.forward cannot do without pixel_values"):
+        PagedModel(Needs(needs_pixels), EAGER)
+    with pytest.raises(UnsupportedAttention, match="forward raises ValueError .* alone: You have to specify pixel_values"):
+        PagedModel(Wrapped(needs_pixels), EAGER)
+    with pytest.raises(UnsupportedAttention, match="reads values of tensors on the host, as a Python loop over the experts"):
+        PagedModel(Wrapped(lambda ids, pixels: 1 if ids.sum() > 3 else 2), EAGER)
+
+
+class Scale:
+    @functools.cached_property
+    def factor(self) -> float:
+        return 2.0
+
+
+def test_a_property_that_is_computed_once_may_be_read_for_the_first_time() -> None:
+    """Chameleon's table of image tokens."""
+    class Scaled(Wrapped):
+        def __init__(self) -> None:
+            super().__init__(lambda ids, pixels: 1)
+            self.scale = Scale()
+
+        def forward(self, input_ids, position_ids):
+            return super().forward(input_ids, position_ids).logits * self.scale.factor
+
+    PagedModel(Scaled(), EAGER).close()
 
 
 class Mixing(torch.nn.Module):
@@ -316,27 +350,24 @@ class Mixing(torch.nn.Module):
         return self.head(x + y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("before", [
-    lambda m, x, p: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
-    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1],
-    lambda m, x, p: torch.roll(x, 1, 1),
-    lambda m, x, p: x.cumsum(1),
-    lambda m, x, p: x - x.mean(1, keepdim=True),
-    lambda m, x, p: x + x[:, :1],
-    lambda m, x, p: x + m.place(torch.arange(x.shape[1])),
-    lambda m, x, p: x * (x.shape[1] ** 0.25),
-    lambda m, x, p: x + m.place(p - p[:, :1]),
-    lambda m, x, p: x + torch.nn.functional.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
-], ids=["shift", "pad", "roll", "cumsum", "mean", "first", "arange", "length", "relative", "unfold"])
-def test_tokens_that_meet_outside_attention_are_refused(before) -> None:
-    with pytest.raises(UnsupportedAttention, match="mixes the tokens of the batch|positions of its own"):
-        PagedModel(Mixing(before).eval(), EAGER)
-
-
-def test_token_wise_work_is_not_refused() -> None:
-    paged = PagedModel(Mixing(lambda m, x, p: (x - x.mean(-1, keepdim=True)).softmax(-1) * p[..., None]).eval(), EAGER)
-    assert len(paged.sites) == 1
-    paged.close()
+def test_a_path_for_long_rows_is_served_up_to_its_length() -> None:
+    """A batch may have more tokens than that, as its sequences have not. A path for one length is refused in any case."""
+    model = Mixing(lambda m, x, p: x * 2 if x.shape[1] > 40 else x).eval()
+    with pytest.raises(UnsupportedAttention, match=r"path of its own for some numbers of tokens .*<= 40\).*max_model_len"):
+        PagedModel(model, EAGER)
+    with pytest.raises(UnsupportedAttention, match="path of its own"):
+        PagedModel(model, QuireOptions(compiler="eager", max_model_len=41))
+    paged = PagedModel(model, QuireOptions(compiler="eager", max_model_len=40))
+    ids = [torch.randint(32, (n,)) for n in (40, 33)]
+    meta = CommonAttentionMetadata.build([40, 33], [40, 33], [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], page_size=8)
+    cache = PagedKVCache.for_sites(paged.sites, num_pages=12, page_size=8, device="cpu")
+    got = paged(Step(cache, meta), torch.cat(ids), meta.positions, torch.arange(73))
+    with torch.no_grad():
+        want = torch.cat([model(i[None], torch.arange(len(i))[None])[0] for i in ids])
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+    with pytest.raises(UnsupportedAttention, match="path of its own"):
+        PagedModel(Mixing(lambda m, x, p: x * 2 if x.shape[1] == 37 else x).eval(), QuireOptions(
+            compiler="eager", max_model_len=40))
 
 
 @pytest.mark.parametrize("length", [None, 41, 40])

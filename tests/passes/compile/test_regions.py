@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -18,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import quire.passes.compile.inductor
 from quire.passes.compile.regions import copies
 from quire.passes.rewrite.lower import fake_input
-from tests.passes.models import HIDDEN, Attention, Tiny, listing, served, trace
+from tests.passes.models import HIDDEN, Attention, Tiny, served, trace
 
 TOLERANCE = 1e-5  # float32, sums of up to 22 numbers of order 1; eps is 1.2e-7
 
@@ -80,52 +79,6 @@ def test_equal_layers_are_computed_once(compiled: list[fx.GraphModule], monkeypa
         served(trace(net, compiler="inductor"), net)
         counts.append(len(computed))
     assert counts[0] == counts[1] > 20
-
-
-def test_a_piece(compiled: list[fx.GraphModule]) -> None:
-    """From behind one attention to behind the next; caches and tables are inputs."""
-    net = model(3)
-    served(trace(net, compiler="inductor"), net, attention="triton")
-    assert_expected_inline(listing(compiled[1].graph), """\
-in_0: size s0
-in_1: [s0, 4, 4]
-in_2: [16, 16]
-in_3: [1, s0, 16]
-in_4: [32, 16]
-in_5: [32]
-in_6: [s1, 4, 2, 4]
-in_7: [s2, 4, 2, 4]
-in_8: [s3]
-in_9: [s4, s5]
-in_10: [s6]
-in_11: [s7]
-in_12: [16384]
-view_9 = view(in_1, 1, -1, 4, 4)
-transpose_14 = transpose(view_9, 1, 2)
-transpose_3 = transpose(transpose_14, 1, 2)
-reshape = reshape(transpose_3, 1, in_0, -1)
-linear_1 = linear(reshape, in_2, None)
-x_1 = add(in_3, linear_1)
-linear_2 = linear(x_1, in_4, in_5)
-split_1 = split(linear_2, [16, 8, 8], dim=-1)
-t_3 = getitem(split_1, 0)
-t_4 = getitem(split_1, 1)
-t_5 = getitem(split_1, 2)
-view_3 = view(t_3, 1, in_0, -1, 4)
-q_1 = transpose(view_3, 1, 2)
-view_4 = view(t_4, 1, in_0, -1, 4)
-k_2 = transpose(view_4, 1, 2)
-view_5 = view(t_5, 1, in_0, -1, 4)
-v_2 = transpose(view_5, 1, 2)
-transpose_15 = transpose(q_1, 1, 2)
-flatten_3 = flatten(transpose_15, 0, 1)
-transpose_16 = transpose(k_2, 1, 2)
-flatten_4 = flatten(transpose_16, 0, 1)
-transpose_17 = transpose(v_2, 1, 2)
-flatten_5 = flatten(transpose_17, 0, 1)
-triton_paged_attention_default_1 = triton_paged_attention.default(flatten_3, flatten_4, flatten_5, in_6, in_7,
-    None, None, in_8, in_9, in_10, in_11, None, [in_12], scale=0.5, window=None, softcap=None, chunk=None)
-return (x_1, triton_paged_attention_default_1)""")
 
 
 def test_layers_that_differ_are_compiled_apart(compiled: list[fx.GraphModule]) -> None:

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.fusions.base import FusedWeights, owns_memory
 from quire.passes.options import QuireOptions
+from tests.steps import in_one_step
 from tests.tiny import assert_unchanged, load_model, snapshot
 
 IDS = torch.arange(3, 12)
@@ -32,9 +30,7 @@ def opened(model: nn.Module) -> PagedModel:
 
 
 def logits(paged: PagedModel) -> torch.Tensor:
-    cache = PagedKVCache.for_sites(paged.sites, num_pages=3, page_size=16, device="cpu")
-    meta = CommonAttentionMetadata.build([len(IDS)], [len(IDS)], [[1]], page_size=16)
-    return paged(Step(cache, meta), IDS, meta.positions, torch.arange(len(IDS)))
+    return in_one_step(paged, [IDS], 16)[0]
 
 
 def same_as(paged: PagedModel, model: nn.Module) -> None:

@@ -152,33 +152,6 @@ def test_parameters_become_views(x) -> None:
     assert detached(weights) == 1
 
 
-def test_training_goes_on(x) -> None:
-    module = Projections()
-    _, gm, inputs, _ = fused(module, x)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    module(x).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        assert torch.allclose(gm(*inputs)[0], module(x), rtol=1e-6, atol=1e-6)
-
-
-def test_restore(x) -> None:
-    module = Projections()
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    *_, weights = fused(module, x)
-    with torch.no_grad():
-        module.k.weight.data = module.k.weight.clone()  # replaced in the meantime: left alone
-        replaced = module.k.weight.data_ptr()
-    weights.restore()
-    assert module.k.weight.data_ptr() == replaced
-    for p in module.parameters():
-        assert p.storage_offset() == 0 and p.untyped_storage().nbytes() == p.nbytes and p.is_contiguous()
-    assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == len(list(module.parameters()))
-    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert not (weights.fused or weights.parameters)
-    weights.restore()
-
-
 def test_two_graphs_of_one_model_share_the_fused_weights(x) -> None:
     module, weights = Projections(), FusedWeights()
     for _ in range(2):

@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear
 from quire.attn_ops.registry import get_backend
-from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.fusions import quantized_linear
 from quire.passes.fusions.quantized_linear import by_rows
@@ -21,6 +18,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.rewrite.lower import LoweringTarget
 from quire.passes.verify.quantized import parts
 from tests.passes.models import Tiny, inputs, tiny
+from tests.steps import in_one_step
 from tests.tiny import load_model
 
 torchao = pytest.importorskip("torchao.quantization")
@@ -43,20 +41,9 @@ def ops(paged: PagedModel, small: bool) -> list[fx.Node]:
     return [n for n in lowered.gm.graph.nodes if n.target is small_linear and len(n.args) == 8]
 
 
-def serve(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    """All sequences in one step: the logits of each."""
-    lengths = [len(s) for s in sequences]
-    cache = PagedKVCache.for_sites(model.sites, num_pages=1 + len(lengths), page_size=64, device="cpu")
-    table = [[i + 1] for i in range(len(lengths))]
-    metadata = CommonAttentionMetadata.build(lengths, lengths, table, page_size=64)
-    ids = torch.cat(sequences)
-    logits = model(Step(cache, metadata), ids, metadata.positions, torch.arange(len(ids)))
-    return list(logits.split(lengths))
-
-
 def close(model: nn.Module, paged: PagedModel, sequences: list[torch.Tensor]) -> None:
     """The logits are the model's own, up to rounding in float16."""
-    for s, got in zip(sequences, serve(paged, sequences), strict=True):
+    for s, got in zip(sequences, in_one_step(paged, sequences), strict=True):
         with torch.no_grad():
             out = model(s[None], torch.arange(len(s))[None]) if isinstance(model, Tiny) else model(s[None]).logits
         assert (got - out[0]).abs().max() <= 4e-3 * out[0].abs().max()
@@ -76,11 +63,11 @@ def test_logits(config: str, compiler: str) -> None:
     assert any(n.args[5] for n in ops(paged, small=True)), "sums with the residual stream go into the kernel"
     for some in (sequences, sequences[:3]):  # the graph for many tokens, and the one for few
         close(model, paged, some)
-    before = serve(paged, sequences[:1])[0]
+    before = in_one_step(paged, sequences[:1])[0]
     layers[0].weight.qdata.copy_(-layers[0].weight.qdata.float())
     layers[0].weight.scale.mul_(2)
     close(model, paged, sequences[:1])
-    assert (serve(paged, sequences[:1])[0] - before).abs().max() > 4e-3 * before.abs().max()
+    assert (in_one_step(paged, sequences[:1])[0] - before).abs().max() > 4e-3 * before.abs().max()
     paged.close()
 
 

@@ -10,9 +10,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch._inductor.utils import run_and_get_code
 
-from quire.attn_ops.ops.rope import rope_kv_write
 from tests.passes.models import changes, listing
-from tests.passes.rotary import Rotary, matches, partial, run, same, uneven, widened
+from tests.passes.rotary import Rotary, matches, run, same
 
 
 def test_before_and_after() -> None:
@@ -52,15 +51,6 @@ def test_before_and_after() -> None:
 +torch_native_paged_attention_default = torch_native_paged_attention.default(rope_kv_write_default, None, None,""")
 
 
-@pytest.mark.parametrize("model", [
-    Rotary(), Rotary(partial, rotary=4), Rotary(partial, rotary=8), Rotary(widened), Rotary(norms=(1e-6, 1e-6)),
-    Rotary(norms=(1e-6, 1e-2)), Rotary(partial, rotary=4, norms=(1e-5, 1e-5)), Rotary(keys_too=True),
-], ids=["plain", "partial", "partial, all", "cast back", "norms", "norms of two eps", "partial with norms", "keys used again"])
-def test_what_is_fused(model: Rotary) -> None:
-    assert matches(model) == 1
-    same(model)
-
-
 def test_norms_go_along() -> None:
     """Both norms with one eps leave the graph; of two kinds, they stay, and only the rotation goes."""
     assert "rsqrt" not in listing(run(Rotary(norms=(1e-6, 1e-6)), "rope")[0].gm.graph)
@@ -72,27 +62,6 @@ def test_a_norm_that_another_reads_too() -> None:
     model = Rotary(norms=(1e-6, 1e-6), norm_after=True, keys_too=True)
     assert matches(model) == 1
     same(model)
-
-
-@pytest.mark.parametrize("model", [
-    Rotary(uneven), Rotary(own_tables=True), Rotary(lambda x, cos, sin: x), Rotary(norms=(1e-6, 1e-2), norm_after=True),
-], ids=["not halves", "tables of their own", "no rope", "norms of two eps after it"])
-def test_what_is_not(model: Rotary) -> None:
-    assert matches(model) == 0
-    same(model)
-
-
-@pytest.mark.parametrize("norms", [(), (1e-6, 1e-6)])
-def test_a_backend_that_rotates_itself(norms) -> None:
-    """One op for all of it, which the graph is cut behind."""
-    model = Rotary(norms=norms)
-    lowered, got, keys = run(model, "rope", attention="triton")
-    targets = [n.target for n in lowered.gm.graph.nodes]
-    assert targets.count(lowered.target.backend.rope_op) == 1 and lowered.target.backend.op not in targets
-    assert rope_kv_write not in targets
-    _, wanted, wanted_keys = run(model, "none")
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
-    torch.testing.assert_close(keys, wanted_keys, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.registry import all_backends
@@ -20,7 +19,6 @@ from quire.passes.backend import QuireBackend
 from quire.passes.capture.traced import TracedGraph
 from quire.passes.fx import placeholders
 from quire.passes.options import QuireOptions
-from quire.passes.rewrite.lower import LoweredInputs, LoweringTarget, lower
 from quire.passes.verify.sites import site_nodes
 from tests.passes.models import HIDDEN, Attention, Tiny, changes, inputs, listing, served, tiny, trace
 
@@ -101,31 +99,6 @@ return (flatten,)""")
 +transpose_1 = transpose(transpose_5, 1, 2)""")
 
 
-def test_one_op_a_site_and_one_preparation_a_forward() -> None:
-    graph = trace(tiny())
-    result = lowered(graph)
-    backend = all_backends()["torch_native"]
-    targets = [n.target for n in result.gm.graph.nodes]
-    assert targets.count(backend.op) == 2 and targets.count(backend.prepare) == 1
-    assert not site_nodes(result.gm.graph)
-    assert [s.layer for s in result.sites] == list(result.inputs.layers) == [0, 1]
-
-
-def test_inputs_come_last_and_in_order() -> None:
-    graph = trace(tiny())
-    result = lowered(graph)
-    own, names = len(placeholders(graph.gm.graph)), [n.name for n in placeholders(result.gm.graph)]
-    assert names[own:] == ["quire_slot_mapping", "quire_block_table", "quire_query_start_loc", "quire_seq_lens",
-                           "quire_k_cache_0", "quire_v_cache_0", "quire_k_cache_1", "quire_v_cache_1"]
-    assert len(result.example_inputs) == 8
-    meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
-    cache = PagedKVCache.for_sites(graph.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.float32)
-    values = LoweredInputs((1, 0)).of(Step(cache, meta))
-    wanted = [meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, cache.k[1], cache.v[1],
-              cache.k[0], cache.v[0]]
-    assert all(got is want for got, want in zip(values, wanted, strict=True))
-
-
 @pytest.mark.parametrize("layout, stride", [("NHD", (128, 8, 4, 1)), ("HND", (128, 4, 64, 1))])
 def test_sizes_of_the_inputs(layout, stride) -> None:
     """What a batch or a cache decides is dynamic, each by itself; page size, heads and dims are not; strides follow."""
@@ -183,20 +156,6 @@ def test_backends_are_lowered_apart() -> None:
     for name in ("torch_native", "triton"):
         assert served(graph, model, attention=name) <= TOLERANCE
     assert {p.selection.backend.name for p in graph.compilations.values()} == {"torch_native", "triton"}
-
-
-def test_page_size_must_fit() -> None:
-    graph = trace(tiny())
-    cache = PagedKVCache.for_sites(graph.sites, num_pages=3, page_size=4, device="cpu", dtype=torch.float16)
-    meta = CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
-    with pytest.raises(UnsupportedAttention, match="KV cache dtype float16"):
-        graph.compiled(Step(cache, meta))
-
-
-def test_the_graph_must_come_from_dynamo() -> None:
-    graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
-    with pytest.raises((ValueError, IndexError)):
-        lower(graph, LoweringTarget(all_backends()["torch_native"], 16))
 
 
 def test_a_quantized_cache_has_its_scales_as_inputs() -> None:

@@ -46,6 +46,15 @@ def picks(x: torch.Tensor) -> torch.Tensor:
     return flat[torch.arange(flat.shape[0]), flat.argmax(-1)][None, :, None] + x
 
 
+def sorts(x: torch.Tensor) -> torch.Tensor:
+    """Rows sorted, and put back by the inverse permutation: how experts with one choice a token are routed."""
+    flat = x.flatten(0, 1)
+    order = flat[:, 0].sort().indices
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return (flat[order] * 2)[inverse][None]
+
+
 def both(x: torch.Tensor) -> torch.Tensor:
     rows = torch.arange(x.shape[1])
     return x[:, rows] * rows[None, :, None]
@@ -91,8 +100,9 @@ def test_numbers_become_positions(compute: Any) -> None:
     assert torch.equal(got, torch.cat([want[0], want[1][3:]]))
 
 
-def test_what_picks_rows_stays() -> None:
-    gm, tokens, _ = traced(Model(picks).eval())
+@pytest.mark.parametrize("compute", [picks, sorts])
+def test_what_picks_rows_stays(compute: Any) -> None:
+    gm, tokens, _ = traced(Model(compute).eval())
     assert use_given_positions(gm, tokens) == 0 and aranges(gm) == 1
 
 

@@ -13,14 +13,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 import quire.passes.compile.inductor
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.step import Step
 from quire.graph_runner.model_guard import ModelGuard
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 from quire.passes.verify.quantized import addresses, num_bytes, parts
 from tests.passes.models import HIDDEN, VOCAB, Attention, Tiny, inputs, tiny
+from tests.steps import in_one_step
 
 
 class Int8(torch.Tensor):
@@ -129,21 +127,11 @@ def test_paged_logits_are_those_of_plain_forwards(activations: str, compiler: st
         want = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences]
     model_of_steps = PagedModel(model, QuireOptions(compiler=compiler, fusions="all"))
     assert not model_of_steps.weights.parameters
-    got = serve(model_of_steps, sequences)
+    got = in_one_step(model_of_steps, sequences)
     model_of_steps.close()
     for g, w in zip(got, want, strict=True):
         assert (g - w).abs().max() <= 1e-5 * w.abs().max()
     assert {n: (id(p), type(p)) for n, p in model.named_parameters()} == weights
-
-
-def serve(model: PagedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    """All sequences in one step: the logits of each."""
-    lengths = [len(s) for s in sequences]
-    cache = PagedKVCache.for_sites(model.sites, num_pages=9, page_size=4, device="cpu")
-    table = [[1, 2], [3, 4, 5], [6]]
-    meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=4)
-    logits = model(Step(cache, meta), torch.cat(sequences), meta.positions, torch.arange(sum(lengths)))
-    return list(logits.split(lengths))
 
 
 def test_activations_scaled_all_together_are_refused() -> None:
@@ -165,41 +153,8 @@ def test_a_layer_that_settles_the_number_of_tokens_is_refused() -> None:
     with pytest.raises(UnsupportedAttention, match="compiling the model settled a size that changes from batch to batch"):
         PagedModel(model, QuireOptions(page_size=4, attention="torch_native"))
     eager = PagedModel(model, QuireOptions(compiler="eager"))
-    assert torch.isfinite(torch.cat(serve(eager, inputs(5, 9, 1)))).all()
+    assert torch.isfinite(torch.cat(in_one_step(eager, inputs(5, 9, 1)))).all()
     eager.close()
-
-
-@pytest.mark.parametrize("mix", ["max", "min", "aminmax"])
-def test_the_largest_of_a_row_taken_over_all_rows_is_seen(mix: str) -> None:
-    """The same by hand, in a module: it shows in the graph."""
-
-    class ByHand(nn.Module):
-        def __init__(self, weight: torch.Tensor) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            most = {"max": lambda: x.abs().max(), "min": lambda: -x.neg().min(), "aminmax": lambda: x.aminmax().max}[mix]()
-            return F.linear((x / most * 127).round() * most / 127, self.weight)
-
-    model = tiny()
-    model.head = ByHand(model.head.weight)
-    with pytest.raises(UnsupportedAttention, match=rf"head mixes the tokens of the batch outside attention \([\w, ]*{mix}"):
-        PagedModel(model, QuireOptions(compiler="eager"))
-
-
-def test_the_larger_of_two_tensors_is_no_mixing() -> None:
-    class Clipped(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(torch.max(torch.min(x, x * 2), x / 2)) * x.abs().max(dim=-1, keepdim=True).values
-
-    model = tiny()
-    model.head = Clipped(model.head)
-    PagedModel(model, QuireOptions(compiler="eager")).close()
 
 
 def test_layers_quantised_differently_share_no_code(monkeypatch: pytest.MonkeyPatch) -> None:

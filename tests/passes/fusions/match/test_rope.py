@@ -27,6 +27,7 @@ from tests.passes.rotary import (
     rotate_half,
     run,
     same,
+    uneven,
 )
 
 HALF = DIM // 2
@@ -64,6 +65,9 @@ def split_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 FULL, TABLES, PAIRS = RopeForm(), RopeForm(half_tables=True), RopeForm(interleaved=True)
 BOTH = RopeForm(interleaved=True, half_tables=True)
 SPELLINGS: dict[str, tuple[RopeForm, Rotary]] = {
+    "llama": (FULL, Rotary()), "keys used again": (FULL, Rotary(keys_too=True)),
+    "some dimensions": (FULL, Rotary(partial, rotary=4)),
+    "some dimensions, norms": (FULL, Rotary(partial, rotary=4, norms=(1e-5, 1e-5))),
     "gpt-oss": (TABLES, Rotary(halves, tables="half")),
     "split": (TABLES, Rotary(split_halves, tables="half")),
     "gpt-oss, some dimensions": (TABLES, Rotary(lambda x, cos, sin: torch.cat(
@@ -169,6 +173,8 @@ NEAR: dict[str, Rotary] = {
     "complex: the other way": Rotary(lambda x, f, _: complex_numbers(x, f.conj(), f), tables="complex"),
     "complex: squared": Rotary(lambda x, f, _: complex_numbers(x, f * f, f), tables="complex"),
     "another rounding between": Rotary(lambda x, c, s: plain(x, c, s).half().to(x.dtype)),
+    "not halves": Rotary(uneven), "tables of their own": Rotary(own_tables=True), "no rotation": Rotary(lambda x, c, s: x),
+    "norms of two eps after": Rotary(norms=(1e-6, 1e-2), norm_after=True),
     "LayerNorm after": Rotary(lambda x, c, s: torch.nn.functional.layer_norm(plain(x, c, s), (DIM,))),
 }
 

@@ -1,0 +1,41 @@
+"""Backends ``hybrid:PREFILL+DECODE``: one backend for prefill, another for decoding, chosen step by step.
+
+Steps of at most one token per sequence go to DECODE, and so does every step that runs as a CUDA graph; all others go to
+PREFILL. Steps too large for a graph are those in which prefill takes the time. The graphs that DECODE allows are captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, BackendFamily
+from quire.attn_ops.composite import Composite, check_parts, common_capabilities
+from quire.attn_ops.step import current_step
+
+NAME = "hybrid"
+
+
+def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
+    """The backend ``hybrid:PREFILL+DECODE``. Raises ValueError for a name of another form, or an unknown backend."""
+    prefill_name, plus, decode_name = name.partition(":")[2].partition("+")
+    if not (prefill_name and plus and decode_name) or "+" in decode_name:
+        raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
+    prefill, decode = get(prefill_name), get(decode_name)
+    parts = (decode,) if decode is prefill else (decode, prefill)
+    check_parts(name, parts)
+
+    def choose(tokens: int, rows: int, window: int | None = None, chunk: int | None = None) -> AttentionBackend:
+        step = current_step()
+        return decode if tokens <= rows or (step is not None and step.graph_key is not None) else prefill
+
+    def serving(site: AttentionSite) -> tuple[AttentionBackend, ...]:
+        return parts
+
+    composite = Composite(name, parts, choose, lambda tokens, rows: (choose(tokens, rows),), serving)
+    return composite.backend(common_capabilities(parts, serving, decode.capabilities.cudagraph_support),
+                             lambda site: f"{prefill.serves(site)} / {decode.serves(site)}")
+
+
+FAMILY = BackendFamily(NAME, "hybrid:PREFILL+DECODE: one backend for prefill, another for decoding",
+                       lambda name: name == NAME or name.startswith(f"{NAME}:"), make)

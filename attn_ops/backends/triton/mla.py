@@ -1,0 +1,322 @@
+"""MLA on the latent cache (``attn_ops/mla.py``) in absorbed terms: all query heads read one key [c, k_rope] with the value c.
+
+``write`` stores the step's latent vectors, ``attend`` serves prefill, decode and mixed batches: a program has a *tile* of
+BLOCK_M rows (BLOCK_Q consecutive tokens of one sequence x a block of the heads) and one of ``splits`` ranges of the tile's
+keys, and loads each latent vector once, for scores and values. Partial results (float32: first all outputs, then all lse; by
+split, token and head) are merged by a kernel of their own, with a program per token and block of heads: a result is ``rank``
+numbers wide, too much for the last program of a tile alone.
+
+Tiles are numbered as in ``extend.py``. Every grid follows from shapes alone; lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.attn_ops.backends.triton.common import LOG2E, find_row
+from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.constants import next_power_of_2
+from quire.attn_ops.kernels.host import Strides
+from quire.attn_ops.kernels.launch import launch
+
+WORKSPACE = 1 << 25  # most float32 elements of partial results
+
+
+class MlaConfig(NamedTuple):
+    """Tuning parameters: rows and keys per tile, warps, loop stages, fewest keys per split, bound on splits."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    chunk_min: int
+    max_splits: int
+
+
+class MlaTile(NamedTuple):
+    """Constants of a launch. heads: of a query; blocks, per_block: blocks of heads and heads per block; block_q: tokens; split:
+    whether keys are split; rank, rope, page, row: sizes, tokens per page and strides of the cache."""
+
+    heads: int
+    blocks: int
+    per_block: int
+    block_q: int
+    block_m: int
+    block_n: int
+    stages: int
+    split: bool
+    rank: int
+    rope: int
+    page: int
+    row: Strides
+
+
+@triton.jit
+def write_kernel(c, k_rope, cache, slot_mapping, c_stride, rope_stride, TILE: tl.constexpr):
+    """Store one token's [c, k_rope] at its slot; nothing for slot -1. TILE: MlaTile; strides are per token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    place = cache + slot // TILE.page * TILE.row.page + slot % TILE.page * TILE.row.token
+    columns = tl.arange(0, next_power_of_2(TILE.rank))
+    tl.store(place + columns, tl.load(c + token * c_stride + columns, mask=columns < TILE.rank), mask=columns < TILE.rank)
+    columns = tl.arange(0, next_power_of_2(TILE.rope))
+    tl.store(place + TILE.rank + columns, tl.load(k_rope + token * rope_stride + columns, mask=columns < TILE.rope),
+             mask=columns < TILE.rope)
+
+
+@triton.jit
+def load_part(start, live, DIM: tl.constexpr, DIM_P2: tl.constexpr, MASKED: tl.constexpr):
+    """(N, DIM_P2) numbers that begin at the N pointers ``start``, padded with zeros; rows that are not live are zeros too:
+    memory there may hold NaN."""
+    columns = tl.arange(0, DIM_P2)
+    pointers = start[:, None] + columns[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
+    elif DIM == DIM_P2:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, begin, stop, scale, TILE: tl.constexpr,
+                MASKED: tl.constexpr):
+    """The running softmax over keys begin..stop. Without MASKED all rows see them, and block_n divides their number."""
+    RANK_P2: tl.constexpr = next_power_of_2(TILE.rank, 16)
+    ROPE_P2: tl.constexpr = next_power_of_2(TILE.rope, 16)
+    PRECISION: tl.constexpr = "ieee" if query.dtype == tl.float32 else "tf32"
+    for block in tl.range(begin, stop, TILE.block_n, num_stages=TILE.stages):
+        offsets = block + tl.arange(0, TILE.block_n)
+        live = offsets < stop
+        if MASKED:
+            page = tl.load(table_row + offsets // TILE.page, mask=live, other=0)
+        else:
+            page = tl.load(table_row + offsets // TILE.page)
+        start = cache + page.to(tl.int64) * TILE.row.page + offsets % TILE.page * TILE.row.token
+        latent = load_part(start, live, TILE.rank, RANK_P2, MASKED)
+        rotary = load_part(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
+        scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
+        scores = tl.dot(query_rope, tl.trans(rotary), scores, input_precision=PRECISION) * (scale * LOG2E)
+        if MASKED:
+            scores = tl.where(live[None, :] & (offsets[None, :] <= pos[:, None]), scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        if MASKED:  # rows that have seen no key yet
+            safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        else:
+            safe = new_highest
+        shrink = tl.exp2(highest - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(latent.dtype), latent, acc * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
+    return highest, total, acc
+
+
+@triton.jit
+def split_size(num_keys, splits, chunk_min, TILE: tl.constexpr):
+    """Keys per split of a tile with ``num_keys``: a multiple of block_n."""
+    return tl.cdiv(tl.maximum(tl.cdiv(num_keys, splits), chunk_min), TILE.block_n) * TILE.block_n
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "stride_table"])
+def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, splits, chunk_min, scale, strides,
+                  stride_table, TILE: tl.constexpr):
+    """One tile and one range of its keys. q (T, H, rank), q_rope (T, H, R): absorbed queries, with ``strides`` of tokens and
+    heads of both; batch: Batch; partial: None where keys are not split."""
+    BLOCK_M: tl.constexpr = TILE.block_m  # local constants: Triton takes no plain integer in a shape
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    HEADS: tl.constexpr = TILE.per_block
+    RANK: tl.constexpr = TILE.rank
+    RANK_P2: tl.constexpr = next_power_of_2(TILE.rank, 16)
+    ROPE_P2: tl.constexpr = next_power_of_2(TILE.rope, 16)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles have the most keys: start with them
+    head_block = program % TILE.blocks
+    block = program // TILE.blocks
+    split = 0
+    if TILE.split:
+        split = block % splits
+        block = block // splits
+    if BLOCK_Q == 1:
+        row = find_row(batch.query_start_loc, num_reqs, block)
+        start = tl.load(batch.query_start_loc + row)
+        first_token = block
+    else:
+        low = num_reqs * 0
+        high = num_reqs
+        while low < high:  # the last sequence whose tiles start at or before this one; num_reqs: the padding tokens
+            middle = (low + high + 1) // 2
+            if tl.load(batch.query_start_loc + middle) // BLOCK_Q + middle <= block:
+                low = middle
+            else:
+                high = middle - 1
+        row = low
+        start = tl.load(batch.query_start_loc + row)
+        first_token = start + (block - start // BLOCK_Q - row) * BLOCK_Q
+    end = tl.load(batch.query_start_loc + tl.minimum(row + 1, num_reqs))
+    end = tl.where(row == num_reqs, num_tokens, end)
+    if first_token >= end:
+        return
+
+    lines = tl.arange(0, BLOCK_M)
+    token = first_token + lines // HEADS
+    head = head_block * HEADS + lines % HEADS
+    live = (lines < BLOCK_Q * HEADS) & (token < end) & (head < TILE.heads)
+    columns = tl.arange(0, RANK_P2)
+    out_row = token.to(tl.int64) * TILE.heads + head
+    out_live = live[:, None] & (columns < RANK)[None, :]
+    if row == num_reqs:
+        if split == 0:
+            tl.store(out + out_row[:, None] * RANK + columns[None, :], tl.zeros([BLOCK_M, RANK_P2], tl.float32),
+                     mask=out_live)
+        return
+
+    offset = tl.load(batch.seq_lens + row) - end  # position of a token = its index + offset
+    stop = tl.minimum(first_token + BLOCK_Q, end) + offset
+    begin = stop * 0
+    active = 1
+    if TILE.split:
+        size = split_size(stop, splits, chunk_min, TILE)
+        active = tl.cdiv(stop, size)
+        if split >= active:
+            return
+        begin = split * size
+        stop = tl.minimum(begin + size, stop)
+    all_see = begin + tl.maximum(tl.minimum(first_token + offset + 1, stop) - begin, 0) // TILE.block_n * TILE.block_n
+
+    source = token.to(tl.int64)
+    query = tl.load(q + source[:, None] * strides[0] + (head * strides[1])[:, None] + columns[None, :],
+                    mask=out_live, other=0.0)
+    columns_rope = tl.arange(0, ROPE_P2)
+    query_rope = tl.load(q_rope + source[:, None] * strides[2] + (head * strides[3])[:, None] + columns_rope[None, :],
+                         mask=live[:, None] & (columns_rope < TILE.rope)[None, :], other=0.0)
+    pos = token + offset
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, RANK_P2], tl.float32)
+    table_row = batch.block_table + row.to(tl.int64) * stride_table
+    highest, total, acc = attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, begin, all_see, scale,
+                                      TILE, False)
+    highest, total, acc = attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, all_see, stop, scale,
+                                      TILE, True)
+    seen = tl.where(total > 0, total, 1.0)
+    acc = acc / seen[:, None]
+    if TILE.split:
+        if active > 1:
+            index = out_row + num_tokens.to(tl.int64) * TILE.heads * split
+            lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
+            tl.store(partial + index[:, None] * RANK + columns[None, :], acc, mask=out_live)
+            tl.store(lse + index, highest + tl.log2(seen), mask=live)
+        else:
+            tl.store(out + out_row[:, None] * RANK + columns[None, :], acc, mask=out_live)
+    else:
+        tl.store(out + out_row[:, None] * RANK + columns[None, :], acc, mask=out_live)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min"])
+def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, TILE: tl.constexpr, HEADS: tl.constexpr):
+    """Merge the partial results of HEADS heads of one token, if its tile's keys were split."""
+    RANK: tl.constexpr = TILE.rank
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    row = find_row(batch.query_start_loc, num_reqs, token)
+    if row == num_reqs:
+        return
+    start = tl.load(batch.query_start_loc + row)
+    end = tl.load(batch.query_start_loc + row + 1)
+    stop = tl.minimum(start + (token - start) // BLOCK_Q * BLOCK_Q + BLOCK_Q, end) - end + tl.load(batch.seq_lens + row)
+    active = tl.cdiv(stop, split_size(stop, splits, chunk_min, TILE))
+    if active <= 1:
+        return
+    columns = tl.arange(0, next_power_of_2(RANK, 16))
+    live = head < TILE.heads
+    out_row = token.to(tl.int64) * TILE.heads + head
+    both = live[:, None] & (columns < RANK)[None, :]
+    lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
+    highest = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, next_power_of_2(RANK, 16)], tl.float32)
+    for split in range(0, active):
+        index = out_row + num_tokens.to(tl.int64) * TILE.heads * split
+        part_lse = tl.load(lse + index, mask=live, other=0.0)
+        part = tl.load(partial + index[:, None] * RANK + columns[None, :], mask=both, other=0.0)
+        new_highest = tl.maximum(highest, part_lse)
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        shrink = tl.exp2(highest - safe)
+        weight = tl.exp2(part_lse - safe)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        highest = new_highest
+    tl.store(out + out_row[:, None] * RANK + columns[None, :], acc / total[:, None], mask=both)
+
+
+def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device) -> MlaConfig:
+    """The parameters. A latent vector of 512+64 in bf16 is 1,152 bytes, so a stage of 32 keys is 36 KiB of shared memory, and a
+    query of 64 rows 72 KiB: at most 180 KiB of the 227 KiB that an H100 or H200 has."""
+    sms = host.num_sms(device)
+    if itemsize == 4:
+        block_m, block_n, warps, stages = 16, 16, 8, 1
+    elif num_tokens > num_reqs or heads > 32:  # 64 rows are what Hopper's matrix unit takes at a time
+        block_m, block_n, warps, stages = 64, 32, 8, 3
+    else:
+        block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 32, 4, 3
+    tiles = num_tokens * -(-heads // block_m)
+    chunk = 2048 if tiles >= sms else min(1024, host.next_power_of_2(max(512 * tiles // sms, 64)))
+    return tuned(MlaConfig(block_m, block_n, warps, stages, chunk, 128))
+
+
+class MlaPlan(NamedTuple):
+    """Tiles of a launch, and its constants; splits and the workspace as in plan.Plan."""
+
+    tiles: int
+    warps: int
+    splits: int
+    chunk_min: int
+    workspace: int
+    tile: MlaTile
+
+
+@planner
+def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dtype, cache_shape: torch.Size,
+          cache_strides: tuple[int, ...], table_width: int, device: torch.device) -> MlaPlan:
+    params = config(rank, dtype.itemsize, heads, num_tokens, num_reqs, device)
+    blocks, per_block = host.head_blocks(heads, params.block_m)
+    block_q = params.block_m // per_block
+    tiles = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs + 1
+    page = cache_shape[1]
+    room = WORKSPACE // (num_tokens * heads * (rank + 1))
+    splits = max(1, min(params.max_splits, -(-table_width * page // params.chunk_min), room, 8192 // (tiles * blocks)))
+    tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, splits > 1, rank,
+                   cache_shape[3] - rank, page, Strides(*cache_strides[:3]))
+    return MlaPlan(tiles, params.warps, splits, params.chunk_min, num_tokens * heads * splits * (rank + 1) if splits > 1 else 0,
+                   tile)
+
+
+def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch,
+        scale: float) -> torch.Tensor:
+    """Store c (T, rank) and k_rope (T, R) in the cache, then attend the absorbed queries q (T, H, rank), q_rope (T, H, R):
+    (T, H, rank), zeros for padding tokens."""
+    (num_tokens, heads, rank), num_reqs, device = q.shape, batch.seq_lens.shape[0], q.device
+    out = q.new_empty(num_tokens, heads, rank)
+    plan = _plan(num_tokens, num_reqs, heads, rank, q.dtype, cache.shape, cache.stride(), batch.block_table.shape[1], device)
+    launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0), plan.tile,
+           num_warps=4)
+    partial: Any = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
+    sizes = (num_tokens, num_reqs, plan.splits, plan.chunk_min)
+    launch(attend_kernel, (plan.tiles * plan.tile.blocks * plan.splits,), q, q_rope, cache, batch, out, partial, *sizes, scale,
+           (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), plan.tile, num_warps=plan.warps)
+    if plan.splits > 1:
+        per_program = 4
+        launch(merge_kernel, (num_tokens, -(-heads // per_program)), batch, out, partial, *sizes, plan.tile, per_program,
+               num_warps=4)
+    return out
+
+
+__all__ = ["MlaConfig", "config", "mla"]

@@ -1,0 +1,204 @@
+"""Backends made of backends: one per phase of a batch, or one per kind of layer.
+
+A composite is an ``AttentionBackend`` like any other: the passes, the engine and the kit know nothing of it. Its op chooses a
+part and calls that part's op; its ``make_state``, ``plan`` and ``prepare`` call those of the parts. A composite declares what
+every part that may serve a site declares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    UnsupportedAttention,
+    define_paged_op,
+)
+from quire.attn_ops.kernels.launch import is_recording
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.library import define_op
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.ops.rope import rope_kv_write
+from quire.attn_ops.step import Step, StepLimits
+
+#: Kinds of attention sites, for ``attention={"full": NAME, "window": NAME}``.
+KINDS = ("full", "window", "chunk")
+
+
+def kind_of(window: int | None, chunk: int | None) -> str:
+    """The kind of a site with this window and chunk."""
+    return "chunk" if chunk is not None else "window" if window is not None else "full"
+
+
+def attention_name(attention: Any) -> Any:
+    """``attention`` as a name: ``{"full": "a", "window": "b"}`` is "full=a,window=b". Anything else is returned as it is.
+
+    Raises:
+        ValueError: a kind that does not exist, or no kind at all.
+    """
+    if not isinstance(attention, Mapping):
+        return attention
+    unknown = [k for k in attention if k not in KINDS]
+    if unknown or not attention:
+        raise ValueError(f"attention={dict(attention)!r}: give a backend for some of the kinds of layers {', '.join(KINDS)}"
+                         + (f"; {', '.join(map(repr, unknown))} is none" if unknown else ""))
+    return ",".join(f"{kind}={attention[kind]}" for kind in KINDS if kind in attention)
+
+
+@dataclass(frozen=True)
+class CompositeCapabilities(AttentionCapabilities):
+    """serving: the parts that may serve a site, or the reason why there is none."""
+
+    serving: Callable[[AttentionSite], Sequence[AttentionBackend] | str] = lambda site: ()
+
+    def reasons_against(self, site: AttentionSite, **cache: Any) -> list[str]:
+        parts = self.serving(site)
+        if getattr(site, "latent", None) is not None:
+            return ["a backend made of backends has no MLA on the latent cache"]
+        if isinstance(parts, str):
+            return [parts]
+        return [f"{part.name}: {why}" for part in parts for why in part.capabilities.reasons_against(site, **cache)]
+
+
+def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support: CudagraphSupport, **features: bool
+                        ) -> CompositeCapabilities:
+    """What all ``parts`` declare; ``features`` replace some."""
+    caps = [part.capabilities for part in parts]
+    both: dict[str, Any] = {
+        f.name: all(getattr(c, f.name) for c in caps) for f in dataclasses.fields(AttentionCapabilities) if f.type == "bool"}
+    for name in ("devices", "dtypes", "kv_dtypes", "layouts"):
+        both[name] = frozenset.intersection(*(getattr(c, name) for c in caps))
+    for name in ("head_dims_note", "page_sizes_note", "kv_dtypes_note"):
+        both[name] = "; ".join(dict.fromkeys(note for c in caps if (note := getattr(c, name)) not in ("", "any"))) or (
+            "" if name == "kv_dtypes_note" else "any")
+    both["mla"] = False
+    needs = [item for c in caps for item in c.min_kv_compute_capability.items()]
+    return CompositeCapabilities(
+        **{**both, **features}, min_kv_compute_capability={d: max(n for k, n in needs if k == d) for d, _ in needs},
+        head_dims=lambda d, dv: all(c.head_dims(d, dv) for c in caps), page_sizes=lambda p: all(c.page_sizes(p) for c in caps),
+        min_compute_capability=max(c.min_compute_capability for c in caps), cudagraph_support=support, serving=serving)
+
+
+@dataclass(frozen=True, eq=False)
+class Composite:
+    """Args:
+        name: of the composite backend.
+        parts: without repetition.
+        choose: (tokens, rows of the batch, window, chunk) -> the part that attends.
+        planned: (tokens, rows) -> the parts whose plan a step needs.
+        site_parts: the parts that may serve a site.
+    """
+
+    name: str
+    parts: tuple[AttentionBackend, ...]
+    choose: Callable[[int, int, int | None, int | None], AttentionBackend]
+    planned: Callable[[int, int], Iterable[AttentionBackend]]
+    site_parts: Callable[[AttentionSite], Sequence[AttentionBackend] | str]
+    slices: dict[str, slice] = dataclasses.field(default_factory=dict)
+
+    def op(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        *tensors, prepared = rest  # caches, scales, tables, sinks
+        if is_recording():  # kernels are compiled ahead: those of either part may run
+            for part in self.parts[1:]:
+                part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
+            part = self.parts[0]
+        else:
+            part = self._part(q, tensors, options)
+        return part.op(q, k, v, *tensors, self._prepared(part, prepared), **options)
+
+    def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
+                ) -> torch.Tensor:
+        rope, tensors, prepared = args[:8], args[8:-1], args[-1]
+        options = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+        parts = self.parts if is_recording() else (self._part(rope[0], tensors, options),)
+        for part in parts:
+            given = self._prepared(part, prepared)
+            if part.rope_op is not None and (part.rope_forms or not form):
+                out = part.rope_op(*rope, *tensors, given, **options, **form)
+            else:
+                q = rope_kv_write(*rope, *tensors[:5], **form)
+                out = part.op(q, None, None, *tensors, given, **options)
+        return out
+
+    def _part(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> AttentionBackend:
+        return self.choose(q.shape[0], tensors[7].shape[0], options["window"], options["chunk"])  # seq_lens
+
+    def _prepared(self, part: AttentionBackend, prepared: list[torch.Tensor]) -> list[torch.Tensor]:
+        return prepared[self.slices[part.name]] if prepared and part.name in self.slices else []
+
+    def prepare(self, *args: Any) -> list[torch.Tensor]:
+        """What the parts prepare, end to end; each part's op gets its own."""
+        found: list[torch.Tensor] = []
+        for part in self.parts:
+            if part.prepare is not None:
+                made = part.prepare(*args)
+                self.slices[part.name] = slice(len(found), len(found) + len(made))
+                found += made
+        return found
+
+    def make_state(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> dict[str, Any]:
+        """The parts' states, by name, each for the sites that it may serve."""
+        def serves(part: AttentionBackend, site: AttentionSite) -> bool:
+            serving = self.site_parts(site)
+            return not isinstance(serving, str) and any(part is one for one in serving)
+
+        return {part.name: part.make_state([s for s in sites if serves(part, s)], cache, limits)
+                for part in self.parts if part.make_state is not None}
+
+    def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
+        step.states.update(step.states.get(self.name, {}))
+        for part in self.planned(metadata.num_tokens, metadata.seq_lens.shape[0]):
+            if part.plan is not None:
+                part.plan(metadata, step)
+
+    def available(self, device: torch.device) -> str | None:
+        why = [f"{part.name}: {reason}" for part in self.parts if (reason := part.available(device))]
+        return "; ".join(why) or None
+
+    def backend(self, capabilities: CompositeCapabilities, route: Callable[[AttentionSite], str]) -> AttentionBackend:
+        """The composite as a backend, its ops registered."""
+        name = _op_name(self.name)
+        launches = "cuda" in capabilities.devices
+        states = any(part.make_state is not None for part in self.parts)
+        prepare = ("(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
+                   "Tensor[]")
+        return AttentionBackend(
+            name=self.name, capabilities=capabilities, available=self.available,
+            op=define_paged_op(name, self.op, launches=launches),
+            rope_op=None if all(part.rope_op is None for part in self.parts) else
+            define_paged_op(name, self.rope_op, rope=True, launches=launches),
+            rope_forms=True, make_state=self.make_state if states else None,
+            plan=self.plan if states or any(part.plan is not None for part in self.parts) else None,
+            prepare=None if all(part.prepare is None for part in self.parts) else
+            define_op(f"{name}_prepare{prepare}", cpu=self.prepare, cuda=self.prepare, fake=self.prepare),
+            packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
+            verified=all(part.verified for part in self.parts), route=route)
+
+
+def _op_name(name: str) -> str:
+    """``name`` as a part of an op's name that is not taken."""
+    base = op = re.sub(r"\W+", "_", name)
+    number = 1
+    while hasattr(torch.ops.quire, f"{op}_paged_attention"):
+        number += 1
+        op = f"{base}_{number}"
+    return op
+
+
+def check_parts(name: str, parts: Iterable[AttentionBackend]) -> None:
+    """Raises UnsupportedAttention if no device or dtype is common to all."""
+    for what in ("devices", "dtypes", "layouts"):
+        if not frozenset.intersection(*(getattr(part.capabilities, what) for part in parts)):
+            raise UnsupportedAttention(f"attention={name!r}: its backends have no {what} in common")
+
+
+__all__ = ["KINDS", "Composite", "CompositeCapabilities", "attention_name", "check_parts", "common_capabilities", "kind_of"]

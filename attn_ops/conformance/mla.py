@@ -1,0 +1,217 @@
+"""The conformance kit for MLA on the latent cache (``attn_ops/mla.py``): the checks of ``mla_op``.
+
+The expected output is that of ``mla_attention_eager`` in float64, sequence by sequence. Bound on the error, with u = eps / 2 of
+the dtype: absorbing a query rounds it, which moves a score by at most delta = scale * u * sum |W_UK^T q| |c|, and an output by
+2 * delta * sum p |v|; weights and latent outputs are rounded, u each of |W_UV| sum p |c|; and so is the output. A backend that
+expands rounds keys and values instead, within the same bound. Sums in float32 get 1e-5 of |W_UV| sum p |c|.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
+from quire.attn_ops.backend import CudagraphSupport
+from quire.attn_ops.conformance.batches import NOISE, Batch, Failure, planned, prepared
+from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip
+from quire.attn_ops.kv_cache import Layout, PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.mla import mla_attention_eager, split_weight
+
+LATENTS = (Latent(16, 8), Latent(256, 32), Latent(512, 64))
+HEADS = (1, 4, 16, 40, 128)
+NOPE, DIM_V = 16, 24  # Dn and Dv; kernels see the absorbed dims
+#: A sequence long enough that its keys are split, beside a chunk with a cached prefix.
+LONG = ((1, 700), (5, 400), (1, 3))
+
+
+@dataclass
+class MlaBatch(Batch):
+    """``new_k`` (T, 1, rank + R) is [c, k_rope]; there is no ``new_v``."""
+
+    kv_b: torch.Tensor | None = None
+
+    def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple[Any, ...]:
+        assert self.site.latent is not None
+        c, k_rope = self.new_k[:, 0].split(self.site.latent, dim=1)
+        return (self.q, c, k_rope, self.kv_b, self.cache.k[0], *self.tables, list(prepared))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.site.scale}
+
+    def buffers(self) -> list[torch.Tensor]:
+        return list(self.arguments()[:-1])
+
+
+def lay_out_mla(
+    site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
+    device: torch.device | str = "cpu", layout: Layout = "NHD", num_pages: int | None = None, table_width: int = 0,
+    pad: tuple[int, int] = (0, 0), fill: float | None = None, seed: int = 0,
+) -> MlaBatch:
+    """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens; arguments as for ``lay_out``."""
+    assert site.latent is not None
+    (rank, _), heads, generator = site.latent, site.num_heads, torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(site.dtype)
+
+    counts = [-(-total // page_size) for total in seq_lens]
+    num_pages = num_pages or sum(counts) + 5
+    order = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    table = [[order.pop() for _ in range(count)] for count in counts]
+    meta = CommonAttentionMetadata.build(query_lens, seq_lens, [row + [0] * (table_width - len(row)) for row in table],
+                                         page_size=page_size, device=device)
+    meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
+    cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout)
+    cache.k[0].copy_(torch.tensor(fill, device=device) if fill is not None else
+                     torch.empty(cache.k[0].shape, device=device).normal_(0, NOISE, generator=generator))
+    q, new = randn(meta.num_tokens, heads, site.head_dim), randn(meta.num_tokens, 1, sum(site.latent))
+    for tensor in (q, new):
+        tensor[meta.num_actual_tokens :] = math.nan
+    kv_b = (randn(heads * (NOPE + DIM_V), rank).float() / rank**0.5).to(site.dtype)
+    expected = torch.zeros(meta.num_tokens, heads, DIM_V, dtype=torch.float64, device=device)
+    batch = MlaBatch(site, q, new, new, None, cache, meta, True, expected, torch.zeros_like(expected), kv_b=kv_b)
+    begin = 0
+    for count, total, pages in zip(query_lens, seq_lens, table, strict=True):
+        own = slice(begin, begin + count)
+        begin += count
+        tokens = randn(total, sum(site.latent))
+        tokens[total - count :] = new[own, 0]
+        at = torch.arange(total - count, device=device)
+        slots = torch.tensor(pages, dtype=torch.long, device=device)[at // page_size], at % page_size
+        cache.k[0][(*slots, 0)] = tokens[: total - count]
+        if count:
+            batch.expected[own], batch.bound[own] = _expected(site, q[own].double(), tokens.double(), kv_b.double())
+    return batch
+
+
+def _expected(site: AttentionSite, q: torch.Tensor, tokens: torch.Tensor, kv_b: torch.Tensor
+              ) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (n, H, D), tokens (L, rank + R), all float64: output (n, H, Dv) and the error that is allowed."""
+    assert site.latent is not None
+    c, k_rope = (x[None] for x in tokens.split(site.latent, dim=1))
+    out = mla_attention_eager(q.transpose(0, 1)[None], c, k_rope, kv_b, layer=0, scale=site.scale)[0].transpose(0, 1)
+    w_uk, w_uv = split_weight(kv_b, site.num_heads, NOPE)
+    absorbed = torch.einsum("thn,hnr->htr", q[..., :NOPE], w_uk)
+    query, keys = torch.cat([absorbed, q[..., NOPE:].transpose(0, 1)], dim=-1), tokens[None].expand(site.num_heads, -1, -1)
+
+    def weighed(values: torch.Tensor) -> torch.Tensor:
+        return attention_eager(query[None], keys[None], values[None], None, layer=0, scale=site.scale, window=None,
+                               softcap=None, chunk=None, causal=True)[0].transpose(0, 1)
+
+    eps = torch.finfo(site.dtype).eps
+    delta = site.scale * eps / 2 * (absorbed.abs() @ c[0].abs().T).amax(-1).T[..., None]
+    latent = torch.einsum("thr,hvr->thv", weighed(c.abs().expand(site.num_heads, -1, -1)), w_uv.abs())
+    values = weighed(torch.einsum("lr,hvr->hlv", c[0], w_uv).abs())
+    return out, (eps + 1e-5) * latent + eps * out.abs() + 2 * delta * values + 1e-5
+
+
+class MlaKit(Kit):
+    """The checks of ``mla_op``, as those of a backend whose op it is."""
+
+    def __init__(self, kit: Kit) -> None:
+        super().__init__(replace(kit.backend, op=kit.backend.mla_op), kit.device, kit.dtype)
+        self.features = {}
+        self.latents = [latent for latent in LATENTS if self.caps.mla_dims(*latent)]
+
+    def checks(self) -> list[tuple[str, Callable[[], str | None]]]:
+        found: list[tuple[str, Callable[[], str | None]]] = [
+            ("decode, prefill, mixed", lambda: self.exact(DECODE, PREFILL, MIXED)),
+            ("boundary lengths", self.boundaries),
+            ("split keys, chunk with a prefix", lambda: self.exact(LONG, LONG[:1])),
+            ("latent dims", self.latent_dims),
+            ("query heads", self.heads),
+            ("page sizes", self.all_pages),
+            ("layouts", self.all_layouts),
+            ("padding", self.padding),
+            ("stale metadata in padding", self.stale),
+            ("garbage in unused slots", self.garbage),
+            ("pages in another order", self.permuted),
+            ("weights updated in place", self.updated),
+            ("opcheck", self.opcheck),
+            ("no synchronization", self.no_sync),
+            ("CUDA graph of a decode batch", lambda: self.graph(
+                CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, [(1, 90), (1, 70), (1, 80), (1, 60)],
+                [(1, 20), (1, 1), (1, 33)], pad=(1, 1))),
+            ("CUDA graph of a mixed batch", lambda: self.graph(
+                CudagraphSupport.ALWAYS, [(1, 90), (30, 70), (5, 80), (1, 60)], [(9, 9), (1, 33), (20, 24)], pad=(7, 1))),
+        ]
+        if not self.caps.mla:
+            return [("MLA", self.not_declared)]
+        if self.dtype not in self.caps.dtypes or not self.latents:
+            return [("MLA", self.none_to_check)]
+        return [(f"MLA: {name}", check) for name, check in found]
+
+    def mla_site(self, heads: int = 4, latent: Latent | None = None) -> AttentionSite:
+        latent = latent or self.latents[0]
+        return AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=NOPE + latent.rope, head_dim_v=DIM_V,
+                             dtype=self.dtype, scale=(NOPE + latent.rope) ** -0.5, latent=latent)
+
+    def batch(
+        self, rows: Rows, *, heads: int = 4, latent: Latent | None = None, page_size: int | None = None,
+        layout: str | None = None, **options: Any,
+    ) -> Batch:
+        return lay_out_mla(self.mla_site(heads, latent), [n for n, _ in rows], [t for _, t in rows], device=self.device,
+                           page_size=page_size or self.usual_page_size, layout=layout or self.layouts[0],  # type: ignore[arg-type]
+                           **options)
+
+    def not_declared(self) -> str:
+        return self.refused(self.mla_site(latent=LATENTS[0]))
+
+    def none_to_check(self) -> None:
+        raise Skip(f"it declares {self.caps.mla_dims_note} in {', '.join(map(str, self.caps.dtypes))}, none of which is "
+                          f"among {LATENTS} in {self.dtype}")
+
+    def latent_dims(self) -> str:
+        for latent in self.latents:
+            self.exact(DECODE, MIXED, latent=latent)
+        for latent in set(LATENTS) - set(self.latents):
+            self.refused(self.mla_site(latent=latent))
+        return ", ".join(f"{rank}+{rope}" for rank, rope in self.latents)
+
+    def heads(self) -> str:
+        for heads in HEADS:
+            self.exact(DECODE, MIXED, heads=heads)
+        return ", ".join(map(str, HEADS))
+
+    def all_pages(self) -> str:
+        for page_size in self.page_sizes:
+            self.exact(MIXED, [(1, 2 * page_size + 1), (min(3, page_size), page_size)], page_size=page_size)
+        return ", ".join(map(str, self.page_sizes))
+
+    def all_layouts(self) -> str:
+        for layout in self.layouts:
+            self.exact(MIXED, layout=layout)
+        return ", ".join(self.layouts)
+
+    def updated(self) -> None:
+        """Nothing of kv_b may be kept between calls."""
+        batch = self.batch(MIXED)
+        assert isinstance(batch, MlaBatch) and batch.kv_b is not None
+        with planned(self.backend, batch):
+            first = self.backend.op(*batch.arguments(prepared(self.backend, batch)), **batch.options)
+            batch.kv_b.mul_(2)
+            second = self.backend.op(*batch.arguments(prepared(self.backend, batch)), **batch.options)
+        live = batch.metadata.num_actual_tokens
+        if torch.equal(first[:live], second[:live]):
+            raise Failure("the output does not follow an update of kv_b in place")
+
+    def opcheck(self) -> str:
+        for rows in (DECODE, MIXED):
+            batch = self.batch(rows)
+            with planned(self.backend, batch), torch.enable_grad():
+                given = batch.arguments(prepared(self.backend, batch))
+                torch.library.opcheck(self.backend.op, given, batch.options, test_utils=[
+                    "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"])
+                if not self.backend.op(*given, **batch.options).is_contiguous():
+                    raise Failure("the output is not contiguous, which the fake says")
+        return "mla_op"
+
+
+__all__ = ["MlaBatch", "MlaKit", "lay_out_mla"]

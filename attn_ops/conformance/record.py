@@ -1,0 +1,62 @@
+"""Results of the kit, and their form on disk: ``{"environment": ..., "runs": [...]}``."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.attn_ops.backend import dtype_name
+from quire.attn_ops.registry import all_backends
+from quire.attn_ops.tuning.store import device_name
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report. ``status``: "ok", "FAIL" or "skip".
+
+    ``error``: the largest difference from the expected numbers; ``of_bound``: the largest in units of what is allowed; None
+    where nothing was compared.
+    """
+
+    check: str
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+    error: float | None = None
+    of_bound: float | None = None
+
+
+def run_record(backend: str, device: str, dtype: torch.dtype | None, kv_dtype: torch.dtype | None, results: Sequence[Result],
+               reason: str | None = None) -> dict[str, Any]:
+    """One backend's results as JSON. ``reason``: why it was not checked."""
+    return {"backend": backend, "device": device, "dtype": dtype and dtype_name(dtype),
+            "kv_dtype": kv_dtype and dtype_name(kv_dtype), "reason": reason, "results": [asdict(r) for r in results]}
+
+
+def environment(devices: Sequence[str]) -> dict[str, Any]:
+    """Date, devices, and versions of torch and of the packages that backends name."""
+    versions = {"quire": "", "torch": torch.__version__}
+    for name in ("quire", *sorted({p for b in all_backends().values() for p in b.packages})):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions.pop(name, None)
+    return {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "versions": versions,
+            "devices": {d: device_name(torch.device(d)) for d in devices}}
+
+
+def write_record(path: str | Path, runs: Sequence[dict[str, Any]]) -> None:
+    """Write runs and their environment to a JSON file."""
+    record = {"environment": environment(sorted({run["device"] for run in runs})), "runs": list(runs)}
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+__all__ = ["Result", "environment", "run_record", "write_record"]

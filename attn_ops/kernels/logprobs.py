@@ -1,0 +1,89 @@
+"""Kernels of ``attn_ops/ops/logprobs.py``, which says what they compute."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
+
+
+@triton.jit
+def part_kernel(logits, tokens, temperature, threshold, partial, V, stride, part_size, BLOCK: tl.constexpr,
+                FILTERED: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, part): writes to ``partial`` (B, parts, 3) float32 the part's largest scaled logit, the sum of the
+    exponentials relative to it, and the number of logits above the token's. Rows with temperature 0 are left out."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    heat = tl.load(temperature + row)
+    if heat > 0:
+        first = part * part_size
+        last = tl.minimum(first + part_size, V)
+        logits_row = logits + row * stride
+        lanes = tl.arange(0, BLOCK)
+        token = tl.maximum(tl.load(tokens + row), 0)
+        own = tl.load(logits_row + token).to(tl.float32)
+        inverse = 1.0 / heat
+        lowest = float("-inf")
+        peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        above = tl.zeros((BLOCK,), tl.int32)
+        if FILTERED:
+            lowest = tl.load(threshold + row)
+        for start in range(first, last, BLOCK):
+            columns = start + lanes
+            x = tl.load(logits_row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+            above += (x > own).to(tl.int32)
+            if FILTERED:
+                x = tl.where(x < lowest, float("-inf"), x)
+            x = tl.where(x == float("-inf"), x, x * inverse)  # at a temperature of infinity their product is NaN
+            higher = tl.maximum(peak, x)
+            finite = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(peak - finite) + tl.exp(x - finite)
+            peak = higher
+        best = tl.max(peak, 0)
+        shift = tl.where(best == float("-inf"), 0.0, best)
+        out = partial + (row * tl.num_programs(1) + part) * 3
+        tl.store(out, best)
+        tl.store(out + 1, tl.sum(total * tl.exp(peak - shift), 0))
+        tl.store(out + 2, tl.sum(above, 0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["parts"])  # else batch sizes would be separate kernels
+def merge_kernel(logits, tokens, temperature, threshold, partial, logprobs, ranks, normalizers, stride, parts,
+                 BLOCK: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr):
+    """Program (row,): the token's log probability and rank, and the row's normalizer, from the results of its parts."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + row)
+    if heat > 0:
+        lanes = tl.arange(0, BLOCK)
+        peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        above = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, parts, BLOCK):
+            at = start + lanes
+            one = partial + (row * parts + at) * 3
+            x = tl.load(one, mask=at < parts, other=float("-inf"))
+            higher = tl.maximum(peak, x)
+            finite = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(peak - finite) + tl.load(one + 1, mask=at < parts, other=0.0) * tl.exp(x - finite)
+            above += tl.load(one + 2, mask=at < parts, other=0.0)
+            peak = higher
+        best = tl.max(peak, 0)
+        shift = tl.where(best == float("-inf"), 0.0, best)
+        denominator = shift + tl.log(tl.sum(total * tl.exp(peak - shift), 0))
+        own = tl.load(logits + row * stride + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
+        scaled = own * (1.0 / heat)
+        if FILTERED:
+            scaled = tl.where(own < tl.load(threshold + row), float("-inf"), scaled)
+        tl.store(logprobs + row, scaled - denominator)
+        tl.store(normalizers + row, denominator)
+        tl.store(ranks + row, tl.sum(above, 0).to(tl.int64) + 1)
+    else:
+        tl.store(logprobs + row, 0.0)
+        tl.store(ranks + row, 0)
+        tl.store(normalizers + row, 0.0)

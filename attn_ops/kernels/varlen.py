@@ -1,0 +1,99 @@
+"""The kernel of ``attn_ops/ops/varlen.py``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.attn_ops.kernels.constants import next_power_of_2
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs"])
+def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, softcap, q_strides, k_strides, v_strides,
+                  GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Program (block, head): BLOCK_M queries of one sequence. *strides: (token, head)."""
+    D_P2: tl.constexpr = next_power_of_2(DIM, 16)
+    DV_P2: tl.constexpr = next_power_of_2(DIM_V, 16)
+    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    low = num_reqs * 0
+    high = num_reqs
+    while low < high:  # the last sequence whose blocks start at or before this one; num_reqs: the padding tokens
+        middle = (low + high + 1) // 2
+        if tl.load(cu_q + middle) // BLOCK_M + middle <= block:
+            low = middle
+        else:
+            high = middle - 1
+    row = low
+    start = tl.load(cu_q + row)
+    end = tl.load(cu_q + tl.minimum(row + 1, num_reqs))
+    end = tl.where(row == num_reqs, num_tokens, end)
+    first = start + (block - start // BLOCK_M - row) * BLOCK_M
+    if first >= end:
+        return
+    token = first + tl.arange(0, BLOCK_M)
+    live = token < end
+    columns = tl.arange(0, D_P2)
+    columns_v = tl.arange(0, DV_P2)
+    out_row = token.to(tl.int64) * heads + head
+    out_live = live[:, None] & (columns_v < DIM_V)[None, :]
+    if row == num_reqs:
+        tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], tl.zeros([BLOCK_M, DV_P2], tl.float32), mask=out_live)
+        tl.store(lse + out_row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
+        return
+    first_key = tl.load(cu_k + row)
+    keys = tl.load(cu_k + row + 1) - first_key
+    offset = keys - end  # position of a token = its index + offset
+    pos = token + offset
+    begin = keys * 0
+    stop = keys
+    if CAUSAL:
+        stop = tl.minimum(stop, tl.minimum(first + BLOCK_M, end) + offset)
+    if WINDOW > 0:
+        begin = tl.maximum(first + offset - (WINDOW - 1), 0) // BLOCK_N * BLOCK_N
+        stop = tl.minimum(stop, tl.minimum(first + BLOCK_M, end) + offset + WINDOW - 1)
+    query = tl.load(q + token.to(tl.int64)[:, None] * q_strides[0] + head * q_strides[1] + columns[None, :],
+                    mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
+    for at in range(begin, stop, BLOCK_N):
+        key_pos = at + tl.arange(0, BLOCK_N)
+        inside = key_pos < stop
+        index = (first_key + key_pos).to(tl.int64)
+        key = tl.load(k + index[:, None] * k_strides[0] + (head // GROUP) * k_strides[1] + columns[None, :],
+                      mask=inside[:, None] & (columns < DIM)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1); e^2x may overflow to inf, where the limit is right
+            power = tl.exp2(scores * (scale / softcap * (2 * LOG2E)))
+            scores = (1 - 2 / (power + 1)) * (softcap * LOG2E)
+        else:
+            scores = scores * (scale * LOG2E)
+        keep = inside[None, :] & live[:, None]
+        if CAUSAL:
+            keep = keep & (key_pos[None, :] <= pos[:, None])
+        if WINDOW > 0:
+            keep = keep & (key_pos[None, :] - pos[:, None] < WINDOW) & (pos[:, None] - key_pos[None, :] < WINDOW)
+        scores = tl.where(keep, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        shrink = tl.exp2(highest - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        value = tl.load(v + index[:, None] * v_strides[0] + (head // GROUP) * v_strides[1] + columns_v[None, :],
+                        mask=inside[:, None] & (columns_v < DIM_V)[None, :], other=0.0)
+        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
+    some = total > 0
+    acc = acc / tl.where(some, total, 1.0)[:, None]
+    tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], acc, mask=out_live)
+    tl.store(lse + out_row, tl.where(some, (highest + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf")), mask=live)
+
+
+__all__ = ["varlen_kernel"]

@@ -1,0 +1,113 @@
+"""Merge attention over disjoint sets of keys: ``torch.ops.quire.merge_state`` and ``merge_states``.
+
+Attention over a set of keys is a *state*: the normalized output and the log-sum-exp (natural logarithm) of its scaled logits.
+The state over the union of disjoint sets follows from the states alone (Dao et al., "FlashAttention", 2022, section 3.1)::
+
+    m = max(lse_i)     lse = m + log(sum exp(lse_i - m))     out = sum exp(lse_i - lse) out_i
+
+A state with an lse of -inf has no keys; +inf, which some kernels write for it, means the same. Its output is not read: memory
+there may hold anything. Where no state has keys, the result is 0 with lse -inf. A NaN in an lse makes the result NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.attn_ops.kernels.host import kernel_module, rows_contiguous
+from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.library import define_op
+
+
+def _check(out: torch.Tensor, lse: torch.Tensor, states: bool) -> None:
+    want = 4 if states else 3
+    shape = "(T, S, H, D) and (T, S, H)" if states else "(T, H, D) and (T, H)"
+    torch._check_value(out.dim() == want and out.shape[:-1] == lse.shape and lse.dtype == torch.float32, lambda: (
+        f"states are outputs and float32 lse of shapes {shape}; got {tuple(out.shape)} and {tuple(lse.shape)} {lse.dtype}"))
+
+
+def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: S states out (T, S, H, D), lse (T, S, H) float32 -> (T, H, D) in out's dtype, (T, H) float32.
+
+    Raises:
+        ValueError: shapes that do not go together, or an lse that is not float32.
+    """
+    _check(out, lse, states=True)
+    lse = lse.masked_fill(lse == float("inf"), float("-inf"))
+    total = torch.logsumexp(lse, dim=1) if lse.shape[1] else lse.new_full((lse.shape[0], lse.shape[2]), float("-inf"))
+    weights = torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0)[:, None])
+    empty = (lse == float("-inf"))[..., None]
+    merged = (out.float().masked_fill(empty, 0.0) * weights[..., None]).sum(1)
+    return merged.to(out.dtype), total
+
+
+def merge_state_eager(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+                      ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two states, out (T, H, D) and lse (T, H) float32 each -> their union, (T, H, D) in out_a's dtype and (T, H) float32."""
+    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
+        _check(out, lse, states=False)
+    torch._check_value(out_a.shape == out_b.shape and out_a.dtype == out_b.dtype, lambda: (
+        f"two states of one batch have the same shape and dtype; got {tuple(out_a.shape)} {out_a.dtype} and "
+        f"{tuple(out_b.shape)} {out_b.dtype}"))
+    return merge_states_eager(torch.stack([out_a, out_b], 1), torch.stack([lse_a, lse_b], 1))
+
+
+def merge_states_triton(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_states`` as one kernel."""
+    _check(out, lse, states=True)
+    merged, total = out.new_empty(out.shape[0], *out.shape[2:]), lse.new_empty(lse.shape[0], lse.shape[2])
+    out, lse = rows_contiguous(out), lse if lse.stride(2) == 1 else lse.contiguous()
+    _launch((out, out), (lse, lse), out.shape[1], out.stride()[:3], out.stride()[:3], lse.stride()[:2], lse.stride()[:2],
+            merged, total)
+    return merged, total
+
+
+def merge_state_triton(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+                       ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_state`` as one kernel."""
+    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
+        _check(out, lse, states=False)
+    torch._check_value(out_a.shape == out_b.shape and out_a.dtype == out_b.dtype, lambda: (
+        f"two states of one batch have the same shape and dtype; got {tuple(out_a.shape)} {out_a.dtype} and "
+        f"{tuple(out_b.shape)} {out_b.dtype}"))
+    merged, total = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+    out_a, out_b = rows_contiguous(out_a), rows_contiguous(out_b)
+    lse_a, lse_b = (x if x.stride(1) == 1 else x.contiguous() for x in (lse_a, lse_b))
+
+    def strides(x: torch.Tensor) -> tuple[int, int, int]:
+        return (x.stride(0), 0, x.stride(1))
+
+    _launch((out_a, out_b), (lse_a, lse_b), 2, strides(out_a), strides(out_b), (lse_a.stride(0), 0), (lse_b.stride(0), 0),
+            merged, total)
+    return merged, total
+
+
+def _launch(outs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, torch.Tensor], states: int, first: Any,
+            second: Any, lse_first: Any, lse_second: Any, merged: torch.Tensor, total: torch.Tensor) -> None:
+    """State 0 is read from the first tensors, the others from the second ones; strides are (token, state, head)."""
+    tokens, heads, dim = merged.shape
+    if not total.numel():
+        return
+    with torch.cuda.device_of(merged):
+        launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
+               tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, num_warps=1 if dim <= 128 else 4)
+
+
+def _states_fake(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(out, lse, states=True)
+    return out.new_empty(out.shape[0], *out.shape[2:]), lse.new_empty(lse.shape[0], lse.shape[2])
+
+
+def _state_fake(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+merge_states = define_op("merge_states(Tensor out, Tensor lse) -> (Tensor, Tensor)", cpu=merge_states_eager,
+                         cuda=merge_states_triton, fake=_states_fake)
+merge_state = define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+                        cpu=merge_state_eager, cuda=merge_state_triton, fake=_state_fake)
+
+__all__ = ["merge_state", "merge_state_eager", "merge_state_triton", "merge_states", "merge_states_eager",
+           "merge_states_triton"]

@@ -1,0 +1,146 @@
+"""Attention over ragged sequences without a KV cache: ``torch.ops.quire.varlen_attention``.
+
+For encoders, vision towers and cross attention. Sequence r has queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]`` and keys
+``cu_seqlens_k[r]`` to ``cu_seqlens_k[r + 1]``: a block-diagonal mask over the ragged row. Within a sequence of n queries and m
+keys, query i has position i + m - n; it sees key j iff
+
+* ``causal``: j <= position,
+* ``window``: \\|j - position\\| < window; together with ``causal`` that is Hugging Face's sliding window.
+
+Not causal, the usual case, and without a window, it sees all keys. Scores are scaled, then capped, as in ``attention.py``. The
+second result is the log-sum-exp of the scores, which ``merge_state`` takes; a query without keys has output 0 and lse -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.library import define_op
+
+IMPLEMENTATIONS = ("auto", "eager", "sdpa", "kernel")
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+           window: int | None, softcap: float | None, implementation: str) -> None:
+    torch._check_value(q.dim() == k.dim() == v.dim() == 3 and q.shape[2] == k.shape[2] and k.shape[:2] == v.shape[:2]
+                       and q.shape[1] % k.shape[1] == 0, lambda: (
+        "quire::varlen_attention takes q (T, H, D), k (N, Hkv, D), v (N, Hkv, Dv), H a multiple of Hkv; got "
+        f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"))
+    torch._check_value(cu_seqlens_q.dim() == 1 and cu_seqlens_q.shape == cu_seqlens_k.shape, lambda: (
+        f"quire::varlen_attention takes cu_seqlens_q and cu_seqlens_k (B + 1,), got {tuple(cu_seqlens_q.shape)} and "
+        f"{tuple(cu_seqlens_k.shape)}"))
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"quire::varlen_attention: {name} must be positive or None, got {value}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"quire::varlen_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)}; got "
+                         f"{implementation!r}")
+    if implementation == "sdpa" and softcap is not None:
+        raise ValueError("quire::varlen_attention: F.scaled_dot_product_attention has no softcap; use implementation='kernel' "
+                         "or 'eager'")
+
+
+def _keep(n: int, m: int, device: torch.device, window: int | None, causal: bool) -> torch.Tensor | None:
+    """(n, m) mask of one sequence; None if every query sees every key."""
+    if not causal and window is None:
+        return None
+    position, key = torch.arange(n, device=device)[:, None] + (m - n), torch.arange(m, device=device)
+    keep = key <= position if causal else torch.ones(n, m, dtype=torch.bool, device=device)
+    return keep if window is None else keep & ((key - position).abs() < window)
+
+
+def varlen_attention_eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *, scale: float,
+    window: int | None = None, softcap: float | None = None, causal: bool = False, implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, one sequence at a time: reads the lengths on the host.
+
+    Args:
+        q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
+        implementation: "eager"; "sdpa", which uses F.scaled_dot_product_attention and gives NaN for the lse; "kernel",
+            quire's Triton kernel, on a GPU; "auto": eager on a CPU and the kernel on a GPU.
+
+    Returns:
+        (T, H, Dv) in q's dtype; (T, H) float32 lse, natural logarithm.
+
+    Raises:
+        ValueError: shapes that do not go together, a window or softcap that is not positive, an unknown implementation.
+    """
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    out = q.new_zeros(q.shape[0], heads, v.shape[2])
+    lse = torch.full((q.shape[0], heads), float("-inf"), dtype=torch.float32, device=q.device)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for a, b, c, d in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        if a == b or c == d:
+            continue
+        keep = _keep(b - a, d - c, q.device, window, causal)
+        one_q, one_k, one_v = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
+        if implementation == "sdpa":
+            found = F.scaled_dot_product_attention(one_q[None], one_k[None], one_v[None], attn_mask=keep, scale=scale,
+                                                   enable_gqa=group > 1)[0]
+            out[a:b] = (found if keep is None else found.masked_fill(~keep.any(-1)[:, None], 0.0)).transpose(0, 1)
+            lse[a:b] = float("nan")
+            continue
+        scores = scale * (one_q.to(wide) @ one_k.to(wide).repeat_interleave(group, 0).transpose(1, 2))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if keep is not None:
+            scores = scores.masked_fill(~keep, float("-inf"))
+        total = torch.logsumexp(scores, -1, keepdim=True)
+        weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0.0))
+        out[a:b] = (weights @ one_v.to(wide).repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
+        lse[a:b] = total[..., 0].transpose(0, 1)
+    return out, lse
+
+
+def varlen_attention_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *, scale: float,
+    window: int | None = None, softcap: float | None = None, causal: bool = False, implementation: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``varlen_attention_eager`` as one Triton kernel, which reads the lengths on the device."""
+    if implementation in ("eager", "sdpa"):
+        return varlen_attention_eager(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
+                                      causal=causal, implementation=implementation)
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
+    tokens, heads, dim = q.shape
+    if max(dim, v.shape[2]) > 256:
+        raise ValueError(f"quire::varlen_attention: head dims {dim}/{v.shape[2]}: the Triton kernel has up to 256; use "
+                         "implementation='sdpa'")
+    out = q.new_empty(tokens, heads, v.shape[2])
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if not tokens:
+        return out, lse
+    q, k, v = map(host.rows_contiguous, (q, k, v))
+    reqs, widest = cu_seqlens_q.shape[0] - 1, max(host.next_power_of_2(n, 16) for n in (dim, v.shape[2]))
+    wide = q.dtype.itemsize == 4
+    block_m, block_n = ((32, 32) if widest <= 128 else (16, 16)) if wide else (64 if widest > 128 else 128, 64)
+    # Blocks of queries are cut at sequence boundaries: sequence r has those from cu_seqlens_q[r] // block_m + r on.
+    with torch.cuda.device_of(q):
+        launch(host.kernel_module("kernels.varlen").varlen_kernel, (tokens // block_m + reqs + 1, heads), q, k, v, out, lse,
+               cu_seqlens_q, cu_seqlens_k, tokens, reqs, scale, softcap, q.stride()[:2], k.stride()[:2], v.stride()[:2],
+               heads // k.shape[1], dim, v.shape[2], window or 0, causal, block_m, block_n,
+               num_warps=8 if block_m == 128 else 4)
+    return out, lse
+
+
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+          scale: float, window: int | None = None, softcap: float | None = None, causal: bool = False,
+          implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
+
+
+varlen_attention: Any = define_op(
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, float scale, "
+    "int? window=None, float? softcap=None, bool causal=False, str implementation='auto') -> (Tensor, Tensor)",
+    cpu=varlen_attention_eager, cuda=varlen_attention_cuda, fake=_fake)
+
+__all__ = ["IMPLEMENTATIONS", "varlen_attention", "varlen_attention_cuda", "varlen_attention_eager"]

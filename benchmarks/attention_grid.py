@@ -1,0 +1,413 @@
+"""Attention kernels over a grid of shapes, beside FlashInfer's and vLLM's on the same tensors; resumable, on several GPUs.
+
+    python benchmarks/attention_grid.py --out grid.json --deadline 540 --gpus 4 --systems triton,vllm-fa3
+    python benchmarks/attention_grid.py --out grid.json --resume --systems fi-fa2,fi-fa3,fi-xqa --dims 64,128 --groups 1,4,8
+    python benchmarks/attention_grid.py --out sweep.json --sweep --groups 1,4,8,16 --dims 64,96,128,256 --kv bfloat16,int8 \
+        --batches 1,8,32,128 --contexts 1024,8192 --only decode       # launch parameters of triton's kernel, for its rules
+    python benchmarks/attention_grid.py --show grid.json other.json
+
+Cells: decode by query heads per key head (8 key heads), head dim, batch, context, cache format, and with windows at the longest
+context; prefills of a group and head dim. A time is the median over replays of a CUDA graph, with keys from memory: calls go
+through several caches unless one is eight times the L2 cache. Of quire's kernels it includes writing the step's keys. A row:
+microseconds, bytes and their share of a copy's bandwidth, TFLOP/s, and how far the output is from triton's (``differs``).
+
+Systems: quire's backends by name, e.g. triton; triton:block_n=64+warps=8 sets launch parameters; fi-fa2, fi-fa2-cores (without
+tensor cores), fi-fa3, fi-xqa: FlashInfer, which compiles for each shape at first use (20 to 80 s); vllm-fa3: FlashAttention 3
+as vLLM builds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.registry import all_backends
+from quire.attn_ops.tuning.store import device_name
+from quire.graph_runner.bench import workers
+from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
+from quire.graph_runner.bench.models import free_memory
+from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.config import kv_dtype
+
+GROUPS, DIMS, KV_HEADS = (1, 2, 4, 7, 8, 16), (64, 80, 96, 128, 192, 256), 8
+BATCHES, CONTEXTS, WINDOWS = (1, 8, 32, 128, 256), (256, 1024, 8192, 32768), (512, 4096)
+PREFILLS = ((1, 4096), (8, 1024), (1, 16384), (1, 32768))
+#: One parameter or two at a time, beside what the rules choose; chunk_min needs no new compilation.
+SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps=4", "warps=8", "stages=2", "stages=3",
+                    "stages=4", "stages=5", "block_n=128+warps=8", "block_n=32+warps=2", "block_n=64+warps=4+stages=4",
+                    "chunk_min=64", "chunk_min=128", "chunk_min=256", "chunk_min=512", "chunk_min=1024", "chunk_min=2048",
+                    "max_splits=4", "max_splits=8", "max_splits=16", "max_splits=32", "max_splits=64"),
+         "extend": ("block_m=64", "block_m=128", "block_n=32", "block_n=64", "block_n=128", "warps=4", "warps=8", "stages=2",
+                    "stages=3", "stages=4", "block_m=128+block_n=64+warps=8", "block_m=64+block_n=64+warps=4")}
+PAGE = 16
+
+
+class Cell(NamedTuple):
+    kind: str  # decode or extend
+    group: int
+    dim: int
+    kv: str  # bfloat16, int8 or fp8
+    batch: int
+    context: int
+    window: int | None
+
+    @property
+    def site(self) -> AttentionSite:
+        return AttentionSite(0, KV_HEADS * self.group, KV_HEADS, self.dim, self.dim, torch.bfloat16, self.dim**-0.5,
+                             window=self.window)
+
+    @property
+    def point(self) -> Point:
+        if self.kind == "decode":
+            return decode_point(self.batch, self.context)
+        return Point("extend", f"{self.batch}x{self.context}", [self.context] * self.batch, [self.context] * self.batch)
+
+
+def grid(args: argparse.Namespace) -> list[Cell]:
+    """The cells asked for; those of one kernel (group, dim, format) together, small ones first."""
+    found = []
+    for dim in args.dims:
+        for group in args.groups:
+            for kv in args.kv:
+                windows = [(None, c) for c in args.contexts] + [(w, max(CONTEXTS)) for w in args.windows]
+                found += [Cell("decode", group, dim, kv, b, c, w) for w, c in windows for b in args.batches]
+                if args.prefill and kv == "bfloat16":
+                    found += [Cell("extend", group, dim, kv, b, c, None) for b, c in PREFILLS]
+    return [cell for cell in found if not args.only or cell.kind == args.only]
+
+
+# -- rivals: (cell, batch) -> a function of the number of the call, which returns the output ----------------------------------
+
+Run = Callable[[int], torch.Tensor]
+WORKSPACES: dict[str, torch.Tensor] = {}
+
+
+def _workspace(name: str) -> torch.Tensor:
+    if name not in WORKSPACES:
+        WORKSPACES[name] = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+    return WORKSPACES[name]
+
+
+def _no_codes(cell: Cell, formats: tuple[str, ...] = ("bfloat16",)) -> None:
+    if cell.kv not in formats:
+        raise NotImplementedError(f"no {cell.kv} cache")
+
+
+def _pages(cell: Cell, batch: OpBatch) -> tuple[torch.Tensor, ...]:
+    """FlashInfer's page table: indptr, indices, last page's length."""
+    m = batch.metadata
+    count = -(-cell.context // PAGE)
+    indptr = torch.arange(cell.batch + 1, dtype=torch.int32) * count
+    last = torch.full((cell.batch,), cell.context - (count - 1) * PAGE, dtype=torch.int32)
+    return indptr, m.block_table_tensor[:, :count].reshape(-1).contiguous(), last
+
+
+def flashinfer(cell: Cell, batch: OpBatch, kernels: str, tensor_cores: bool = True) -> Run:
+    import flashinfer as lib
+
+    _no_codes(cell, ("bfloat16", "fp8") if kernels == "fa2" else ("bfloat16",))
+    indptr, indices, last = _pages(cell, batch)
+    s, held = cell.site, batch.cache.k[0].dtype
+    options = {"sm_scale": s.scale, "window_left": -1 if s.window is None else s.window - 1, "q_data_type": s.dtype,
+               "kv_data_type": held}
+    if cell.kind == "decode":
+        wrapper = lib.BatchDecodeWithPagedKVCacheWrapper(
+            _workspace("float"), "NHD", use_cuda_graph=True, use_tensor_cores=tensor_cores, backend=kernels,
+            paged_kv_indptr_buffer=indptr.cuda(), paged_kv_indices_buffer=indices.clone(),
+            paged_kv_last_page_len_buffer=last.cuda())
+        wrapper.plan(indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, **options)
+    else:
+        wrapper = lib.BatchPrefillWithPagedKVCacheWrapper(_workspace("float"), "NHD", backend=kernels)
+        starts = torch.arange(cell.batch + 1, dtype=torch.int32) * cell.context
+        wrapper.plan(starts, indptr, indices, last, s.num_heads, s.num_kv_heads, s.head_dim, PAGE, causal=True, **options)
+    out = torch.empty_like(batch.q)
+    return lambda i: wrapper.run(batch.q, batch.caches[i % len(batch.caches)][:2], out=out)
+
+
+def xqa(cell: Cell, batch: OpBatch) -> Run:
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    _no_codes(cell, ("bfloat16", "fp8"))
+    if cell.kind != "decode":
+        raise NotImplementedError("decode only")
+    out, m, s = torch.empty_like(batch.q), batch.metadata, cell.site
+    # It plans for as many keys as the table has room for.
+    table, lens = m.block_table_tensor[:, : -(-cell.context // PAGE)].contiguous(), m.seq_lens.to(torch.int32)
+
+    def run(i: int) -> torch.Tensor:
+        return trtllm_batch_decode_with_kv_cache(
+            batch.q, batch.caches[i % len(batch.caches)][:2], _workspace("xqa"), table, lens, cell.context, bmm1_scale=s.scale,
+            bmm2_scale=1.0, window_left=-1 if s.window is None else s.window - 1, out=out, kv_layout="NHD", backend="xqa")
+
+    return run
+
+
+def vllm_fa3(cell: Cell, batch: OpBatch) -> Run:
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+
+    _no_codes(cell, ("bfloat16", "fp8"))
+    m, s, codes = batch.metadata, cell.site, cell.kv == "fp8"
+    q = batch.q.to(torch.float8_e4m3fn) if codes else batch.q
+    scales = {name: torch.ones(cell.batch, KV_HEADS, device="cuda") for name in ("q_descale", "k_descale", "v_descale")}
+    window = (-1, -1) if s.window is None else (s.window - 1, 0)
+    lens, starts = m.seq_lens.to(torch.int32), m.query_start_loc.to(torch.int32)
+    plan = get_scheduler_metadata(
+        cell.batch, m.max_query_len, cell.context, s.num_heads, s.num_kv_heads, s.head_dim, lens, qkv_dtype=q.dtype,
+        cu_seqlens_q=starts, page_size=PAGE, causal=True, window_size=window)
+    out = torch.empty_like(batch.q)
+
+    def run(i: int) -> torch.Tensor:
+        k, v, *_ = batch.caches[i % len(batch.caches)]
+        return flash_attn_varlen_func(
+            q, k, v, m.max_query_len, starts, cell.context, seqused_k=lens, block_table=m.block_table_tensor,
+            softmax_scale=s.scale, causal=True, window_size=list(window), fa_version=3, scheduler_metadata=plan, out=out,
+            **(scales if codes else {}))
+
+    return run
+
+
+RIVALS: dict[str, Callable[[Cell, OpBatch], Run]] = {
+    "fi-fa2": lambda cell, batch: flashinfer(cell, batch, "fa2"),
+    "fi-fa2-cores": lambda cell, batch: flashinfer(cell, batch, "fa2", tensor_cores=False),
+    "fi-fa3": lambda cell, batch: flashinfer(cell, batch, "fa3"),
+    "fi-xqa": xqa,
+    "vllm-fa3": vllm_fa3,
+}
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------------------
+
+
+def overridden(kind: str, system: str) -> contextlib.AbstractContextManager[None]:
+    """The launch parameters that the name of a system sets."""
+    params = {n: int(v) for n, v in (item.split("=") for item in system.partition(":")[2].split("+") if item)}
+    if not params:
+        return contextlib.nullcontext()
+    from quire.attn_ops.backends.triton import decode, extend, plan
+
+    return plan.overridden(decode.DecodeConfig if kind == "decode" else extend.ExtendConfig, **params)
+
+
+def measured(cell: Cell, batch: OpBatch, system: str, reference: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Time, and the distance from the first system's output."""
+    if system in RIVALS:
+        with torch.no_grad():
+            run = RIVALS[system](cell, batch)
+            out = run(0).clone()
+            us = on_the_device(run).us
+    else:
+        from quire.attn_ops.conformance.batches import planned, prepared
+
+        backend = all_backends()[system.partition(":")[0]]
+        device = batch.q.device
+        if why := backend.available(device) or backend.capabilities.reasons_against(
+                cell.site, device=device, page_size=PAGE, kv_dtype=batch.cache.dtype, layout="NHD"):
+            raise NotImplementedError(str(why))
+        with overridden(cell.kind, system):
+            with planned(backend, batch):
+                out = backend.op(batch.q, batch.k, batch.v, *batch.caches[0], *batch.tables, None, prepared(backend, batch),
+                                 **batch.options).clone()
+            us = measure(backend, batch).us
+    first = reference.setdefault("out", out)
+    return {"us": us, "differs": float((out.float() - first.float()).norm() / first.float().norm())}
+
+
+def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline: float | None) -> Iterator[dict[str, Any]]:
+    """Rows of one GPU."""
+    device = torch.device(args.device)
+    bandwidth = copy_bandwidth(device)
+    yield {"conditions": {"gpu": device_name(device), "torch": torch.__version__, "copy_gb_per_s": bandwidth / 1e9,
+                          "page_size": PAGE, "kv_heads": KV_HEADS}}
+    for cell, systems in cells:
+        if deadline is not None and time.time() > deadline:
+            return
+        kv = None if cell.kv == "bfloat16" else kv_dtype(cell.kv)
+        size, flops = work(cell.site, cell.point, kv)
+        try:
+            batch = op_batch(cell.site, cell.point, page_size=PAGE, device=device, max_len=args.max_len, kv_dtype=kv)
+        except torch.OutOfMemoryError as error:
+            batch = None
+            yield from ({**cell._asdict(), "system": name, "error": f"OutOfMemoryError: {error}"[:200]} for name in systems)
+        reference: dict[str, torch.Tensor] = {}
+        for name in systems if batch is not None else ():
+            try:
+                row = measured(cell, batch, name, reference)  # type: ignore[arg-type]
+                row |= {"bytes": size, "share": size / row["us"] * 1e6 / bandwidth, "tflop_per_s": flops / row["us"] / 1e6}
+            except Exception as error:
+                row = {"error": f"{type(error).__name__}: {error}"[:300]}
+            yield {**cell._asdict(), "system": name, **row}
+            if "CUDA error" in row.get("error", ""):
+                raise SystemExit(1)  # this process can do nothing more on the GPU
+        del batch, reference
+        free_memory()
+
+
+class Results:
+    """Rows on disk, written at most once per second."""
+
+    def __init__(self, path: Path, resume: list[Path] | None) -> None:
+        self.path, self.lock, self.wrote = path, threading.Lock(), 0.0
+        self.conditions: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        if path.is_file():
+            if resume is None:
+                raise SystemExit(f"{path} exists: continue it with --resume, or give another --out")
+            self.conditions, self.rows = (json.loads(path.read_text())[name] for name in ("conditions", "rows"))
+        others = [row for other in resume or [] for row in json.loads(other.read_text())["rows"]]
+        self.done = {self.key(row) for row in [*self.rows, *others]}
+
+    @staticmethod
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return (*(row[name] for name in Cell._fields), row["system"])
+
+    def take(self, row: dict[str, Any]) -> None:
+        with self.lock:
+            if "conditions" in row:
+                self.conditions = row["conditions"]
+                return
+            self.rows.append(row)
+            self.done.add(self.key(row))
+            print(line(row), flush=True)
+            if time.time() - self.wrote > 1:
+                self.write()
+
+    def write(self) -> None:
+        part = self.path.with_name(self.path.name + ".part")
+        rows = ",\n ".join(json.dumps(row) for row in self.rows)
+        part.write_text(f'{{"conditions": {json.dumps(self.conditions)},\n"rows": [\n {rows}\n]}}\n')
+        part.replace(self.path)
+        self.wrote = time.time()
+
+
+def line(row: dict[str, Any]) -> str:
+    name = f"{row['kind']} {row['group']}x{row['dim']} {row['kv']} {row['batch']}x{row['context']}"
+    name += f" window {row['window']}" if row["window"] else ""
+    if "us" not in row:
+        return f"{name:44s}{row['system']:14s} {row['error'].splitlines()[0][:120]}"
+    return (f"{name:44s}{row['system']:14s} {row['us']:10.1f} us {row['share']:6.1%} of copy {row['tflop_per_s']:7.1f} TFLOP/s "
+            f"differs {row['differs']:.1e}")
+
+
+def on_gpus(args: argparse.Namespace, results: Results, left: list[tuple[Cell, list[str]]], deadline: float | None) -> None:
+    """Divide the kernels among processes, one per GPU. One that dies loses one cell, and is started again."""
+    kernels = list(dict.fromkeys((cell.dim, cell.group, cell.kv) for cell, _ in left))
+
+    def work_on(gpu: int) -> None:
+        mine = set(kernels[gpu :: args.gpus])
+        while todo := [(c, names) for c, every in left if (c.dim, c.group, c.kv) in mine
+                       and (names := [n for n in every if (*c, n) not in results.done])]:
+            before = len(results.done)
+            try:
+                job = {"cells": todo, "deadline": deadline, "max_len": args.max_len, "device": args.device}
+                for row in workers.rows([__file__, "--lane"], job, workers.of_gpu(gpu),
+                                        deadline=None if deadline is None else deadline + 15):
+                    results.take(row)
+                return
+            except workers.Ended as error:
+                if len(results.done) == before:  # it died in the first cell
+                    cell, names = todo[0]
+                    results.take({**cell._asdict(), "system": names[0], "error": str(error)[:300]})
+
+    threads = [threading.Thread(target=work_on, args=(gpu,)) for gpu in range(args.gpus)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def show(paths: list[Path]) -> None:
+    """Where quire's kernel is slow: below 60 % of the copy's bandwidth from 64 MB on, or 1.05 times the best rival."""
+    by_cell: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for path in paths:
+        for row in json.loads(path.read_text())["rows"]:
+            by_cell.setdefault(tuple(row[name] for name in Cell._fields), {})[row["system"]] = row
+    slow = total = 0
+    for systems in by_cell.values():
+        ours = systems.get("triton")
+        if ours is None:
+            continue
+        total += 1
+        if "us" not in ours:
+            print(line(ours))
+            continue
+        # On codes the rivals compute something else: they have no scale per token.
+        rivals = {n: row["us"] for n, row in systems.items() if n in RIVALS and "us" in row
+                  and (row["differs"] < 0.05 or row["kv"] != "bfloat16")}
+        best = min(rivals, key=rivals.__getitem__, default=None)
+        floor = ours["kind"] == "decode" and ours["bytes"] >= 64e6 and ours["share"] < 0.6
+        behind = best is not None and ours["us"] > 1.05 * rivals[best]
+        if floor or behind:
+            slow += 1
+            print(line(ours) + (f"; {best} {rivals[best]:.1f} us ({ours['us'] / rivals[best]:.2f})" if best else ""))
+    print(f"{total} cells, {slow} below 60 % of the floor from 64 MB on, or slower than 1.05 times the best rival")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in text.split(",")]
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    add = parser.add_argument
+    add("--systems", type=names, default=["triton"], help=f"quire's backends, {', '.join(RIVALS)} (default: triton)")
+    add("--groups", type=numbers, default=GROUPS)
+    add("--dims", type=numbers, default=DIMS)
+    add("--kv", type=names, default=["bfloat16", "int8", "fp8"])
+    add("--batches", type=numbers, default=BATCHES)
+    add("--contexts", type=numbers, default=CONTEXTS)
+    add("--windows", type=numbers, default=WINDOWS, help="at the longest context")
+    add("--only", choices=("decode", "extend"))
+    add("--sweep", action="store_true", help="also with other launch parameters of triton's kernels")
+    add("--no-prefill", dest="prefill", action="store_false")
+    add("--max-len", type=int, default=32768, help="tokens that a row of the block table has room for (default: 32768)")
+    add("--out", type=Path, default=Path("attention_grid.json"))
+    add("--resume", type=Path, nargs="*", help="leave out the cells of --out and of these files")
+    add("--deadline", type=float, help="seconds after which no cell is started")
+    add("--gpus", type=int, default=1)
+    add("--device", default="cuda", help="cpu: a dry run")
+    add("--show", type=Path, nargs="+", help="print where quire is slow in these results, and measure nothing")
+    add("--lane", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.show:
+        return show(args.show)
+    if args.lane:
+        job = workers.job()
+        args.max_len, args.device = job["max_len"], job["device"]
+        for row in lane(args, [(Cell(*cell), systems) for cell, systems in job["cells"]], job["deadline"]):
+            workers.emit(row)
+        return workers.emit({})
+    unknown = [name for name in args.systems if name not in RIVALS and name.partition(":")[0] not in all_backends()]
+    if unknown:
+        parser.error(f"unknown systems {unknown}")
+    for prefix, package in (("fi-", "flashinfer"), ("vllm-", "vllm")):
+        if any(name.startswith(prefix) for name in args.systems) and importlib.util.find_spec(package) is None:
+            parser.error(f"{package} is not installed")
+    deadline = None if args.deadline is None else time.time() + args.deadline
+    results = Results(args.out, args.resume)
+    asked = [(cell, [*args.systems, *(f"triton:{p}" for p in SWEEP[cell.kind] if args.sweep)]) for cell in grid(args)]
+    left = [(cell, left) for cell, names in asked if (left := [n for n in names if (*cell, n) not in results.done])]
+    print(f"{sum(len(n) for _, n in left)} of {sum(len(n) for _, n in asked)} rows to measure", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        on_gpus(args, results, left, deadline)
+    results.write()
+    return show([args.out])
+
+
+if __name__ == "__main__":
+    main()

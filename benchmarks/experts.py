@@ -1,0 +1,102 @@
+"""Time the experts' kernels of an MoE layer over batches and tiles, on a CUDA GPU.
+
+    python benchmarks/experts.py --json results/h200_experts.json              # the op as it chooses, beside its floor
+    python benchmarks/experts.py --tiles --experts 128/8x768x2048 --tokens 64  # and every tile, product by product
+
+``floor``: the bytes of the weights in use at the bandwidth of a copy, or the operations at the rate of a dense product of
+8192 x 8192 x 8192, whichever is longer. Ids are random, and all experts equally likely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from quire.attn_ops.ops.experts import Tile, _Pairs, expert_swiglu
+from quire.graph_runner.bench.attention_op import median_us
+from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.roofline import copy_bandwidth
+
+#: experts/experts per token x inner x hidden: Qwen3-30B-A3B, DeepSeek-V2-Lite, Mixtral, and GPT-OSS-20B's sizes without biases.
+SHAPES = "128/8x768x2048,64/6x1408x2048,8/2x14336x4096,32/4x2880x2880"
+TOKENS = "1,4,8,16,32,64,128,256,512,1024,4096,8192,16384"
+#: Tiles to try for each path, of a product that is not gated.
+TILES = {
+    "pairs": [Tile(m, *t) for m in (16, 32) for t in ((64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3))],
+    "sorted": [Tile(*t) for t in (
+        (16, 64, 128, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 8, 3), (32, 128, 64, 4, 4), (32, 128, 64, 8, 4),
+        (64, 128, 64, 4, 3), (64, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4))],
+}
+CALLS = 10
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Microseconds of one call, replayed from a CUDA graph of ``CALLS``."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return median_us(graph.replay, CALLS, 5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", default=SHAPES, help="experts/experts per token x inner x hidden, comma-separated")
+    parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--tiles", action="store_true", help="time each tile of each product too")
+    parser.add_argument("--json", help="write the results to this file")
+    args = parser.parse_args()
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    bandwidth = copy_bandwidth(device)
+    square = torch.randn(8192, 8192, device=device, dtype=dtype)
+    rate = 2 * 8192**3 / timed(lambda: square @ square) * 1e6
+    rows: list[dict[str, Any]] = []
+
+    def note(us: float, floor: float, **what: Any) -> None:
+        rows.append(what | dict(us=us, floor_us=floor, share=floor / us))
+        print(" ".join(f"{k}={v}" for k, v in what.items()), f"{us:.1f} us, floor {floor:.1f} us, {floor / us:.0%}", flush=True)
+        if args.json:
+            seen = environment(device, bandwidth) | dict(dense_tflop_per_s=rate / 1e12, command=" ".join(sys.argv))
+            Path(args.json).write_text(json.dumps({"environment": seen, "rows": rows}, indent=1))
+
+    for text in args.experts.split(","):
+        count, each, inner, hidden = map(int, re.split("[/x]", text))
+        up = torch.randn(count, 2 * inner, hidden, device=device, dtype=dtype) * hidden**-0.5
+        down = torch.randn(count, hidden, inner, device=device, dtype=dtype) * inner**-0.5
+        for tokens in map(int, args.tokens.split(",")):
+            x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+            ids = torch.rand(tokens, count, device=device).topk(each).indices
+            pairs, used = tokens * each, len(ids.unique())
+
+            one = inner * hidden * max(2 * used / bandwidth, 2 * pairs / rate) * 1e6  # the floor of one product
+            shape = dict(experts=text, tokens=tokens)
+            note(timed(lambda: expert_swiglu(x, up, down, ids, False)), 3 * one, **shape)  # noqa: B023
+            if not args.tiles:
+                continue
+            act = torch.randn(pairs, inner, device=device, dtype=dtype)
+            for path, gated in itertools.product(TILES, (True, False)):
+                if path == "pairs" and pairs > 4096:
+                    continue
+                for tile in TILES[path]:
+                    if gated and path == "sorted":
+                        tile = Tile(tile.block_m, tile.block_n // 2, tile.block_k, tile.num_warps, tile.num_stages)
+                    made = _Pairs.of(ids, count, dtype, path, tile, False)
+                    data = (x, up, None, True) if gated else (act, down, None, False)
+                    us = timed(lambda: made.multiply(*data))  # noqa: B023
+                    note(us, one * (2 if gated else 1), **shape, path=path, gated=gated, tile=str(tile))
+
+
+if __name__ == "__main__":
+    main()

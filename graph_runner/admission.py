@@ -1,0 +1,70 @@
+"""Which requests an engine takes, and for how long: names, the bound of the queue, timeouts."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator, Sequence
+
+from quire.graph_runner.request import Request, RequestOptions
+
+
+class QueueFull(RuntimeError):
+    """A request was refused because ``max_waiting`` requests wait already."""
+
+
+class Admission:
+    """The names and deadlines of unfinished requests.
+
+    Args:
+        max_waiting: requests that may wait for a slot, or None.
+    """
+
+    def __init__(self, max_waiting: int | None) -> None:
+        self.max_waiting = max_waiting
+        self._named: dict[str, list[int]] = {}
+        self._deadlines: list[tuple[float, int, float]] = []  # a heap of (time, request, seconds)
+
+    def check(self, options: RequestOptions, count: int, waiting: int) -> None:
+        """Whether ``count`` requests may be added where ``waiting`` wait for a slot (less than 0: so many slots are free).
+
+        Raises:
+            ValueError: another request has the name.
+            QueueFull: too many would wait.
+        """
+        name, most = options.request_id, self.max_waiting
+        if name in self._named:
+            raise ValueError(f"a request with request_id {name!r} is unfinished; give another one, or abort that one first")
+        if most is not None and waiting + count > most:
+            raise QueueFull(f"the queue is full: {max(0, waiting)} requests wait for a slot, and max_waiting={most}. Try again "
+                            "when some have ended, or raise max_waiting or max_num_seqs")
+
+    def added(self, requests: Sequence[Request], options: RequestOptions) -> None:
+        """The requests are queued."""
+        ids = [request.request_id for request in requests]
+        if options.request_id is not None:
+            self._named[options.request_id] = ids
+        if options.timeout is not None:
+            for number in ids:
+                heapq.heappush(self._deadlines, (time.monotonic() + options.timeout, number, options.timeout))
+
+    def ended(self, request: Request) -> None:
+        """The request is finished; its name is free when all with it are."""
+        name = request.output.request_id
+        if request.request_id in (ids := self._named.get(name, [])):
+            ids.remove(request.request_id)
+            if not ids:
+                del self._named[name]
+
+    def ids_of(self, request_id: int | str) -> list[int]:
+        """The numbers of the unfinished requests with a name, or the number itself."""
+        return list(self._named.get(request_id, ())) if isinstance(request_id, str) else [request_id]
+
+    def late(self) -> Iterator[tuple[int, float]]:
+        """Requests, finished ones too, whose time is over, and the seconds that they had; each once."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, number, seconds = heapq.heappop(self._deadlines)
+            yield number, seconds
+
+
+__all__ = ["Admission", "QueueFull"]

@@ -1,0 +1,214 @@
+"""``quire bench matrix``: decode, prefill, mixed and online cells of many models, beside a rival; resumable row by row.
+
+Each (model, system) is measured by a process of its own with one engine (``graph_runner/bench/matrix_cells.py``), one per GPU
+at a time, quire before its rivals. The result is written after every row: ``rows``, each with the ``run`` that measured it,
+and ``environments`` by run. ``graph_runner/bench/matrix_report.py`` merges results and makes tables and the heat map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import importlib.util
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quire.graph_runner.bench import workers
+from quire.graph_runner.bench.matrix_cells import Cell, Job, Worker, cells
+from quire.graph_runner.bench.matrix_report import cell_name, merged, summary
+from quire.graph_runner.bench.models import layers_asked
+from quire.graph_runner.bench.report import Row, complete, describe, result_line, write
+from quire.graph_runner.bench.session import Run
+from quire.graph_runner.bench.shapes import MATRIX, NAMES
+from quire.graph_runner.bench.systems import SYSTEMS, SteppedSystem
+from quire.graph_runner.config import check_options
+
+#: Seconds from the start of a process to the first measured cell, at least; a process is not started with less time left.
+STARTS = {"quire": 35.0, "vllm": 80.0}
+#: vLLM in one process on a machine without a network. What the environment has set already stays.
+VLLM_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_PLUGINS": "",
+            "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class Matrix(Run):
+    """One run of the matrix.
+
+    Raises:
+        ValueError: arguments that make no sense, before anything is measured.
+    """
+
+    def __init__(self, args: argparse.Namespace, command: str) -> None:
+        began = time.time()
+        super().__init__(args, command)
+        self.gpus = args.gpus or 1
+        if min(self.gpus, args.scale) < 1 or (args.deadline is not None and args.deadline <= 0):
+            raise ValueError("--gpus, --scale and --deadline must be positive")
+        if args.systems != ["quire"] or args.repeats != 3 or len(args.attention) > 1:
+            raise ValueError("the matrix takes rivals as --vs, one --attention, and no --repeats")
+        if args.page_size != 16 or args.layout != "NHD":
+            raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
+        self.models = args.models or ([*MATRIX] if self.on_gpu else ["tiny"])
+        if unknown := [name for name in self.models if name not in NAMES]:
+            raise ValueError(f"unknown models {unknown}; there are: {', '.join(NAMES)}")
+        self.systems = list(dict.fromkeys(["quire", *args.vs]))
+        stepped = [name for name, system in SYSTEMS.items() if issubclass(system, SteppedSystem)]
+        if not set(self.systems) <= set(stepped):
+            raise ValueError(f"--vs {','.join(args.vs)}: the matrix runs systems step by step, which only {', '.join(stepped)} "
+                             "allow")
+        patterns = args.cells or ["*"]
+        self.cells = [c for c in cells(args.scale) if any(fnmatch.fnmatch(c.name, p) for p in patterns)]
+        if not self.cells:
+            raise ValueError(f"--cells {','.join(patterns)} names no cell; there are: "
+                             f"{', '.join(c.name for c in cells(args.scale))}")
+        self.vllm_path: Path | None = args.vllm_path
+        if any(name.startswith("vllm") for name in self.systems) and self.on_gpu:
+            if self.vllm_path is not None and not (self.vllm_path / "vllm").is_dir():
+                raise ValueError(f"--vllm-path {self.vllm_path}: no vllm package in that folder")
+            if self.vllm_path is None and importlib.util.find_spec("vllm") is None:
+                raise ValueError("--vs vllm, but vllm is not installed; give the folder that it is in as --vllm-path")
+        self.options: Row = check_options(dict(args.engine))
+        if args.kv_cache_dtype != "auto":
+            self.options["kv_cache_dtype"] = args.kv_cache_dtype
+        self.layers = layers_asked(args.layers)
+        self.deadline = None if args.deadline is None else began + args.deadline
+        self.run_id = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.environments: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
+        if args.out is not None and args.out.is_file() and args.resume is None:
+            raise ValueError(f"{args.out} exists: continue it with --resume, or give another --out")
+        own = merged([args.out]) if args.out is not None and args.out.is_file() else {"rows": [], "environments": {}}
+        self.rows, self.environments = own["rows"], own["environments"]
+        others = merged(args.resume or [])["rows"]
+        self.known = [*self.rows, *others]
+        if args.retry:
+            self.rows = [row for row in self.rows if not row["error"]]
+            self.known = [row for row in self.known if not row["error"]]
+        self.rates = {row["model"]: row["rate"] for row in self.known if row.get("rate")}
+        if args.against is not None:  # the same load as then
+            self.rates |= {row["model"]: row["rate"] for row in merged([args.against])["rows"] if row.get("rate")}
+        self._lock = threading.Condition()
+        self._running: set[str] = set()
+
+    # -- which cells are left ---------------------------------------------------------------------------------------
+
+    def _label(self, model: str) -> str:
+        return model if self.layers is None else f"{model}/{self.layers}l"
+
+    def _left(self, model: str, system: str) -> list[Cell]:
+        done = {cell_name(row) for row in self.known if (row["model"], row["system"]) == (self._label(model), system)}
+        return [cell for cell in self.cells if cell.name not in done]
+
+    def _time_for(self, system: str) -> bool:
+        return self.deadline is None or time.time() + STARTS.get(system, 60.0) < self.deadline
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """All that is left and fits into the time."""
+        pending = [(m, s) for m in self.models for s in self.systems if self._left(m, s)]
+        if not self.on_gpu:
+            for model, system in pending:
+                for row in Worker(self._job(model, system)).run():
+                    self.take(row)
+            return
+        with ThreadPoolExecutor(self.gpus) as pool:
+            for lane in [pool.submit(self._lane, gpu, pending) for gpu in range(self.gpus)]:
+                lane.result()
+
+    def _lane(self, gpu: int, pending: list[tuple[str, str]]) -> None:
+        """Work of one GPU: a rival of the model it just measured first, for the same GPU and the same load."""
+        last = ""
+        while task := self._next(pending, last):
+            last, system = task
+            try:
+                self._work(last, system, gpu)
+            finally:
+                with self._lock:
+                    self._running.discard(last)
+                    self._lock.notify_all()
+
+    def _next(self, pending: list[tuple[str, str]], last: str) -> tuple[str, str] | None:
+        with self._lock:
+            while True:
+                fits = [task for task in pending if self._time_for(task[1])]
+                free = sorted((t for t in fits if t[0] not in self._running), key=lambda t: t[0] != last)
+                if free:
+                    pending.remove(free[0])
+                    self._running.add(free[0][0])
+                    return free[0]
+                if not fits:
+                    return None
+                self._lock.wait(1.0)
+
+    def _job(self, model: str, system: str) -> Job:
+        ours = system == "quire"
+        # Two seconds to write the last row and to end.
+        return Job(model, str(self.dtype).removeprefix("torch."), str(self.device), system,
+                   [cell.name for cell in self._left(model, system)], self.layers, self.args.attention[0] if ours else "",
+                   self.options if ours else {}, self.args.scale, self.rates.get(self._label(model)),
+                   None if self.deadline is None else self.deadline - 2)
+
+    def _work(self, model: str, system: str, gpu: int) -> None:
+        """Processes until every cell of the model has a row or the time is up: one that dies loses one cell."""
+        out = self.args.out or Path("matrix.json")
+        log = out.with_name(f"{out.stem}.{self._label(model).replace('/', '-')}.{system}.log")
+        while (left := self._left(model, system)) and self._time_for(system):
+            try:
+                for row in workers.rows(["-m", "quire.graph_runner.bench.matrix_cells"], asdict(self._job(model, system)),
+                                        self._environment(system, gpu), deadline=self.deadline, log=log):
+                    self.take(row)
+                return
+            except workers.Ended as error:
+                if len(self._left(model, system)) == len(left):
+                    self.take(complete({
+                        "system": system, "model": self._label(model), "dtype": str(self.dtype).removeprefix("torch."),
+                        **left[0].row, "error": str(error)}, None))
+
+    def _environment(self, system: str, gpu: int) -> dict[str, str]:
+        made = workers.of_gpu(gpu)
+        if system.startswith("vllm"):
+            made |= {name: value for name, value in VLLM_ENV.items() if name not in os.environ}
+            if self.vllm_path is not None:
+                made["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(self.vllm_path))))
+        return made
+
+    def take(self, row: Row) -> None:
+        """Keep a row of a worker, or the environment that it reports."""
+        with self._lock:
+            if "environment" in row:
+                self.environments.setdefault(self.run_id, row["environment"])
+                self.environment = self.environments[self.run_id]
+                return
+            row = {**row, "run": self.run_id, "command": self.command}
+            self.rows.append(row)
+            self.known.append(row)
+            if row.get("rate"):
+                self.rates.setdefault(row["model"], row["rate"])
+            self.write()
+            self.console.print(f"{describe(row)}: {result_line(row)}", highlight=False, markup=False)
+
+    def write(self) -> None:
+        if self.args.out is not None:
+            write(self.args.out, self.environment or next(iter(self.environments.values()), {}), self.rows,
+                  environments=self.environments)
+
+    def finish(self) -> None:
+        """Print the ratios, and what is left."""
+        self.console.print(summary(self.rows))
+        left = [f"{m} {s}: {len(n)}" for m in self.models for s in self.systems if (n := self._left(m, s))]
+        if left:
+            self.console.print(f"cells left (run again with --resume): {', '.join(left)}", highlight=False, markup=False)
+            if self.deadline is not None:
+                self.console.print(f"--deadline {self.args.deadline:g} is up, or too near to start an engine for them "
+                                   f"({', '.join(f'{s} {STARTS.get(s, 60.0):g} s' for s in self.systems)} at least)",
+                                   highlight=False, markup=False)
+        super().finish()
+
+
+__all__ = ["Matrix", "STARTS"]

@@ -1,0 +1,230 @@
+"""Results of ``quire bench matrix``: merged, as tables, and as a heat map. As a program:
+
+    python -m quire.graph_runner.bench.matrix_report *.json --out all.json --docs docs/performance.md --plot docs/matrix.png
+
+Of several rows of one cell the newest counts. A ratio is quire's time over the rival's: below 1 quire is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.graph_runner.bench.compare import time_of
+from quire.graph_runner.bench.report import Row, first_line, rich_table, write
+
+BEGIN, END = "<!-- matrix: written by matrix_report.py -->", "<!-- end of matrix -->"
+
+
+def cell_name(row: Row) -> str:
+    return row["workload"] if row.get("context") is None else f"{row['workload']}/{row['batch']}x{row['context']}"
+
+
+class Pair(NamedTuple):
+    """A cell of a model: quire's row and the rival's."""
+
+    model: str
+    cell: str
+    variant: str
+    quire: Row | None
+    rival: Row | None
+
+    @property
+    def ratio(self) -> float | None:
+        times = [time_of(row) if row else None for row in (self.quire, self.rival)]
+        return times[0][1] / times[1][1] if times[0] and times[1] else None
+
+    @property
+    def share(self) -> float | None:
+        """Of the roofline, that quire reaches."""
+        return self.quire.get("share_of_floor") if self.quire else None
+
+    @property
+    def why(self) -> str:
+        """Why quire has no time; "" if it has one, or was not asked."""
+        return first_line(self.quire["error"]) if self.quire and self.quire["error"] else ""
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """One result of several: environments by run, and the newest row of each cell, model, system and dtype."""
+    found: dict[tuple[Any, ...], Row] = {}
+    environments: dict[str, Any] = {}
+    for path in paths:
+        content = json.loads(path.read_text())
+        alone = content["environment"]
+        environments |= content.get("environments") or {alone["date"]: alone}
+        for row in content["rows"]:
+            row = {"run": alone.get("date"), **row}
+            key = tuple(row.get(k) for k in ("model", "workload", "batch", "context", "variant", "system", "dtype",
+                                             "kv_cache_dtype"))
+            if key not in found or row["run"] >= found[key]["run"]:
+                found[key] = row
+    return {"environments": environments, "rows": list(found.values())}
+
+
+def pairs(rows: Sequence[Row], rival: str = "vllm") -> list[Pair]:
+    """The cells of the rows in their order. A row that failed as a whole has no variant: it stands for each."""
+    by_system: dict[str, dict[tuple[str, str, str], Row]] = {"quire": {}, rival: {}}
+    for row in rows:
+        if row["system"] in by_system:
+            variants = [row.get("variant") or ""]
+            if row["workload"] == "online" and not row.get("variant"):
+                variants = ["first token", "between tokens"]
+            for variant in variants:
+                by_system[row["system"]][row["model"], cell_name(row), variant] = row
+    keys = dict.fromkeys(key for found in by_system.values() for key in found)
+    return [Pair(*key, by_system["quire"].get(key), by_system[rival].get(key)) for key in keys]
+
+
+def _time(row: Row | None) -> str:
+    found = time_of(row) if row else None
+    if found is None:
+        return ""
+    milliseconds = found[1] * (1e3 if found[0] == "s" else 1)
+    return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
+
+
+def summary(rows: Sequence[Row], rival: str = "vllm") -> Any:
+    """A table with a line per cell."""
+    return rich_table("matrix, ms", [{
+        "row": pair.model, "workload": f"{pair.cell} {pair.variant}".strip(), "quire": _time(pair.quire),
+        rival: _time(pair.rival), "ratio": "" if pair.ratio is None else f"{pair.ratio:.2f}",
+        "of roofline": "" if not pair.share else f"{pair.share:.0%}", "not measured": pair.why}
+        for pair in pairs(rows, rival)])
+
+
+def _cell(pair: Pair | None) -> str:
+    """"4.13 / 4.95 (81 %)": quire, the rival, and the share of the roofline; bold where quire is slower."""
+    if pair is None or not _time(pair.quire):
+        return f" / {_time(pair.rival)}" if pair and _time(pair.rival) else ""
+    ours, theirs = _time(pair.quire), _time(pair.rival)
+    ours = f"**{ours}**" if (pair.ratio or 0) > 1 else ours
+    return ours + (f" / {theirs}" if theirs else "") + (f" ({pair.share:.0%})".replace("%", " %") if pair.share else "")
+
+
+def _batch_context(cell: str) -> tuple[int, ...]:
+    """(8, 1024) of "decode/8x1024"."""
+    return tuple(int(n) for n in cell.partition("/")[2].split("x"))
+
+
+def _columns(found: Sequence[Pair]) -> list[tuple[str, str]]:
+    """Cells other than decode, in the order of the matrix."""
+    order = {"prefill": 0, "mixed256": 1, "online": 2}
+    kinds = dict.fromkeys((p.cell, p.variant) for p in found if not p.cell.startswith("decode"))
+    return sorted(kinds, key=lambda kind: order.get(kind[0].partition("/")[0], 9))
+
+
+def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
+    """Tables for the documentation."""
+    found = pairs(result["rows"], rival)
+    by_key = {(p.model, p.cell, p.variant): p for p in found}
+    models = list(dict.fromkeys(p.model for p in found))
+    shapes = {_batch_context(p.cell) for p in found if p.cell.startswith("decode/")}
+    batches, contexts = (sorted({shape[i] for shape in shapes}) for i in (0, 1))
+    environments = result["environments"].values()
+    devices = ", ".join(sorted({f"{e['device']}" for e in environments}))
+    versions = ", ".join(sorted({f"{name} {e['versions'][name]}" for e in environments
+                                 for name in ("torch", "triton", "transformers", "vllm") if e["versions"].get(name)}))
+    commits = ", ".join(sorted({str(e.get("commit"))[:9] for e in environments}))
+    text = [f"{devices}; {versions}; quire {commits}. Each entry: quire / {rival} in ms, and the share of the roofline that "
+            "quire reaches; bold where quire is slower.", ""]
+    if shapes:
+        text += ["| decode, ms per step | context | " + " | ".join(f"B={b}" for b in batches) + " |",
+                 "|---|---|" + "---|" * len(batches)]
+        for model in models:
+            for context in contexts:
+                row = [_cell(by_key.get((model, f"decode/{b}x{context}", ""))) for b in batches]
+                if any(row):
+                    text.append(f"| {model} | {context} | " + " | ".join(row) + " |")
+        text.append("")
+    if columns := _columns(found):
+        heads = [f"{cell}{', ' + variant + ' (median)' if variant else ''}" for cell, variant in columns]
+        text += ["| ms | " + " | ".join(heads) + " |", "|---|" + "---|" * len(columns)]
+        text += [f"| {model} | " + " | ".join(_cell(by_key.get((model, *c))) for c in columns) + " |" for model in models]
+        text.append("")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for pair in found:
+        if pair.why:
+            reasons.setdefault((pair.model, pair.why.removeprefix("NotMeasured: ")), []).append(pair.cell)
+    if reasons:
+        text += ["Not measured:", ""]
+        text += [f"- {model}, {', '.join(dict.fromkeys(names))}: {why}" for (model, why), names in reasons.items()]
+        text.append("")
+    return "\n".join(text)
+
+
+def splice(path: Path, text: str) -> None:
+    """Replace what is between BEGIN and END in a file. Raises ValueError if it lacks them."""
+    content = path.read_text()
+    head, begin, rest = content.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r}")
+    path.write_text(f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}")
+
+
+def heat_map(result: dict[str, Any], path: Path, rival: str = "vllm") -> None:
+    """Write the ratios and the shares of the roofline as a PNG: blue where quire is faster. Raises ModuleNotFoundError without
+    matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the heat map needs matplotlib: pip install 'quire[bench]' or matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    found = pairs(result["rows"], rival)
+    models = list(dict.fromkeys(p.model for p in found))
+    decode = sorted({(p.cell, p.variant) for p in found if p.cell.startswith("decode/")},
+                    key=lambda kind: _batch_context(kind[0])[::-1])
+    columns = [*decode, *_columns(found)]
+    figure = Figure(figsize=(1.6 + 0.62 * len(columns), 1.8 + 0.42 * len(models)), layout="constrained")
+    axes: Any = figure.subplots()
+    by_key = {(p.model, p.cell, p.variant): p for p in found}
+    ratios = [[(p.ratio if (p := by_key.get((model, *column))) and p.ratio else float("nan")) for column in columns]
+              for model in models]
+    image = axes.imshow(ratios, cmap="RdBu_r", norm=LogNorm(0.5, 2.0), aspect="auto")
+    for y, model in enumerate(models):
+        for x, column in enumerate(columns):
+            pair = by_key.get((model, *column))
+            words = [f"{pair.ratio:.2f}"] if pair and pair.ratio else []
+            words += [f"{pair.share:.0%}"] if pair and pair.share else []
+            axes.text(x, y, "\n".join(words) or ("–" if pair and pair.why else ""), ha="center", va="center", fontsize=6.5)
+    labels = [f"{cell} {variant}".replace("/", " ").strip() for cell, variant in columns]
+    axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(models)), models, fontsize=8)
+    axes.set_title(f"time of quire over {rival} (below 1: quire is faster); share of the roofline", loc="left", fontsize=9)
+    figure.colorbar(image, ax=axes, ticks=[0.5, 0.7, 1, 1.4, 2], format="%.1f", shrink=0.8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the merged result there")
+    parser.add_argument("--docs", type=Path, metavar="FILE.md", help="replace the tables in this file; default: print them")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the heat map there")
+    parser.add_argument("--vs", default="vllm", metavar="SYSTEM", help="the rival (default: vllm)")
+    args = parser.parse_args()
+    result = merged(args.results)
+    if args.out:
+        newest = result["environments"][max(result["environments"])]
+        write(args.out, newest, result["rows"], environments=result["environments"])
+    text = markdown(result, args.vs)
+    if args.docs:
+        splice(args.docs, text)
+    else:
+        print(text)
+    if args.plot:
+        heat_map(result, args.plot, args.vs)
+
+
+__all__ = ["Pair", "cell_name", "heat_map", "markdown", "merged", "pairs", "splice", "summary"]
+
+if __name__ == "__main__":
+    main()

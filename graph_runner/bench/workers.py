@@ -1,0 +1,98 @@
+"""Measuring in processes of their own: a worker reads a job from standard input and prints rows, read as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+MARK = "QUIRE_ROW "
+_rows: Any = None
+
+
+class Ended(RuntimeError):
+    """A worker ended before its job was done."""
+
+    def __init__(self, code: int, said: list[str]) -> None:
+        super().__init__(f"the process ended with exit code {code}: {said[-1] if said else ''}\n" + "\n".join(said[-40:]))
+
+
+def job() -> Any:
+    """In a worker: what it is to do. From here on its output, and that of processes it starts, goes where errors go; rows go
+    where output went."""
+    global _rows
+    _rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return json.loads(sys.stdin.read())
+
+
+def emit(row: Row) -> None:
+    """In a worker: print a row. An empty one is the last."""
+    print(MARK + json.dumps(row, default=str), file=_rows, flush=True)
+
+
+def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadline: float | None = None, log: Path | None = None
+         ) -> Iterator[Row]:
+    """The rows of a Python process, as they come; its other output goes to the end of ``log``.
+
+    Args:
+        command: arguments of the interpreter. environment: beside this process's own.
+        deadline: by ``time.time()``; the process is then ended with all that it started, and the rows end.
+
+    Raises:
+        Ended: its exit code was not 0 before the deadline; with what it wrote last.
+    """
+    with log.open("a+") if log else tempfile.TemporaryFile("w+") as other:
+        worker = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=other,
+                                  text=True, env={**os.environ, **environment}, start_new_session=True)
+        timer = threading.Timer(1e6 if deadline is None else max(0.1, deadline - time.time()), _end, [worker])
+        timer.daemon = True
+        timer.start()
+        done = False
+        try:
+            assert worker.stdin is not None and worker.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(json.dumps(job, default=str))
+                worker.stdin.close()
+            for line in worker.stdout:
+                if not line.startswith(MARK):
+                    other.write(line)
+                    other.flush()
+                elif done := not (row := json.loads(line.removeprefix(MARK))):
+                    break
+                else:
+                    yield row
+            if not done:
+                worker.wait()
+        finally:
+            timer.cancel()
+            _end(worker)
+            code = worker.wait()
+        if not done and code and (deadline is None or time.time() < deadline):
+            other.seek(0)
+            raise Ended(code, [line.rstrip() for line in other if line.strip()])
+
+
+def _end(worker: subprocess.Popen[str]) -> None:
+    """End the worker and the processes it started, which are a process group of their own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
+
+
+def of_gpu(gpu: int) -> dict[str, str]:
+    """The environment of a process that sees one of this process's GPUs."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
+
+
+__all__ = ["Ended", "emit", "job", "of_gpu", "rows"]

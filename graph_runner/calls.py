@@ -1,0 +1,290 @@
+"""What users call to run prompts on an engine: ``generate``, ``stream``, ``astream``, ``score``.
+
+Each queues requests, runs engine steps until they end, and gives out events or outputs. Calls of several threads share steps: a
+step delivers the tokens of all requests, each to the call that waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.graph_runner.admission import QueueFull
+from quire.graph_runner.engine_lock import EngineLock, locked
+from quire.graph_runner.prompts import Prompt, as_prompts, each_of, pairs_of, token_ids_of
+from quire.graph_runner.request import Ask, Limits, RequestOptions, RequestOutput, StreamEvent
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.scheduler import Scheduler
+from quire.graph_runner.stats import EngineStats, stats_of
+
+logger = logging.getLogger(__name__)
+_Params = SamplingParams | Sequence[SamplingParams] | None
+#: Seconds after which ``generate`` shows a progress bar on a terminal.
+BAR_AFTER = 2.0
+_SCORING = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log probabilities of a continuation's tokens, given the prompt and the tokens before.
+
+    Args:
+        token_ids: of the continuation.
+        logprobs: log_softmax of the logits at each of them.
+        ranks: 1 where the token is the likeliest.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+    @property
+    def total(self) -> float:
+        """Log probability of the whole continuation."""
+        return sum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the likeliest one."""
+        return all(rank == 1 for rank in self.ranks)
+
+
+class EngineCalls:
+    """The calls of ``Engine``, which has the steps."""
+
+    tokenizer: Any
+    lock: EngineLock
+    scheduler: Scheduler
+
+    def _add(self, ask: Ask, inbox: deque[StreamEvent], request_ids: list[int], index: int | None = None) -> None:
+        raise NotImplementedError
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def _abort(self, request_ids: list[int]) -> None:
+        raise NotImplementedError
+
+    @property
+    def limits(self) -> Limits:
+        raise NotImplementedError
+
+    @locked
+    def stats(self) -> EngineStats:
+        """Requests, pages, prefix cache, tokens and memory, now and since the engine was made; none of a closed engine."""
+        return stats_of(self)
+
+    @locked
+    def reset_prefix_cache(self) -> None:
+        """Forget the pages of the prefix cache. Needed only after a change of weights that PyTorch does not count."""
+        self.scheduler.forget_prefixes()
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
+               request_id: str | Sequence[str] | None = None, priority: int | Sequence[int] = 0, timeout: float | None = None,
+               raise_on_error: bool | None = None) -> Generator[StreamEvent, None, None]:
+        """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's position (with n > 1 the n
+        results of a prompt are consecutive).
+
+        Args:
+            prompts: a prompt or several: text, token ids, a chat (a list of messages), vLLM's dicts, or what a tokenizer
+                returns for several texts, padding included.
+            params: one SamplingParams for all prompts, or one for each. ``sampling_params`` is another name for it, vLLM's.
+            request_id: names of the requests, for ``abort``; one for each prompt.
+            priority: prompts with a lower number start first; one for all or one for each.
+            timeout: seconds after which a request that has not ended fails.
+            raise_on_error: raise if a request fails, and abort the others. False: log a warning; the output of the failed
+                request has ``error``, and the others run on. None: raise for a single prompt only.
+
+        Raises:
+            ValueError, TypeError: a prompt that cannot be served. RuntimeError: a request that failed on its way.
+            QueueFull: more requests would wait than ``max_waiting``.
+        """
+        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout)
+        return self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error)
+
+    def _stream(self, asks: Sequence[Ask], strict: bool) -> Generator[StreamEvent, None, None]:
+        inbox: deque[StreamEvent] = deque()
+        ids: list[int] = []
+        count = 0  # of outputs
+        try:
+            for ask in asks:
+                try:
+                    self._add(ask, inbox, ids, count)
+                    count += ask.params.n
+                except (ValueError, TypeError, QueueFull) as error:
+                    if strict:
+                        raise
+                    logger.warning("request %d failed: %s", count, error)
+                    yield StreamEvent(count, [], "", True, RequestOutput.refused(count, ask, error))
+                    count += 1
+            left = len(ids)
+            while left:
+                while not inbox:
+                    self._step()
+                event = inbox.popleft()
+                left -= event.finished
+                if event.output.error is not None:
+                    message = f"request {event.index} failed: {event.output.error}"
+                    if strict:
+                        raise RuntimeError(message)
+                    logger.warning(message)
+                yield event
+        finally:  # the caller may have stopped reading
+            self.lock.when_free(lambda: self._abort(ids))
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
+                 use_tqdm: bool | Callable[..., Any] | None = None, request_id: str | Sequence[str] | None = None,
+                 priority: int | Sequence[int] = 0, timeout: float | None = None, raise_on_error: bool | None = None
+                 ) -> list[RequestOutput]:
+        """Run the prompts together; the results in their order. See ``stream`` for the other arguments.
+
+        Args:
+            use_tqdm: show a progress bar; None: on a terminal, where it takes longer than two seconds. Or a function that
+                makes one, such as ``tqdm``.
+        """
+        events = self.stream(prompts, params, sampling_params=sampling_params, request_id=request_id, priority=priority,
+                             timeout=timeout, raise_on_error=raise_on_error)
+        count = len(as_prompts(prompts))
+        done = []
+        with progress(count, use_tqdm) as advance:
+            for event in events:
+                if event.finished:
+                    done.append(event.output)
+                    advance()
+        return sorted(done, key=lambda output: output.index)
+
+    async def astream(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, **options: Any
+                      ) -> AsyncIterator[StreamEvent]:
+        """``stream`` for asyncio: steps run in a thread, so that the event loop goes on. Options as of ``stream``. Requests of
+        a stream that is cancelled or closed are aborted."""
+        events = self.stream(prompts, params, **options)
+        loop = asyncio.get_running_loop()
+        running: asyncio.Future[StreamEvent | None] | None = None
+        try:
+            while True:
+                running = loop.run_in_executor(None, functools.partial(next, events, None))
+                event = await asyncio.shield(running)
+                if event is None:
+                    return
+                yield event
+        finally:
+            if running is not None and not running.done():  # a generator cannot be closed while it runs
+                running.add_done_callback(functools.partial(_close_after, events))
+            else:
+                events.close()
+
+    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], *,
+              use_tqdm: bool | Callable[..., Any] | None = None) -> list[Score]:
+        """Log probabilities of given continuations, one for each prompt; nothing is generated.
+
+        The LM head runs on the continuations' tokens only. Prompts that begin equally are computed once.
+
+        Args:
+            prompts: as for ``generate``.
+            continuations: one for each prompt, as text or token ids. Of text after text, the tokens that prompt and
+                continuation have together, without those of the prompt.
+
+        Raises:
+            ValueError, TypeError: a prompt or continuation that cannot be served, or different numbers of them.
+        """
+        first, second = as_prompts(prompts), as_prompts(continuations)
+        if len(first) != len(second):
+            raise ValueError(f"{len(first)} prompts but {len(second)} continuations; give one for each")
+        asks = []
+        for prompt, continuation in zip(first, second, strict=True):
+            before, ids = self._joined(prompt, continuation)
+            asks.append(Ask(ids, _SCORING, RequestOptions(score_from=before)))
+        outputs: dict[int, RequestOutput] = {}
+        with progress(len(asks), use_tqdm) as advance:
+            for event in self._stream(asks, strict=True):
+                if event.finished:
+                    outputs[event.index] = event.output
+                    advance()
+        return [_score(outputs[i], ask.options.score_from or 0) for i, ask in enumerate(asks)]
+
+    def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[int, list[int]]:
+        """The number of tokens of the prompt, and the tokens of both."""
+        limits = self.limits
+        ids = functools.partial(token_ids_of, tokenizer=self.tokenizer, vocab_size=limits.vocab_size,
+                                max_model_len=limits.max_model_len)
+        before = ids(prompt)
+        if not isinstance(continuation, str):
+            return len(before), ids([*before, *ids(continuation)])
+        if not isinstance(prompt, str):
+            raise TypeError("a continuation is text only after a prompt that is text; give the token ids of both")
+        both = ids(prompt + continuation)
+        if len(both) <= len(before):
+            raise ValueError(f"the continuation {continuation!r} adds no token to the prompt; give token ids")
+        return len(before), both
+
+
+def _close_after(events: Generator[StreamEvent, None, None], done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()  # nobody reads it any more
+    events.close()
+
+
+def _score(output: RequestOutput, start: int) -> Score:
+    found = (output.prompt_logprobs or [])[start:]
+    ids = output.prompt_token_ids[start:]
+    entries = [entry[token] for token, entry in zip(ids, found, strict=True) if entry is not None]
+    return Score(ids, [e.logprob for e in entries], [e.rank for e in entries])
+
+
+def asks_of(prompts: Prompt | Sequence[Prompt], params: _Params, sampling_params: _Params,
+            request_id: str | Sequence[str] | None, priority: int | Sequence[int], timeout: float | None) -> list[Ask]:
+    """The prompts of a call with their options. Raises TypeError or ValueError for options that do not fit the prompts."""
+    if params is not None and sampling_params is not None:
+        raise TypeError("params and sampling_params are two names of one argument; give one of them")
+    pairs = pairs_of(prompts, params if sampling_params is None else sampling_params)
+    if isinstance(request_id, str) and len(pairs) > 1:
+        raise ValueError(f"{len(pairs)} prompts but one request_id; give one for each")
+    ids, priorities = each_of("request_ids", request_id, len(pairs)), each_of("priorities", priority, len(pairs))
+    return [Ask(prompt, p, RequestOptions(name, number, timeout).check())
+            for (prompt, p), name, number in zip(pairs, ids, priorities, strict=True)]
+
+
+@contextlib.contextmanager
+def progress(total: int, use_tqdm: bool | Callable[..., Any] | None) -> Iterator[Callable[[], Any]]:
+    """A progress bar over ``total`` requests, as ``use_tqdm`` of ``generate`` says; gives the function that advances it."""
+    if callable(use_tqdm):
+        bar = use_tqdm(total=total, desc="Generating")
+        try:
+            yield lambda: bar.update(1)
+        finally:
+            bar.close()
+        return
+    if use_tqdm is False:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console, began = Console(stderr=True), time.monotonic()
+    if not (use_tqdm or console.is_terminal):
+        yield lambda: None
+        return
+    with contextlib.ExitStack() as stack:
+        shown: list[tuple[Progress, Any]] = []
+        done = 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            if not shown and (use_tqdm or time.monotonic() - began > BAR_AFTER):
+                made = stack.enter_context(Progress(console=console))
+                shown.append((made, made.add_task("Generating", total=total)))
+            for made, task in shown:
+                made.update(task, completed=done)
+
+        yield advance
+
+
+__all__ = ["EngineCalls", "Score", "asks_of", "progress"]

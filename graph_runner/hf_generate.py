@@ -1,0 +1,171 @@
+"""Reads a call of transformers' ``generate``: can an engine serve it, and how?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.hf_generation_config import IN_LOCKSTEP, from_generation_config
+from quire.graph_runner.lockstep import DoesNotFit, Rows
+from quire.graph_runner.on_instance import OwnCopies
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.graph_runner.training_mode import training_difference
+
+# Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes
+# processors and criteria of, and those without effect on the result.
+_READ = frozenset(("input_ids", "inputs", "attention_mask", "position_ids", "generation_config", "streamer", "synced_gpus"))
+_MAKE_PROCESSORS = frozenset(("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"))
+_NO_EFFECT = frozenset(("tokenizer", "negative_prompt_ids", "negative_prompt_attention_mask"))  # beside their option
+_INTEGERS = ("eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call as requests: ``prompts`` without padding, ``ids`` (rows, length) as given, ``pad`` for rows that end early."""
+
+    ids: torch.Tensor
+    prompts: list[list[int]]
+    params: SamplingParams
+    pad: int
+    streamer: Any
+    return_dict: bool
+
+
+@dataclass(frozen=True)
+class Served:
+    """A call that an engine serves: as requests, or without a ``job`` in lockstep. ``note``: what the caller should know."""
+
+    job: Job | None
+    note: str | None = None
+
+
+def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Callable[[], Engine]) -> Served | str:
+    """How to serve a call of ``generate``, or the reason why transformers' own code must.
+
+    Args:
+        kwargs: the arguments by name.
+        own_generate: a ``generate`` that the instance had before it was paged, or None.
+        engine: returns the engine; called if nothing else prevents serving.
+    """
+    given = {k: v for k, v in kwargs.items() if v is not None}
+    if "inputs" in given and "input_ids" in given:
+        return "it was given both inputs and input_ids"
+    ids = given.get("inputs", given.get("input_ids"))
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        return "it was not given input_ids of shape (batch, length)"
+    if not ids.shape[0]:
+        return "it was given an empty batch"
+    if (found := training_difference(model)) is not None:
+        return f"the model is in training mode, and {found}"
+    if (method := own_method(model, own_generate)) is not None:
+        return f"{method} is the model's own, and not transformers'"
+    if torch.is_autocast_enabled(model.device.type):
+        return "torch.autocast is on, and an engine computes in the model's own dtypes"
+    if given.get("synced_gpus"):
+        return "synced_gpus=True was asked for"
+    # The arguments, over the given config, over the model's config: None in an argument counts (eos_token_id=None).
+    own, base = model.generation_config, given.get("generation_config")
+    try:
+        config, rest = model._prepare_generation_config(base, **{k: v for k, v in kwargs.items() if k not in _READ})
+        other = sorted(k for k, v in rest.items() if v is not None and k not in _MAKE_PROCESSORS | _NO_EFFECT
+                       and not k.startswith("output_"))
+        if other:
+            return f"quire does not have the arguments {other}"
+        odd = any(not _of_integers(getattr(config, name, None)) for name in _INTEGERS)
+        if not odd and all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
+            config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
+        params, names = (None, []) if odd else from_generation_config(config, ids.shape[1])
+    except ValueError as error:
+        return str(error)
+    if config.cache_implementation == "paged":
+        return "cache_implementation='paged' asks for generate_batch"
+    if refused := [name for name in names if name not in IN_LOCKSTEP]:
+        return f"quire does not have {', '.join(refused)}"
+    mask, pad, eos = given.get("attention_mask"), config.pad_token_id, config.eos_token_id
+    if mask is not None and mask.shape != ids.shape:
+        return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}"
+    eos = [] if eos is None or odd else [eos] if isinstance(eos, int) else [int(e) for e in eos]
+    if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
+        mask = ids != pad  # transformers infers the mask so
+    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if not bool(keep.any(1).all()):
+        return "all tokens of a prompt are masked"
+    if "position_ids" in given and not _implied(given["position_ids"], keep):
+        return "its position_ids are not those of the attention_mask"
+    first = keep.int().argmax(1, keepdim=True)
+    last = keep.shape[1] - 1 - keep.flip(1).int().argmax(1, keepdim=True)
+    places = torch.arange(keep.shape[1], device=keep.device)
+    holes = bool((~keep & (places >= first) & (places < last)).any())
+    if holes and any(site.window or site.chunk for site in engine().runner.sites):
+        return "the attention_mask has holes, and transformers counts them in windows and chunks"
+    note = None if bool(keep[:, -1].all()) else (
+        "the last token of a prompt is masked: the prompt ends before it, as if the padding were on the left. transformers' "
+        "own generate goes on from the masked token (set tokenizer.padding_side = 'left')")
+    prompts, streamer = prompts_of(ids, mask), given.get("streamer")
+    tiny_top_p = params is not None and 0 < params.top_p < torch.finfo(torch.float32).tiny  # 0 in float32
+    together = names or odd or tiny_top_p or any(k in _MAKE_PROCESSORS for k in given) or (
+        params is not None and bool(params.stop)) or (streamer is not None and len(ids) * (params.n if params else 2) > 1)
+    if together or params is None:
+        if not isinstance(model, OwnCopies):
+            return f"{', '.join(names) or 'a processor'} needs quire's class of the model, and the model has another class now"
+        if params is not None and params.max_tokens is not None:
+            try:
+                Rows(engine(), prompts * params.n, params.max_tokens)
+            except DoesNotFit as error:
+                return str(error)
+        return Served(None, note)
+    assert params.max_tokens is not None
+    longest = max(map(len, prompts)) + params.max_tokens
+    if longest > engine().max_model_len:
+        return (f"it may make a sequence of {longest} tokens, and the engine holds {engine().max_model_len} (see max_model_len "
+                "and num_pages of quire.Engine)")
+    params = replace(params, ignore_eos=True, detokenize=False)  # the end tokens are among the stop_token_ids
+    return Served(Job(ids, prompts, params, pad if pad is not None else (eos[0] if eos else 0), streamer,
+                      bool(config.return_dict_in_generate)), note)
+
+
+def prompts_of(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """The tokens of each row that are not masked."""
+    if mask is None:
+        return ids.tolist()
+    return [[t for t, k in zip(row, keep, strict=True) if k] for row, keep in
+            zip(ids.tolist(), mask.bool().tolist(), strict=True)]
+
+
+def _implied(positions: Any, keep: torch.Tensor) -> bool:
+    """Whether the positions of the tokens that count are 0, 1, 2, ..., in each row."""
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[1] != keep.shape[1] or (
+            positions.shape[0] not in (1, len(keep))):
+        return False
+    return bool(((positions.to(keep.device) == keep.cumsum(1) - 1) | ~keep).all())
+
+
+def own_method(model: torch.nn.Module, own_generate: Any) -> str | None:
+    """A method of transformers' GenerationMixin that the model, or a class of its own, has redefined; None if there is none."""
+    from transformers import GenerationMixin
+
+    if own_generate is not None:
+        return "generate"
+    for name, method in vars(GenerationMixin).items():
+        if name.startswith("__") or not callable(getattr(GenerationMixin, name)):
+            continue
+        found = model.__dict__.get(name) if name != "generate" else None
+        found = found or getattr(type(model), name, method)
+        if found is vars(OwnCopies).get(name):
+            found = getattr(super(OwnCopies, type(model)), name, method)
+        if not getattr(inspect.unwrap(found), "__module__", "").startswith("transformers."):
+            return name
+    return None
+
+
+def _of_integers(x: Any) -> bool:
+    """Whether ``x`` is None, an integer or a sequence of integers."""
+    return x is None or all(isinstance(each, int) for each in (x if isinstance(x, (list, tuple)) else [x]))
+
+
+__all__ = ["Job", "Served", "own_method", "prompts_of", "understand"]

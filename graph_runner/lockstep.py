@@ -1,0 +1,205 @@
+"""``generate`` for calls that look at every token: transformers' processors and criteria over paged steps.
+
+The rows of such a call advance together, one token per step, as in transformers' own loop: a logits processor or a stopping
+criterion gets the whole batch, and may read any row of it. transformers prepares the call (it merges configs, builds processors
+and criteria), then runs ``type(model)._sample``, for which a paged model's class calls ``sample`` here. Steps of the engine's
+other callers run in between.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quire.attn_ops.kv_cache import pages_for
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
+from quire.graph_runner.sampling_params import SamplingParams
+
+_GREEDY = SamplingParams(temperature=0)
+
+
+class DoesNotFit(ValueError):
+    """The rows of a call may need more than the engine has; says what."""
+
+
+class _Turn:
+    """Two calls that each hold half of the pages would wait for each other: one call at a time per engine."""
+
+    def __init__(self) -> None:
+        self.lock, self.held = threading.RLock(), False
+
+
+_turns: weakref.WeakKeyDictionary[Engine, _Turn] = weakref.WeakKeyDictionary()
+
+
+class Rows:
+    """Sequences in the pages of an engine that advance together. A context manager: its slots and pages go back at the end.
+
+    Args:
+        engine: whose cache and graphs are used.
+        prompts: token ids of each row.
+        max_tokens: that may be appended to each row.
+
+    Raises:
+        DoesNotFit: says what to change.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        config, total = engine.config, engine.scheduler.allocator.num_total
+        longest = max(map(len, prompts)) + max_tokens
+        pages = sum(pages_for(len(p) + max_tokens, config.page_size) for p in prompts)
+        if longest > engine.max_model_len:
+            raise DoesNotFit(f"it may make a sequence of {longest} tokens, and the engine holds {engine.max_model_len} (see "
+                             "max_model_len and num_pages of quire.Engine)")
+        if len(prompts) > config.max_num_seqs:
+            raise DoesNotFit(f"its {len(prompts)} sequences advance together, and the engine runs {config.max_num_seqs} at "
+                             "once (see max_num_seqs of quire.Engine)")
+        if pages > total:
+            raise DoesNotFit(f"its {len(prompts)} sequences advance together and may fill {pages} pages, and the engine has "
+                             f"{total} (see num_pages of quire.Engine)")
+        self.engine, self._runner = engine, engine.runner
+        self._rows = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(), engine.max_model_len)
+                      for i, p in enumerate(prompts)]
+
+    def __enter__(self) -> Rows:
+        self._turn = _turns.setdefault(self.engine, _Turn())
+        self._turn.lock.acquire()
+        try:
+            if self._turn.held:
+                raise DoesNotFit("it was called from a processor or a criterion of another call of generate on this engine")
+            while not self._take_slots():
+                self.engine._step()  # until other requests have ended
+            self._turn.held = True
+        except BaseException:
+            self._turn.lock.release()
+            raise
+        return self
+
+    def _take_slots(self) -> bool:
+        with self.engine.lock.hold():
+            self._follow(everything=True)
+            free = self.engine.scheduler.free_slots
+            if len(free) < len(self._rows):
+                return False
+            for row in self._rows:
+                row.slot = free.pop()
+            return True
+
+    def __exit__(self, *exc: object) -> None:
+        with self.engine.lock.hold():
+            for row in self._rows:
+                self.engine.scheduler.allocator.free(row.pages)
+                self.engine.scheduler.free_slots.append(row.slot)
+        self._turn.held = False
+        self._turn.lock.release()
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """One more token for each row."""
+        for row, token in zip(self._rows, tokens, strict=True):
+            row.token_ids.append(token)
+
+    def logits(self) -> torch.Tensor:
+        """(rows, V) float32: the logits after the last token of each row; computes the tokens that are new."""
+        found: dict[int, torch.Tensor] = {}
+        while len(found) < len(self._rows):
+            with self.engine.lock.hold():
+                if self._follow(everything=False):
+                    found.clear()
+                batch = self._schedule()
+                logits = self._runner.logits_of(batch)
+                for scheduled, of_row in zip(batch.rows, logits, strict=True):
+                    row = scheduled.request
+                    row.num_computed += scheduled.num_new
+                    if not row.num_uncomputed:
+                        found[row.output.index] = of_row.to(torch.float32, copy=True)
+            if self.engine.requests:
+                self.engine._step()
+        return torch.stack([found[i] for i in range(len(self._rows))])
+
+    def _follow(self, *, everything: bool) -> bool:
+        """Let the engine trace a model that has changed. Returns whether it did: keys and values are computed again then."""
+        if (change := self.engine._live.change(everything)) is not None:
+            self.engine._trace_again(change)
+        if self.engine.runner is self._runner:
+            return False
+        self._runner = self.engine.runner
+        for row in self._rows:
+            row.num_computed = 0
+        return True
+
+    def _schedule(self) -> ScheduledBatch:
+        """A step of new tokens, with pages for them, if need be those of the engine's other requests."""
+        engine, rows = self.engine, []
+        budget = engine.config.max_num_batched_tokens
+        for row in self._rows:
+            count = min(row.num_uncomputed, budget)
+            missing = pages_for(row.num_computed + count, engine.config.page_size) - len(row.pages)
+            if missing > 0:
+                pages = engine.scheduler.allocator.allocate(missing)
+                if pages is None:
+                    engine.collect()
+                    engine.scheduler.preempt_all()
+                    pages = engine.scheduler.allocator.allocate(missing)
+                    assert pages is not None  # all rows fit: checked at the start
+                row.pages += pages
+            if count:
+                budget -= count
+                rows.append(ScheduledRow(row, row.num_computed, count, False))
+        rows.sort(key=lambda r: r.num_new > 1)  # decode rows come first
+        return ScheduledBatch(rows, sum(r.num_new for r in rows), sum(r.num_new == 1 for r in rows))
+
+
+def sample(rows: Rows, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+           streamer: Any = None) -> Any:
+    """What ``GenerationMixin._sample`` returns, with logits from the engine.
+
+    Args:
+        rows: not entered yet, with the prompts without padding.
+        input_ids: (rows, length) int, as the processors and criteria get them, padding included.
+        logits_processor, stopping_criteria, generation_config, streamer: as transformers prepared them.
+    """
+    config, device = generation_config, input_ids.device
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    pad: Any = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
+    scores: Any = () if config.return_dict_in_generate and config.output_scores else None
+    raw: Any = () if config.return_dict_in_generate and config.output_logits else None
+    going = torch.ones(len(input_ids), dtype=torch.long, device=device)
+    with rows:
+        while True:
+            logits = rows.logits().to(device)
+            processed = logits_processor(input_ids, logits)
+            if scores is not None:
+                scores += (processed,)
+            if raw is not None:
+                raw += (logits,)
+            if config.do_sample:
+                tokens = torch.multinomial(torch.softmax(processed, dim=-1), num_samples=1).squeeze(1)
+            else:
+                tokens = processed.argmax(dim=-1)
+            if ends:
+                tokens = tokens * going + pad * (1 - going)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            going = going & ~stopping_criteria(input_ids, scores)
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+            if not going.any():
+                break
+            rows.append(tokens.tolist())
+    if streamer is not None:
+        streamer.end()
+    return output_dict(input_ids, scores, raw) if config.return_dict_in_generate else input_ids
+
+
+def output_dict(sequences: Any, scores: Any = None, logits: Any = None) -> Any:
+    """transformers' result with ``return_dict_in_generate``; it has no ``past_key_values``: those are in the engine's pages."""
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+
+
+__all__ = ["DoesNotFit", "Rows", "output_dict", "sample"]

@@ -1,0 +1,217 @@
+"""Pages of the KV cache that several requests read: equal beginnings are computed once.
+
+Keys and values of a token depend on the tokens up to it and on the weights, and on nothing else: the model was proved to treat
+each token by itself outside causal attention, windows and chunks are counted from the sequence's own positions, and pages hold
+every token whatever the window. So a full page is known by the hash of its tokens chained to the hash of the page before
+(SHA-256), and a request whose tokens begin with the same pages reads these instead of computing its own. Never all of them: the
+last token is computed, for its logits. Beyond the last full page, the tokens that a running request or a page has in common are
+copied into a page of the request's own (``Match.copy_from``).
+
+NOTE [No older than the request]: by default a request reads only what was computed after it arrived, from requests that run
+beside it. So it reads nothing that it could not have computed itself with the weights it met, however they are written
+(``p.data``, a kernel of another library), and the cache is empty whenever no request is left. ``lasting`` keeps pages until
+their memory is needed or the weights change, as far as ``weights_version`` notices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.request import Request
+from quire.passes.verify.quantized import parts
+
+
+class Match(NamedTuple):
+    """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were
+    computed from step ``copied_since`` on. ``coming``: a running request is about to compute the next page."""
+
+    pages: list[int]
+    copy_from: int = -1
+    copied: int = 0
+    copied_since: int = 0
+    coming: bool = False
+
+
+@dataclass
+class PrefixStats:
+    """Counts so far: admitted requests, those that reused something, tokens looked up and tokens not computed."""
+
+    requests: int = 0
+    hits: int = 0
+    tokens: int = 0
+    saved_tokens: int = 0
+
+
+class PrefixCache:
+    """Which pages hold which tokens. Holds a reference to each of its pages; those that nobody else holds are *idle*, and given
+    back, least recently used first, when pages are needed.
+
+    Args:
+        model: whose weights are followed.
+        lasting: keep pages of finished requests for later ones. See NOTE [No older than the request].
+    """
+
+    def __init__(self, allocator: BlockAllocator, page_size: int, model: torch.nn.Module | None = None, *,
+                 lasting: bool = False) -> None:
+        self.allocator, self.page_size, self.model, self.lasting = allocator, page_size, model, lasting
+        self._weights = weights_version(model)
+        self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._coming: dict[bytes, Request] = {}  # keys that running requests will compute
+        self._tails: dict[bytes, Request] = {}  # key before the last page of a prompt -> request that has computed it
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def follow_weights(self) -> None:
+        """Forget all pages if the weights have changed."""
+        if (now := weights_version(self.model)) != self._weights:
+            self._weights = now
+            self.clear()
+
+    def _keys(self, request: Request, count: int) -> list[bytes]:
+        """Keys of the first ``count`` pages of the request's tokens, which the host must know."""
+        keys, size = request.page_keys, self.page_size
+        for i in range(len(keys), count):
+            tokens = array("q", request.token_ids[i * size : (i + 1) * size]).tobytes()
+            keys.append(hashlib.sha256((keys[-1] if keys else b"") + tokens).digest())
+        return keys[:count]
+
+    def _fresh(self, since: int, request: Request) -> bool:
+        return self.lasting or since > request.arrived_at
+
+    def match(self, request: Request) -> Match:
+        """What a waiting request need not compute."""
+        size, ids = self.page_size, request.token_ids
+        most = len(ids) - 1
+        if request.num_scored < len(request.prompt_token_ids):  # logits are needed from the token before
+            most = min(most, request.num_scored - 1)
+        keys = self._keys(request, min(most // size + 1, len(ids) // size))
+        pages: list[int] = []
+        for key in keys[: most // size]:
+            page = self._page_of.get(key)
+            if page is None or not self._fresh(self._since[page], request):
+                return Match(pages, coming=key in self._coming)
+            pages.append(page)
+        begin, left = len(pages) * size, most - len(pages) * size
+        if left <= 0:
+            return Match(pages)
+        if len(keys) > len(pages):  # the request's next page is full, and all but its last tokens may be read
+            page = self._page_of.get(keys[-1])
+            if page is not None and self._fresh(self._since[page], request):
+                return Match(pages, page, left, self._since[page])
+            if keys[-1] in self._coming:
+                return Match(pages, coming=True)
+        other = self._tails.get(keys[len(pages) - 1] if pages else b"")
+        if (other is not None and other.num_behind <= len(pages) < len(other.pages)
+                and self._fresh(other.computed_since, request)):
+            known = other.token_ids[begin : min(begin + left, other.num_computed, len(other.prompt_token_ids))]
+            same = next((i for i, t in enumerate(known) if t != ids[begin + i]), len(known))
+            if same:
+                return Match(pages, other.pages[len(pages)], same, other.computed_since)
+        return Match(pages)
+
+    def admit(self, request: Request, match: Match, step: int) -> None:
+        """The request reads the pages of its match, and will compute the pages of its prompt that follow, from ``step`` on."""
+        source = [match.copied_since] if match.copied else []
+        request.computed_since = min([step, *(self._since[page] for page in match.pages), *source])
+        stats, saved = self.stats, len(match.pages) * self.page_size + match.copied
+        stats.requests += 1
+        stats.hits += saved > 0
+        stats.tokens += len(request.token_ids)
+        stats.saved_tokens += saved
+        request.num_cached_tokens = max(request.num_cached_tokens, saved)
+        request.num_keyed, request.epoch = len(match.pages), self.epoch
+        for key in self._keys(request, len(request.token_ids) // self.page_size)[len(match.pages) :]:
+            self._coming.setdefault(key, request)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """One more owner for each page."""
+        self.allocator.share(pages)
+        for page in pages:
+            self._idle.pop(page, None)
+
+    def computed(self, request: Request) -> None:
+        """The request's tokens up to ``num_computed`` are in the cache, or will be before any later work: the step that
+        computes them was launched. Those of a request from before ``clear`` stay its own."""
+        if request.epoch != self.epoch:
+            return
+        count = min(request.num_computed, len(request.token_ids)) // self.page_size
+        for i, key in enumerate(self._keys(request, count)[request.num_keyed :], request.num_keyed):
+            self._coming.pop(key, None)
+            page = request.pages[i]
+            old = self._page_of.get(key)
+            if old is not None and not self.lasting:  # too old for the request, and for all that come
+                self._forget(old)
+            if key not in self._page_of and page not in self._key_of and i >= request.num_behind:
+                self.allocator.share([page])
+                self._page_of[key], self._key_of[page], self._since[page] = page, key, request.computed_since
+        request.num_keyed = max(request.num_keyed, count)
+        full = len(request.prompt_token_ids) // self.page_size
+        if request.num_computed >= len(request.prompt_token_ids) and len(request.prompt_token_ids) % self.page_size:
+            before = self._keys(request, full)
+            self._tails[before[-1] if before else b""] = request
+
+    def left(self, request: Request) -> None:
+        """The request gives up its pages."""
+        for key in request.page_keys[request.num_keyed :]:
+            if self._coming.get(key) is request:
+                del self._coming[key]
+        full = len(request.prompt_token_ids) // self.page_size
+        key = request.page_keys[full - 1] if 0 < full <= len(request.page_keys) else b""
+        if self._tails.get(key) is request:
+            del self._tails[key]
+        self.release(request.pages[request.num_behind :])
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner fewer for each page."""
+        self.allocator.free(pages)
+        for page in reversed(pages):  # the end of a sequence is of less use than its beginning, and goes first
+            if page in self._key_of and self.allocator.ref_count(page) == 1:
+                self._idle[page] = None
+
+    def evict(self, count: int) -> None:
+        """Give back the ``count`` idle pages that were used least recently."""
+        for _ in range(min(count, len(self._idle))):
+            self._forget(next(iter(self._idle)))
+
+    def clear(self) -> None:
+        """Forget all pages. Requests keep theirs, to themselves."""
+        self.epoch += 1
+        for page in list(self._key_of):
+            self._forget(page)
+        self._tails.clear()
+        self._coming.clear()
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        del self._since[page]
+        self._idle.pop(page, None)
+        self.allocator.free([page])
+
+
+def weights_version(model: torch.nn.Module | None) -> int:
+    """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced.
+
+    Not noticed, since PyTorch does not count them: writes through ``p.data``, to inference tensors, and by kernels that only
+    have an address.
+    """
+    if model is None:
+        return 0
+    return hash(tuple((part.data_ptr(), 0 if part.is_inference() else part._version)
+                      for owner in (model.parameters(), model.buffers()) for t in owner for part in parts(t)))
+
+
+__all__ = ["Match", "PrefixCache", "PrefixStats", "weights_version"]

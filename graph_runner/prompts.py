@@ -1,0 +1,166 @@
+"""What a caller may give as prompts, and what the engine makes of it: token ids, and their sampling parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.graph_runner.sampling_params import SamplingParams
+
+#: Text; token ids; a chat, that is a list of messages {"role": ..., "content": ...}; or vLLM's {"prompt": text} and
+#: {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list. A string, a sequence of integers (arrays and tensors included), a chat or a dict is one prompt;
+    what a tokenizer returns for several texts ("input_ids" and "attention_mask") is one per row.
+
+    Raises:
+        ValueError: a mask that does not fit the ids, or with holes.
+    """
+    if isinstance(prompts, Mapping):
+        return _rows(prompts) if "input_ids" in prompts else [prompts]
+    tolist = getattr(prompts, "tolist", None)
+    many: Any = prompts if tolist is None else tolist()
+    if isinstance(many, str) or not isinstance(many, Sequence) or (len(many) and (_is_int(many[0]) or _is_message(many[0]))):
+        return [many]
+    return list(many)
+
+
+def _rows(encoding: Mapping[str, Any]) -> list[Prompt]:
+    """The rows of a tokenizer's result, without their padding."""
+    ids = as_prompts(encoding["input_ids"])
+    if encoding.get("attention_mask") is None:
+        return ids
+    masks: list[Any] = as_prompts(encoding["attention_mask"])
+    found: list[Prompt] = []
+    for row, mask in zip(ids, masks, strict=False):
+        keep = [bool(m) for m in mask]
+        if len(masks) != len(ids) or len(keep) != len(row):
+            break
+        first, count = (keep.index(True) if any(keep) else 0), sum(keep)
+        if not all(keep[first : first + count]):
+            raise ValueError(f"the attention_mask of row {len(found)} has zeros between ones; only padding at the ends can be "
+                             "masked")
+        found.append(list(row)[first : first + count])  # type: ignore[arg-type]
+    if len(found) != len(ids):
+        raise ValueError("input_ids and attention_mask have different shapes")
+    return found
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping) and "role" in item
+
+
+def _is_int(item: Any) -> bool:
+    try:
+        operator.index(item)
+    except Exception:  # a tensor on the meta device, say, raises errors of its own
+        return False
+    return getattr(item, "ndim", 0) == 0  # a 1-D tensor of one token is a prompt
+
+
+def params_of(params: SamplingParams | None) -> SamplingParams:
+    """``params``, or the defaults for None. Raises TypeError for other types."""
+    if params is not None and not isinstance(params, SamplingParams):
+        example = ", ".join(f"{k}={v!r}" for k, v in params.items()) if isinstance(params, dict) else "max_tokens=16"
+        raise TypeError(f"params must be SamplingParams, got {str(params)[:60]!r}; write SamplingParams({example})")
+    return SamplingParams() if params is None else params
+
+
+def each_of(name: str, given: Any, count: int) -> list[Any]:
+    """One value for each of ``count`` prompts: ``given`` for all, or its items. Raises ValueError for another number."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{count} prompts but {len(given)} {name}; give one for all or one for each")
+    return list(given)
+
+
+def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+             ) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its params: one SamplingParams for all, or one per prompt.
+
+    Raises:
+        ValueError: the numbers of prompts and params differ.
+        TypeError: params of another type.
+    """
+    batch = as_prompts(prompts)
+    many = isinstance(params, Sequence) and not isinstance(params, str)
+    checked: Any = [params_of(p) for p in params] if many else params_of(params)  # type: ignore[union-attr,arg-type]
+    return list(zip(batch, each_of("SamplingParams", checked, len(batch)), strict=True))
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """The prompt's text, if it was given as text."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[int]:
+    """The token ids of a prompt. Raises ValueError or TypeError for a prompt that cannot be served."""
+    given: Any = _content(prompt) if isinstance(prompt, Mapping) else prompt
+    if isinstance(given, Sequence) and not isinstance(given, str) and given and _is_message(given[0]):
+        ids = _encode(_chat(given, tokenizer), tokenizer, add_special_tokens=False)  # the template has them
+    elif isinstance(given, str):
+        ids = _encode(given, tokenizer)
+    else:
+        try:
+            ids = [operator.index(i) for i in given]
+        except TypeError:
+            raise TypeError(f"a prompt is text or a list of token ids, got {str(given)[:60]!r}") from None
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    bad = [i for i in ids if not 0 <= i < vocab_size]
+    if bad:
+        raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {vocab_size} tokens")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens; a request may have {max_model_len}, prompt and continuation (the smallest of "
+            "max_model_len, the model's length and what the KV cache holds). Shorten the prompt, or raise num_pages or "
+            "max_model_len")
+    return ids
+
+
+def _content(prompt: Mapping[str, Any]) -> Any:
+    """Of a dict in vLLM's form."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if "prompt_token_ids" in given and given.keys() <= {"prompt", "prompt_token_ids"}:
+        return given["prompt_token_ids"]
+    if given.keys() != {"prompt"}:
+        raise ValueError("a prompt given as a dict has the key prompt or prompt_token_ids, got "
+                         f"{', '.join(map(str, given)) or 'none'}; quire serves text")
+    return given["prompt"]
+
+
+def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
+    """The text of a chat, up to where the assistant's answer begins."""
+    if not callable(getattr(tokenizer, "apply_chat_template", None)) or not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the prompt is a list of messages, and the engine has no tokenizer with a chat template; set "
+                         "tokenizer.chat_template, or give text or token ids")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # of the template's own code
+        raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
+    assert isinstance(text, str)
+    return text
+
+
+def _encode(text: str, tokenizer: Any, **options: Any) -> list[int]:
+    if tokenizer is None:
+        raise TypeError("the prompt is text, but the engine has no tokenizer; pass one, or give token ids")
+    if not callable(tokenizer):
+        raise TypeError(f"the prompt is text, and the tokenizer, {type(tokenizer).__name__}, cannot be called with it as "
+                        "those of transformers can; pass one of these, or give token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid text: character {error.start} is {text[error.start]!r}, half of a surrogate pair, "
+            "as from bytes that are not UTF-8 (errors='surrogateescape'); decode them with errors='replace'") from None
+    return list(tokenizer(text, **options)["input_ids"])
+
+
+__all__ = ["Prompt", "as_prompts", "each_of", "pairs_of", "params_of", "text_of", "token_ids_of"]

@@ -1,0 +1,109 @@
+"""Figures of a running engine: ``Engine.stats()``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.passes.verify.quantized import num_bytes
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine's state and counts since it was made. ``str()`` is a line for a log.
+
+    Args:
+        running, waiting: requests now.
+        finished: requests that ended, failed ones included.
+        preemptions: requests that gave up their pages and were computed again.
+        pages, pages_used, pages_idle: of the KV cache: all, held by requests, and kept by the prefix cache for later ones.
+        prefix_requests, prefix_hits: requests started, and those that reused computed pages.
+        prefix_tokens, saved_tokens: tokens of the requests started, and those of them that were not computed.
+        prompt_tokens, generated_tokens: of finished and unfinished requests.
+        busy_seconds: time with at least one request.
+        tokens_per_second: generated tokens per busy second.
+        weight_bytes, kv_cache_bytes, graph_bytes: memory of the model, the KV cache and captured CUDA graphs.
+        free_bytes: of the GPU; None on a CPU.
+    """
+
+    running: int
+    waiting: int
+    finished: int
+    preemptions: int
+    pages: int
+    pages_used: int
+    pages_idle: int
+    prefix_requests: int
+    prefix_hits: int
+    prefix_tokens: int
+    saved_tokens: int
+    prompt_tokens: int
+    generated_tokens: int
+    busy_seconds: float
+    tokens_per_second: float
+    weight_bytes: int
+    kv_cache_bytes: int
+    graph_bytes: int
+    free_bytes: int | None
+
+    def __str__(self) -> str:
+        memory = (("weights", self.weight_bytes), ("KV cache", self.kv_cache_bytes), ("graphs", self.graph_bytes),
+                  ("free", self.free_bytes))
+        return (f"{self.running} running, {self.waiting} waiting, {self.finished} finished; {self.generated_tokens} new "
+                f"tokens, {self.tokens_per_second:,.0f}/s; pages: {self.pages_used} of {self.pages} used, {self.pages_idle} "
+                f"kept; prefix cache: {self.prefix_hits} of {self.prefix_requests} requests, {self.saved_tokens} tokens saved; "
+                f"{self.preemptions} preemptions; memory: "
+                + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory if size is not None))
+
+
+@dataclass
+class Counters:
+    """What ``EngineStats`` counts of the past. ``tick`` is called in every step."""
+
+    finished: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    busy_seconds: float = 0.0
+    _busy_since: float | None = field(default=None, repr=False)
+
+    def tick(self, busy: bool) -> None:
+        """``busy``: whether there are requests now."""
+        now = time.monotonic()
+        if self._busy_since is not None:
+            self.busy_seconds += now - self._busy_since
+        self._busy_since = now if busy else None
+
+    def ended(self, output: Any) -> None:
+        self.finished += 1
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.generated_tokens += len(output.token_ids)
+
+
+def stats_of(engine: Any) -> EngineStats:
+    """The figures of an engine. Raises RuntimeError if it is closed."""
+    if not hasattr(engine.runner, "cache"):
+        raise RuntimeError("the engine is closed; make a new one")
+    scheduler, runner, past = engine.scheduler, engine.runner, engine.counters
+    allocator, prefixes = scheduler.allocator, scheduler.prefixes
+    idle = 0 if prefixes is None else prefixes.num_idle
+    outputs = [r.output for r in engine.requests.values()]
+    generated = past.generated_tokens + sum(len(o.token_ids) for o in outputs)
+    on_gpu = runner.device.type == "cuda"
+    counts = None if prefixes is None else prefixes.stats
+    tensors = {id(t): t for t in (*engine.model.parameters(), *engine.model.buffers())}
+    return EngineStats(
+        running=len(scheduler.running), waiting=len(scheduler.waiting), finished=past.finished,
+        preemptions=scheduler.num_preemptions, pages=allocator.num_total,
+        pages_used=allocator.num_total - allocator.num_free - idle, pages_idle=idle,
+        prefix_requests=counts.requests if counts else 0, prefix_hits=counts.hits if counts else 0,
+        prefix_tokens=counts.tokens if counts else 0, saved_tokens=counts.saved_tokens if counts else 0,
+        prompt_tokens=past.prompt_tokens + sum(len(o.prompt_token_ids) for o in outputs), generated_tokens=generated,
+        busy_seconds=past.busy_seconds, tokens_per_second=generated / past.busy_seconds if past.busy_seconds else 0.0,
+        weight_bytes=sum(map(num_bytes, tensors.values())), kv_cache_bytes=runner.cache.num_bytes,
+        graph_bytes=runner.graphs.stats.capture_bytes, free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
+
+
+__all__ = ["Counters", "EngineStats", "stats_of"]

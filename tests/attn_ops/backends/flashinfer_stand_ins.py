@@ -1,0 +1,119 @@
+"""Stand-ins for FlashInfer: they have its signatures, follow its documented rules about buffers, and attend with the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quire.attn_ops.ops.varlen import varlen_attention_eager
+from tests.attn_ops.oracle import oracle_attention
+
+
+class _Wrapper:
+    """What both of FlashInfer's wrappers do: keep the plan; at run, read the page table from the *device* buffers."""
+
+    def _keep(self, indptr, indices, last_page_len, heads, kv_heads, dim, page_size, window_left, logits_soft_cap,
+              sm_scale, q_data_type, kv_data_type):
+        for tensor in (indptr, last_page_len):
+            assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+        assert indices.dtype == torch.int32 and len(indptr) == len(last_page_len) + 1
+        pages = indptr.diff()
+        assert (pages >= 1).all(), "the decode planner miscounts rows without pages"
+        assert (last_page_len <= page_size).all() and (last_page_len >= 0).all()
+        assert kv_data_type == q_data_type
+        self.planned = indptr.tolist(), last_page_len.tolist()
+        self.shape = heads, kv_heads, dim, page_size
+        self.mask = dict(scale=sm_scale, window=None if window_left < 0 else window_left + 1,
+                         softcap=logits_soft_cap or None)
+        self.plans = getattr(self, "plans", 0) + 1
+
+    def _attend(self, q, caches, out, query_start, lse, return_lse):
+        assert (lse is not None) == return_lse
+        heads, kv_heads, dim, page_size = self.shape
+        k_cache, v_cache = caches
+        assert k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous() and q.stride(2) == 1
+        if self.layout == "HND":
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        assert k_cache.shape[1:] == (page_size, kv_heads, dim) and q.shape[1:] == (heads, dim) and out.shape == q.shape
+        indptr, last = self.indptr.tolist(), self.last_page_len.tolist()
+        assert (indptr, last) == self.planned, "the device buffers and the plan disagree"
+        assert query_start[-1] == q.shape[0]
+        for row in range(len(last)):
+            pages = self.indices[indptr[row] : indptr[row + 1]].long()
+            length = (len(pages) - 1) * page_size + last[row]
+            own = slice(query_start[row], query_start[row + 1])
+            if length == 0:
+                out[own] = 0
+                if return_lse:
+                    lse[own] = -math.inf
+                continue
+            keys, values = (c[pages].flatten(0, 1)[:length] for c in (k_cache, v_cache))
+            out[own] = oracle_attention(q[own], keys, values, **self.mask).to(out.dtype)
+            if return_lse:  # to base 2, as FlashInfer's kernels
+                starts = [torch.tensor([0, n], dtype=torch.int32) for n in (len(q[own]), length)]
+                lse[own] = varlen_attention_eager(q[own], keys, values, *starts, causal=True, **self.mask)[1] / math.log(2)
+
+
+class Decode(_Wrapper):
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+                 paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
+                 backend="auto"):
+        self.workspace, self.layout, self.graph, self.tensor_cores = (
+            float_workspace_buffer, kv_layout, use_cuda_graph, use_tensor_cores)
+        if use_cuda_graph:
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+            self.indptr, self.indices, self.last_page_len = (
+                paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        self.fast_plans = 0
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        self.workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
+
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, window_left=-1,
+             logits_soft_cap=None, q_data_type="float16", kv_data_type=None, sm_scale=None):
+        if self.graph:
+            assert len(last_page_len) == len(self.last_page_len), "the batch size is fixed"
+            self.indptr.copy_(indptr)
+            self.last_page_len.copy_(last_page_len)
+            self.indices[: len(indices)].copy_(indices)
+        else:
+            self.indptr, self.indices, self.last_page_len = indptr.clone(), indices, last_page_len.clone()
+        self._keep(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left,
+                   logits_soft_cap, sm_scale, q_data_type, kv_data_type)
+
+    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
+        assert q.shape[0] == len(self.last_page_len)
+        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1), lse, return_lse)
+
+
+class Prefill(_Wrapper):
+    broken: tuple[str, ...] = ()
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto"):
+        self.layout, self.backend = kv_layout, backend
+
+    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+             head_dim_qk, page_size, *, causal=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
+             q_data_type="float16", kv_data_type=None, max_token_per_sequence=None):
+        if self.backend in self.broken:
+            raise RuntimeError("no such kernel")
+        assert causal and qo_indptr[0] == 0 and qo_indptr.dtype == torch.int32
+        assert len(qo_indptr) == len(paged_kv_indptr)
+        self.query_start = qo_indptr.tolist()
+        self.indptr, self.indices, self.last_page_len = (
+            paged_kv_indptr.clone(), paged_kv_indices, paged_kv_last_page_len.clone())
+        self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
+                   page_size, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
+
+    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
+        self._attend(q, paged_kv_cache, out, self.query_start, lse, return_lse)
+
+
+def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,
+                     window_left=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None, sm_scale=None,
+                     global_override_indptr_cpu=None):
+    assert self.graph and self.plans and len(last_page_len) == len(self.last_page_len)
+    self._keep(global_override_indptr_cpu, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+               window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
+    self.fast_plans += 1

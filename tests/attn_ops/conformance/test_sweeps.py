@@ -1,0 +1,158 @@
+"""The kit's families of batches, its kit for ops, and the page: right ones pass, and each way to be wrong is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.backends import torch_native
+from quire.attn_ops.conformance import ops, page
+from quire.attn_ops.conformance.report import check_backend, main, run_checks
+from quire.attn_ops.conformance.sweeps import SHAPES
+from quire.attn_ops.registry import get_backend
+from tests.attn_ops.conformance.test_kit import NAMES, broken, failures
+
+NATIVE = get_backend("torch_native")
+
+
+def test_the_shapes_are_all_there() -> None:
+    results = {r.check: r for r in check_backend(NATIVE, only="shape ", quick=True)}
+    assert len(SHAPES) == 13 and {r.status for r in results.values()} == {"ok"}
+    assert set(SHAPES) - {name.removeprefix("shape ") for name in results} == {"large_prefill", "medium_encoder_prefill"}
+    assert all(0 < r.error < 1e-5 and r.of_bound < 1 for r in results.values())
+
+
+@pytest.mark.parametrize("feature", ["window", "chunk"])
+def test_an_edge_of_a_page_in_extend_only(feature: str) -> None:
+    """Wrong only where a window or chunk is a page and one, and only for several tokens at once."""
+    def change(given):
+        if given[feature] == given["k_cache"].shape[1] + 1 and len(given["q"]) > len(given["seq_lens"]):
+            given[feature] += 1
+
+    assert failures(broken(change), "at page boundaries") == {f"{feature}s at page boundaries"}
+
+
+def test_an_op_that_ignores_what_it_does_not_declare() -> None:
+    def deaf(given):
+        given.update(window=None, softcap=None, chunk=None, sinks=None)
+
+    none = dict.fromkeys(("window", "softcap", "chunk", "sinks"), False)
+    assert failures(broken(deaf, **none), "feature ") == {f"feature {name}" for name in none}
+    results = [r for r in check_backend(broken(deaf, **none), only="feature window")]
+    assert "the op ignores it" in results[0].detail
+
+
+def test_inputs_must_stay_as_they_are() -> None:
+    """SGLang's caches divided the caller's keys by the scale in place."""
+    def change(given):
+        out = torch_native.paged_attention(**given)
+        if given["k"] is not None:
+            given["k"].mul_(2)
+        return out
+
+    (result,) = check_backend(broken(change), only="decode batch")[:1]
+    assert result.status == "FAIL" and result.detail == "the backend changed its input k"
+
+
+def test_a_last_bit_that_depends_on_the_pages() -> None:
+    def change(given):
+        out = torch_native.paged_attention(**given)
+        return out * (1 + 1e-6 * given["block_table"][0, 0])
+
+    assert failures(broken(change), "pages in another order") == {"pages in another order"}
+
+
+def alone(given) -> torch.Tensor:
+    """Each sequence by itself."""
+    q, k, v = (given.pop(name) for name in ("q", "k", "v"))
+    starts, lens = given.pop("query_start_loc").tolist(), given.pop("seq_lens")
+    slots, table = given.pop("slot_mapping"), given.pop("block_table")
+    given.pop("prepared")
+    out = q.new_zeros(*q.shape[:2], given["v_cache"].shape[3])
+    for row, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
+        if a < b:
+            new = [None if x is None else x[a:b] for x in (k, v)]
+            out[a:b] = torch_native.paged_attention(
+                q=q[a:b], k=new[0], v=new[1], slot_mapping=slots[a:b], block_table=table[row : row + 1, : -(-lens[row] // 4)],
+                query_start_loc=torch.tensor([0, b - a], dtype=torch.int32), seq_lens=lens[row : row + 1], prepared=[], **given)
+    return out
+
+
+def test_batch_invariance_is_checked_where_it_is_declared() -> None:
+    def check(backend: AttentionBackend) -> tuple[str, str]:
+        (result,) = check_backend(backend, only="a batch in parts")
+        return result.status, result.detail
+
+    def others(given):
+        return torch_native.paged_attention(**given) * (1 + 1e-7 * len(given["seq_lens"]))
+
+    assert check(NATIVE) == ("ok", "within the bounds") == check(broken(others))
+    assert check(broken(alone, batch_invariant=True)) == ("ok", "bitwise by sequences")
+    status, detail = check(broken(others, batch_invariant=True))
+    assert status == "FAIL" and detail.startswith("declared batch_invariant, and sequence 0")
+
+
+def test_buffers_used_again() -> None:
+    """A backend that keeps the lengths of its first step."""
+    kept: list[torch.Tensor] = []
+
+    def op(*args, **options):
+        given = {**dict(zip(NAMES, args, strict=True)), **options, "prepared": []}
+        kept.append(given["seq_lens"].clone())
+        first = next(x for x in kept if x.shape == kept[-1].shape)
+        return torch_native.paged_attention(**{**given, "seq_lens": torch.where(given["seq_lens"] > 0, first, 0)})
+
+    (result,) = check_backend(dataclasses.replace(NATIVE, op=op, prepare=None), only="buffers used again")
+    assert result.status == "FAIL"
+
+
+# Ops without a cache.
+
+
+def test_the_ops_pass() -> None:
+    checks = [c for c in ops.op_checks(torch.device("cpu")) if c[0] != "varlen medium_encoder_prefill"]
+    found = {r.check: r.status for r in run_checks(checks)}
+    assert {n for n, s in found.items() if s == "skip"} == {"merge past 2**31 elements", "varlen triton"}
+    assert "FAIL" not in found.values()
+
+
+def spoilt(op: Callable, change: Callable) -> Callable:
+    return lambda *args, **options: change(op, *args, **options)
+
+
+@pytest.mark.parametrize("name, change, caught_by", [
+    ("merge_states", lambda op, o, lse: (op(o, lse)[0], op(o, lse)[1] / 2), "merge of several states"),
+    ("merge_states", lambda op, o, lse: op(o, lse.nan_to_num(posinf=1e30)), "merge of empty states"),
+    ("merge_states", lambda op, o, lse: (o.new_full((len(o), *o.shape[2:]), 0.5), lse[:, 0]), "merge of empty states"),
+    ("varlen_attention", lambda op, *a, **o: op(*a, **{**o, "window": None}), "varlen eager"),
+    ("varlen_attention", lambda op, *a, **o: op(*a, **{**o, "causal": True}), "varlen small_encoder_prefill"),
+    ("varlen_attention", lambda op, *a, **o: (op(*a, **o)[0], op(*a, **o)[1] * 1.4427), "varlen lse merges"),
+    ("varlen_attention", lambda op, *a, **o: (op(*a, **o)[0] + 1e-3, op(*a, **o)[1]), "varlen padding"),
+], ids=["lse", "inf", "empty", "window", "causal", "base_2", "padding"])
+def test_a_wrong_op_fails(monkeypatch, name, change, caught_by) -> None:
+    monkeypatch.setattr(ops, name, spoilt(getattr(ops, name), change))
+    (result,) = run_checks(ops.op_checks(torch.device("cpu")), caught_by)
+    assert result.status == "FAIL", result
+
+
+# The record and its page.
+
+
+def test_json_and_page(tmp_path, capsys) -> None:
+    file = tmp_path / "run.json"
+    assert main(["--backend", "all", "--device", "cpu", "--only", "layout", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    runs = {run["backend"]: run for run in record["runs"]}
+    assert runs["torch_native"]["dtype"] == "float32" and record["environment"]["versions"]["torch"] == torch.__version__
+    assert {r["check"]: r["status"] for r in runs["torch_native"]["results"]} == {"layout NHD": "ok", "layout HND": "ok"}
+    assert runs["flashinfer"]["reason"] == "runs on cuda" and "flashinfer: not checked: runs on cuda" in capsys.readouterr().out
+    text = page.page([record])
+    assert "| `torch_native` | cpu, cuda |" in text and "| layouts | " in text and "ok 2 of 2, " in text
+    assert "- `flashinfer` was not run: runs on cuda" in text
+    runs["torch_native"]["results"][0].update(status="FAIL", detail="wrong | numbers")
+    assert "**FAIL**: wrong / numbers" in page.page([record])

@@ -1,0 +1,154 @@
+"""Backends made of backends: each step, or each layer, goes to the part that it is meant for, and what the parts cannot is
+refused with the part's name."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import quire
+from quire.attn_ops import registry
+from quire.attn_ops.backend import CudagraphSupport, UnsupportedAttention, define_paged_op
+from quire.attn_ops.backends import hybrid, per_kind, torch_native
+from quire.attn_ops.composite import attention_name
+from quire.attn_ops.conformance.report import check_backend
+from quire.attn_ops.kernels.launch import recording
+from quire.attn_ops.ops.rope import rotate
+from quire.attn_ops.registry import get_backend, register_backend
+from quire.attn_ops.selection import select_backend
+from tests.attn_ops.cases import SITE as SITE_3
+from tests.attn_ops.cases import make_backend
+
+SITE = dataclasses.replace(SITE_3, layer=0)
+CPU = torch.device("cpu")
+NATIVE = torch_native.BACKEND
+calls: list[str] = []
+
+
+def counted(name: str):
+    def op(*args, **options):
+        calls.append(name)
+        assert isinstance(args[12], list) and len(args[12]) == (0 if name == "plain_part" else 3)
+        return torch_native.paged_attention(*args, **options)
+    return op
+
+
+def rope_op(q, k, v, cos, sin, q_norm, k_norm, eps, *args, **options):
+    calls.append("rope")
+    return torch_native.paged_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, *args, **options)
+
+
+planned: list[list] = []
+FAST = dataclasses.replace(NATIVE, name="fast_part", op=define_paged_op("fast_part_for_test", counted("fast_part")),
+                           rope_op=define_paged_op("fast_part_for_test", rope_op, rope=True))
+PLAIN = dataclasses.replace(
+    NATIVE, name="plain_part", op=define_paged_op("plain_part_for_test", counted("plain_part")), prepare=None, priority=None,
+    make_state=lambda sites, cache, limits: SimpleNamespace(sites=sites),
+    plan=lambda metadata, step: planned.append(step.states["plain_part"].sites),
+    capabilities=dataclasses.replace(NATIVE.capabilities, cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE))
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "REGISTRY", registry.Registry([
+        SimpleNamespace(name=m.FAMILY.name, load=lambda m=m: m.FAMILY) for m in (hybrid, per_kind)]))
+    for backend in (FAST, PLAIN, NATIVE):
+        register_backend(backend)
+    calls.clear()
+    planned.clear()
+
+
+@pytest.mark.parametrize("name", ["hybrid:plain_part+fast_part", "full=plain_part,window=fast_part"])
+def test_a_composite_passes_the_kit(name: str) -> None:
+    results = check_backend(get_backend(name), quick=True)
+    assert not [r for r in results if r.status == "FAIL"], [r for r in results if r.status == "FAIL"]
+    assert {"plain_part", "fast_part", "rope"} == set(calls) and planned
+
+
+def test_prefill_and_decode() -> None:
+    backend = get_backend("hybrid:plain_part+fast_part")
+    assert get_backend("hybrid:plain_part+fast_part") is backend
+    check_backend(backend, only="decode batch")
+    assert set(calls) == {"fast_part"} and not planned
+    calls.clear()
+    check_backend(backend, only="prefill batch")
+    assert set(calls) == {"plain_part"} and planned
+    assert backend.capabilities.cudagraph_support is CudagraphSupport.ALWAYS  # of the part that decodes
+    assert get_backend("hybrid:fast_part+plain_part").capabilities.cudagraph_support < CudagraphSupport.ALWAYS
+    assert backend.serves(SITE) == "plain_part_paged_attention / fast_part_paged_attention"
+
+
+def test_a_step_with_a_graph_goes_to_the_part_that_decodes() -> None:
+    """Else a mixed batch would be captured with kernels whose plan cannot be replayed."""
+    from quire.attn_ops.conformance.batches import lay_out, planned, prepared
+
+    backend = get_backend("hybrid:plain_part+fast_part")
+    batch = lay_out(SITE, [3, 1], [5, 4], page_size=4)
+    for key, part in (("a graph", "fast_part"), (None, "plain_part")):
+        calls.clear()
+        with planned(backend, batch, graph_key=key):
+            backend.op(*batch.arguments(prepared(backend, batch)), **batch.options)
+        assert calls == [part]
+
+
+def test_kernels_of_all_parts_are_compiled_ahead() -> None:
+    from quire.attn_ops.conformance.batches import lay_out, prepared
+
+    backend = get_backend("hybrid:plain_part+fast_part")
+    batch = lay_out(SITE, [1, 1], [5, 4], page_size=4)
+    with recording():
+        backend.op(*batch.arguments(prepared(backend, batch)), **batch.options)
+    assert set(calls) == {"plain_part", "fast_part"}
+
+
+def test_by_kind_of_layer() -> None:
+    backend = get_backend({"window": "fast_part", "full": "plain_part"})
+    assert backend.name == "full=plain_part,window=fast_part"
+    windowed = dataclasses.replace(SITE, window=8)
+    assert [backend.serves(s) for s in (SITE, windowed)] == ["plain_part_paged_attention", "fast_part_paged_attention"]
+    with pytest.raises(UnsupportedAttention, match="no backend is named for layers of kind 'chunk'"):
+        select_backend(backend, [dataclasses.replace(SITE, chunk=4)], device=CPU, page_size=4)
+    nested = get_backend("full=hybrid:plain_part+fast_part,window=torch_native")
+    assert nested.serves(SITE) == "plain_part_paged_attention / fast_part_paged_attention"
+
+
+def test_refusals_name_the_part() -> None:
+    register_backend(make_backend("no_sinks", sinks=False))
+    register_backend(make_backend("absent", why="not installed (pip install it)"))
+    for name in ("hybrid:fast_part+no_sinks", "full=no_sinks,window=fast_part"):
+        with pytest.raises(UnsupportedAttention, match="no_sinks: no sinks"):
+            select_backend(name, [dataclasses.replace(SITE, sinks=True)], device=CPU, page_size=4)
+    with pytest.raises(UnsupportedAttention, match=r"absent: not installed \(pip install it\)"):
+        select_backend("hybrid:absent+fast_part", [SITE], device=CPU, page_size=4)
+
+
+@pytest.mark.parametrize("name, message", [
+    ("hybrid:fast_part", "write hybrid:PREFILL"), ("hybrid", "write hybrid:PREFILL"), ("hybrid:a+b+c", "write hybrid:PREFILL"),
+    ("hybrid:fast_part+nobody", "unknown attention backend 'nobody'; there are: auto, fast_part"),
+    ("full=fast_part,full=plain_part", "at most once"), ("half=fast_part", "write full=NAME"), ("full=", "write full=NAME"),
+    ({"half": "fast_part"}, "'half' is none"), ({}, "give a backend for some"), ("nobody", "hybrid:PREFILL"),
+])
+def test_bad_names(name, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_backend(name)
+
+
+def test_auto_takes_one_for_each_kind_where_none_serves_all() -> None:
+    register_backend(make_backend("windows", priority={"cpu": -2}, non_causal=False))
+    register_backend(make_backend("fulls", priority={"cpu": -1}, window=False))
+    hidden = dataclasses.replace(NATIVE.capabilities, dtypes=frozenset({torch.bfloat16}))
+    for name in ("torch_native", "fast_part"):
+        registry.REGISTRY._backends[name] = dataclasses.replace(NATIVE, name=name, capabilities=hidden)
+    sites = [dataclasses.replace(SITE, causal=False), dataclasses.replace(SITE, layer=1, window=4)]
+    chosen = select_backend("auto", sites, device=CPU, page_size=4)
+    assert chosen.backend.name == "full=fulls,window=windows"
+    assert chosen.why == "no backend serves all layers: the first one for each kind of layer"
+    assert chosen.passed_over["fulls"] == ["no window"]
+
+
+def test_names() -> None:
+    assert attention_name({"window": "b", "full": "a"}) == "full=a,window=b" and attention_name("auto") == "auto"
+    assert "hybrid:PREFILL+DECODE" in str(quire.backends("cpu"))

@@ -1,0 +1,82 @@
+"""Two backends in one engine: by phase and by kind of layer, with the same tokens, explained site by site."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+import quire
+from quire.attn_ops.backend import define_paged_op
+from quire.attn_ops.backends import torch_native
+from quire.attn_ops.registry import all_backends, register_backend
+
+SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=32, max_position_embeddings=64)
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [3], [9, 8, 7, 6]]
+calls: list[tuple[str, bool, int | None]] = []
+
+
+def _op(*args, **options):
+    calls.append(("second", len(args[0]) <= len(args[10]), options["window"]))
+    return torch_native.paged_attention(*args, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def second() -> None:
+    if "second_part" not in all_backends():
+        register_backend(dataclasses.replace(torch_native.BACKEND, name="second_part", priority=None, prepare=None,
+                                             op=define_paged_op("second_part_for_test", _op)))
+
+
+@pytest.fixture(scope="module")
+def gemma2():
+    """Every other layer has a window."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=5, query_pre_attn_scalar=64)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def generate(model, attention, **options) -> list[list[int]]:
+    with quire.Engine(model, attention=attention, num_pages=32, page_size=4, max_num_seqs=4, max_model_len=32, **options) as e:
+        return [o.token_ids for o in e.generate(PROMPTS, quire.SamplingParams(max_tokens=6, temperature=0))]
+
+
+def test_an_engine_with_two_backends(gemma2) -> None:
+    expected = generate(gemma2, "torch_native")
+    calls.clear()
+    assert generate(gemma2, "hybrid:second_part+torch_native", cudagraph_capture_sizes=[]) == expected
+    assert calls and not any(decode for _, decode, _ in calls)
+    calls.clear()
+    assert generate(gemma2, "hybrid:torch_native+second_part") == expected
+    assert any(decode for _, decode, _ in calls)
+    calls.clear()
+    assert generate(gemma2, {"full": "torch_native", "window": "second_part"}) == expected
+    assert {window for _, _, window in calls} == {5}
+
+
+def test_explain_says_which_backend_serves_a_site(gemma2) -> None:
+    found = quire.explain(gemma2, attention={"full": "torch_native", "window": "hybrid:second_part+torch_native"})
+    rows = {line.split()[0]: line for line in str(found).splitlines() if line[:1].isdigit()}
+    assert rows["0"].endswith("second_part_paged_attention / torch_native_paged_attention")
+    assert rows["1"].endswith(" torch_native_paged_attention")
+    missing = quire.explain(gemma2, attention={"window": "torch_native"})
+    assert "no backend is named for layers of kind 'full'" in missing.error
+
+
+def test_bad_input(gemma2) -> None:
+    with pytest.raises(ValueError, match="'windows' is none"):
+        quire.Engine(gemma2, attention={"windows": "torch_native"})
+    with pytest.raises(ValueError, match="unknown attention backend 'nobody'"):
+        quire.Engine(gemma2, attention="hybrid:nobody+torch_native")
+    with pytest.raises(quire.UnsupportedAttention, match="flashinfer: runs on cuda"):
+        quire.Engine(gemma2, attention="hybrid:flashinfer+torch_native", num_pages=8, page_size=4)
+
+
+@pytest.mark.slow
+def test_compiled(gemma2) -> None:
+    """Through torch.compile and Inductor, whose graph holds what both parts prepare."""
+    expected = generate(gemma2, "torch_native")
+    assert generate(gemma2, "hybrid:second_part+torch_native", compiler="inductor", fusions="all") == expected

@@ -1,0 +1,81 @@
+"""Steps that ``torch.compile`` serves by another trace: of any length, and by transformers' attention interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.passes.capture.paged_model import find_sites
+from quire.passes.step import step
+from tests.zoo.configs import SERVED, build
+from tests.zoo.harness import TOLERANCE
+
+
+@pytest.fixture(autouse=True)
+def own_traces() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+def run(model: Any, called: Any, lengths: list[int], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence in steps of these lengths, and its logits alone."""
+    ids = torch.randint(3, 64, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    cache, done, found = PagedKVCache.for_sites(find_sites(model), num_pages=9, page_size=4, device="cpu"), 0, []
+    for n in lengths:
+        done += n
+        meta = CommonAttentionMetadata.build([n], [done], [[3, 1, 2, 5, 4, 6]], page_size=4)
+        with torch.no_grad(), step(cache, meta):
+            found.append(called(input_ids=ids[None, done - n : done], position_ids=meta.positions[None], use_cache=False,
+                                **{name: make(n) for name, make in options.items()}).logits[0])
+    with torch.no_grad():
+        return torch.cat(found), model(input_ids=ids[None], use_cache=False).logits[0]
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="quire", options={"compiler": "eager"})
+
+
+def test_eager_attention_is_served_by_the_interface() -> None:
+    """Steps of one length, of another (traced for any by then), and of one token; outside steps the model is its own."""
+    model = build(SERVED["gemma2"])
+    assert model.config._attn_implementation == "eager"
+    called = compiled(model)
+    got, want = run(model, called, [4, 7, 5, 1])
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        ids = torch.arange(3, 12)[None]
+        torch.testing.assert_close(called(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("lengths", [[4], [4, 7]])
+def test_a_mask_of_the_call_is_not_dropped(lengths: list[int]) -> None:
+    model = build(SERVED["gemma2"])
+
+    def mask(n: int) -> torch.Tensor:
+        return torch.tensor([[0] + [1] * (n - 1)])
+
+    with pytest.raises(Exception, match="it does not read .*attention_mask.*; give no masks inside a step"):
+        run(model, compiled(model), lengths, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_hook_that_runs_uncompiled_is_refused_at_the_first_step(name: str) -> None:
+    model = build(SERVED[name])
+    model.register_forward_hook(lambda module, args, out: out)
+    with pytest.raises(UnsupportedAttention, match="compiled in parts"):
+        run(build(SERVED[name]), compiled(model), [4])
+
+
+def test_kinds_of_tokens_are_refused_in_an_uncompiled_step() -> None:
+    """Transformers makes masks of them, which the interface does not see."""
+    model = build(SERVED["gemma3"])
+    with pytest.raises(UnsupportedAttention, match="mm_token_type_ids in a paged step"):
+        run(build(SERVED["gemma3"]), quire.paged(model), [4], mm_token_type_ids=lambda n: torch.zeros(1, n))
