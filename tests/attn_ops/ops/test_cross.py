@@ -1,4 +1,4 @@
-"""Cross attention: the kit has its numbers (tests/attn_ops/conformance/test_sweeps.py); here what it refuses, and that a step in
+"""Cross attention: the kit has its numbers (tests/attn_ops/conformance/test_sweeps.py). Here what it refuses, and that a step in
 progress does not reach it."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SITE = AttentionSite(0, 4, 2, 16, 16, torch.float32, 0.25)
 
 def call(backend=NATIVE, **options) -> torch.Tensor:
     torch.manual_seed(0)
-    cache = PagedKVCache.for_sites([SITE], num_pages=4, page_size=4)
+    cache = PagedKVCache.for_sites([SITE], num_pages=4, page_size=4, device="cpu")
     cache.k[0].normal_()
     cache.v[0].normal_()
     table = torch.tensor([[3, 1]], dtype=torch.int32)
@@ -32,7 +32,7 @@ def call(backend=NATIVE, **options) -> torch.Tensor:
 def test_inside_a_paged_step(name: str) -> None:
     """A step of short sequences must not cut the encoder's keys short."""
     expected = call()
-    cache = PagedKVCache.for_sites([SITE], num_pages=4, page_size=4)
+    cache = PagedKVCache.for_sites([SITE], num_pages=4, page_size=4, device="cpu")
     meta = quire.CommonAttentionMetadata.build([1], [1], [[1]], page_size=4)
     with running(Step(cache, meta)):
         torch.testing.assert_close(call(get_backend(name)), expected)
