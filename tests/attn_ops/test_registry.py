@@ -67,14 +67,15 @@ def test_unknown_name(empty) -> None:
 
 
 WITHOUT = """
-import sys
-sys.modules["triton"] = sys.modules["flashinfer"] = None
-import torch
+import sys, torch
 from quire.attn_ops.registry import all_backends
-found, gpu = all_backends(), torch.device("cuda")
-assert "pip install triton" in found["triton"].available(gpu)
-assert "pip install 'quire[flashinfer]'" in found["flashinfer"].available(gpu)
-assert found["flashinfer"].op.name() == "quire::flashinfer_paged_attention"
+assert "triton" not in sys.modules, "importing the registry imports kernels"
+gpu, sys.modules["triton"], sys.modules["flashinfer"] = torch.device("cuda"), None, None
+from quire.attn_ops.backends.triton import BACKEND
+assert "pip install triton" in BACKEND.available(gpu)
+del sys.modules["triton"]
+found = all_backends()["flashinfer"]  # its page table is a Triton kernel
+assert "pip install 'quire[flashinfer]'" in found.available(gpu) and found.op.name() == "quire::flashinfer_paged_attention"
 assert not torch.cuda.is_initialized()
 """
 
