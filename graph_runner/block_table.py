@@ -6,7 +6,8 @@ writes the changes and gathers the rows (``update``), inside the CUDA graph.
 
 NOTE [Table in step]: ``_sent`` counts the pages of each slot that the device has. It advances when a step is launched
 (``commit``), not when its changes are packed: after a step that failed in between, the pages are sent again, which is
-harmless. A slot's row is not cleared for its next request: entries after a sequence's own pages may be any page, see NOTE
+harmless. ``_cleared_sent`` likewise counts the leading pages that were given back, in whose places the device has the null
+page. A slot's row is not cleared for its next request: entries after a sequence's own pages may be any page, see NOTE
 [Padding].
 """
 
@@ -20,6 +21,7 @@ import torch
 from quire.attn_ops.metadata import NULL_PAGE
 
 logger = logging.getLogger(__name__)
+_NONE = np.zeros(0, np.int64)
 
 
 def change_capacity(num_tokens: int, num_reqs: int, page_size: int) -> int:
@@ -50,7 +52,7 @@ class BlockTable:
         self._sent = np.zeros(max_num_seqs, np.int64)  # and in ``device``
         # Leading pages of each slot that were given back: in ``host``, and in ``device``.
         self._cleared, self._cleared_sent = np.zeros((2, max_num_seqs), np.int64)
-        self._packed = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._packed = _NONE, _NONE, _NONE
 
     def new_holder(self, slot: int) -> None:
         """Assign the slot to another request, none of whose pages are known."""
@@ -80,8 +82,8 @@ class BlockTable:
         """
         cleared = self._cleared[slots]
         places = self._places(slots, self._sent[slots], num_pages)
-        if (cleared != self._cleared_sent[slots]).any():
-            places = np.concatenate([places, self._places(slots, self._cleared_sent[slots], cleared)])
+        if (behind := self._places(slots, self._cleared_sent[slots], cleared)).shape[0]:
+            places = np.concatenate([places, behind])
         if count := places.shape[0]:
             pages = self.host.reshape(-1)[places]
             fits = at.shape[0]
@@ -97,6 +99,8 @@ class BlockTable:
         """Flat positions in the table of columns ``first`` to ``end`` of each slot's row."""
         new = end - first
         count = int(new.sum())
+        if not count:
+            return _NONE
         column = np.arange(count) - np.repeat(np.cumsum(new) - end, new)
         return np.repeat(slots, new) * self.width + column
 

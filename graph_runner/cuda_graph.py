@@ -138,12 +138,14 @@ class CudaGraphRunner:
                 return bucket
         return None
 
-    def _no(self, shape: BatchShape, why: str, level: int = logging.WARNING) -> None:
+    def _no(self, shape: BatchShape, why: str, level: int = logging.WARNING) -> BatchShape | None:
+        """Count and log why there is no graph; returns None."""
         self.reason = why
         self.stats.fell_back[why] += 1
         if why not in self._warned:
             self._warned.add(why)
             logger.log(level, "step of %d tokens, %d rows runs without a CUDA graph: %s", *shape, why)
+        return None
 
     def capture(self) -> None:
         """Capture every bucket, or none yet if ``lazy``. See NOTE [Largest first, one pool].

@@ -254,8 +254,7 @@ class StepBuffers:
         """Fill what lies past the batch with values that would show if they had an effect (debugging). Slots, lengths and
         offsets of padding are part of the contract, see NOTE [Padding], and stay."""
         v = self.views(shape)
-        for name, value in (("input_ids", last_token), ("positions", last_position)):
-            v[name][tokens:] = value
+        v["input_ids"][tokens:], v["positions"][tokens:] = last_token, last_position
         for name, value in (("seed", 12345), ("sample_position", 7), ("temperature", 1), ("top_p", 0.5), ("min_p", 0.5)):
             v[name][rows:] = value
         v["logits_indices"][rows:] = max(0, tokens - 1)

@@ -98,12 +98,30 @@ def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
     written = {part.untyped_storage().data_ptr() for part in targets.values()}
     ready = {}
     for name, value in values.items():
-        value = value.detach().to(targets[name].dtype)
+        target = targets[name]
+        value = value.detach().to(target.dtype)
+        if value.device != target.device and not (value.is_contiguous() and target.is_contiguous()):
+            value = value.to(target.device)  # copy_ would need memory for that
         # A value that is itself a parameter to be written, such as one of two that are exchanged.
         ready[name] = value.clone() if value.untyped_storage().data_ptr() in written else value
     for name, value in ready.items():
         with torch.inference_mode(targets[name].is_inference()), torch.no_grad():  # inference tensors: in that mode only
             targets[name].copy_(value)
+
+
+def _plain(name: str, value: Any) -> torch.Tensor:
+    """A given value as a tensor of numbers; a distributed one gathered from all its ranks.
+
+    Raises:
+        WeightUpdateError: it is none.
+    """
+    gather = getattr(value, "full_tensor", None)
+    value = gather() if callable(gather) else value
+    if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or (
+            value.device.type == "meta"):
+        what = f"a {type(value).__name__}" + (f" on {value.device}, {value.layout}" if isinstance(value, torch.Tensor) else "")
+        raise WeightUpdateError(f"the update of the parameter {name!r} must be a plain tensor, got {what}", name)
+    return value
 
 
 class WeightUpdates:
@@ -130,7 +148,8 @@ class WeightUpdates:
         Raises:
             WeightUpdateError: see ``check_specs``; nothing is written then. RuntimeError: the engine is closed.
         """
-        pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+        pairs = [(name, _plain(name, value)) for name, value in (
+            named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)]
         targets = check_specs(self.model, (WeightSpec(name, t.dtype, tuple(t.shape)) for name, t in pairs))
         self._write(targets, dict(pairs))
 

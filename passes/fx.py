@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +117,8 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, mutable ops."""
+    """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, mutable
+    ops."""
     if not node.op.startswith("call"):
         return []
     if isinstance(node.target, torch._ops.OpOverload):
@@ -126,10 +128,18 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     else:
         name = target_name(node)
         plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
-        in_place = name in _IN_PLACE or (name.endswith("_") and not plain)
+        in_place = name in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
         written = [node.args[0]] if in_place and node.args else []
         written.append(node.kwargs.get("out"))
     return [x for x in written if isinstance(x, fx.Node)]
+
+
+def _inplace(node: fx.Node) -> Any:
+    """The argument ``inplace`` of a function of torch.nn.functional."""
+    if getattr(node.target, "__module__", "") != "torch.nn.functional":
+        return node.kwargs.get("inplace")
+    names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    return argument(node, names.index("inplace"), "inplace") if "inplace" in names else None
 
 
 def written_between(first: fx.Node, last: fx.Node) -> bool:
@@ -234,19 +244,21 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node without users may be erased. FX takes in-place methods for pure; erasing them corrupts the graph."""
-    name = target_name(node)
-    in_place = name in ("setitem", "copy_", "index_put_") or (
-        node.op == "call_method" and name.endswith("_") and not name.endswith("__"))
-    return node.op not in ("placeholder", "output") and not in_place and not node.is_impure()
+    """Whether a node without users may be erased. FX takes what changes a value in place for pure (``x += y``, ``x.add_(y)``);
+    other readers of that value would miss the change."""
+    return node.op not in ("placeholder", "output") and not written_by(node) and not node.is_impure()
 
 
-def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> int:
-    """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased."""
+def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collection[fx.Node] = ()) -> int:
+    """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased.
+
+    Args:
+        private: nodes to erase even if they change a value in place: nothing else reads it.
+    """
     todo, erased = list(candidates), set[fx.Node]()
     while todo:
         node = todo.pop()
-        if node in erased or node.users or not is_pure(node):
+        if node in erased or node.users or not (node in private or is_pure(node)):
             continue
         todo += node.all_input_nodes
         graph.erase_node(node)
@@ -281,10 +293,11 @@ def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any]) -> None:
             raise LookupError(f"no value for {node.op} {node.name}")
 
 
-def compute_value(node: fx.Node) -> None:
-    """Give a new node the fake value that follows from its inputs' fake values."""
+def compute_value(node: fx.Node) -> fx.Node:
+    """Give a new node the fake value that follows from its inputs' fake values; returns the node."""
     inputs = {n: value(n) for n in node.all_input_nodes}
     mode = next(m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
     with mode, enable_python_dispatcher(), torch.no_grad():
         evaluate([node], inputs)
     node.meta["example_value"] = inputs[node]
+    return node

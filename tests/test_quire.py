@@ -21,9 +21,9 @@ def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
-        "Step", "StepLimits", "StreamEvent", "UnsupportedAttention",
-        "assert_attention_sites", "backends", "check_backend", "current_step", "define_paged_op", "explain", "paged",
-        "register_backend", "step",
+        "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
+        "assert_attention_sites", "backends", "check_backend", "cross_attention", "current_step", "define_paged_op", "explain",
+        "merge_state", "merge_states", "paged", "register_backend", "step", "varlen_attention",
     ]
     for name in quire.__all__:
         thing = getattr(quire, name)

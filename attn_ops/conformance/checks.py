@@ -198,8 +198,8 @@ class Kit:
     def padding(self) -> None:
         for pad in ((0, 3), (2, 0), (5, 2), (40, 9)):
             self.exact(DECODE, MIXED, pad=pad)
-        for pad in ((0, 0), (3, 1)):
-            self.exact([(0, 4), (0, 9)], [], pad=pad)
+        self.exact([(0, 4), (0, 9)])  # sequences that wait, and no token
+        self.exact([(0, 4), (0, 9)], [], pad=(3, 1))
 
     def stale(self) -> None:
         """Padding rows of a static buffer still hold the page numbers of an earlier batch."""

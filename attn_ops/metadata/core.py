@@ -7,7 +7,8 @@ value go to slot ``block_table[r, p // page_size] * page_size + p % page_size``.
 
 NOTE [Padding]: a batch may be padded to a bucket's shape. Padding rows repeat the last ``query_start_loc`` (zero tokens) and
 have ``seq_lens`` 0; padding tokens have slot -1, "do not write". Page 0 is the null page: no sequence owns it, and padding
-rows of ``block_table`` hold it. Entries past a sequence's own pages may be any page, of others too: nothing may depend on them.
+rows of ``block_table`` hold it, and so do those of pages that every query of a sequence has left behind its window or chunk.
+Entries past a sequence's own pages may be any page, of others too: nothing may depend on them.
 Kernels accept rows of zero length, write no slot that is not mapped, and give zeros for padding tokens. Nothing in the
 contract reads a device tensor on the host.
 """

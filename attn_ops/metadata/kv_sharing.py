@@ -38,7 +38,8 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
 ) -> CommonAttentionMetadata:
     """The batch of the tokens with logits: queries are theirs, keys and slots those of the whole batch.
 
-    Returns the same object where there is nothing to leave out: no logits indices, or decodes only.
+    Returns the same object where there is nothing to leave out: no logits indices, or decodes only. The model's positions are
+    ``positions[logits_indices]`` of the whole batch.
 
     Args:
         logits_indices_cpu: ``logits_indices_padded`` on the host, needed where that is on a device: nothing here waits for one.

@@ -20,7 +20,8 @@ def make_local_attention_virtual_batches(attn_chunk_size: int, common_attn_metad
 
     Tokens, slots and their order stay. Virtual sequence j of a row has the row's tokens of one chunk as its queries and, as
     ``seq_lens``, the chunk's tokens up to the last of them. Its block table has attn_chunk_size / block_size columns; those
-    past the row's table repeat its last column, and ``seq_lens`` keeps kernels from reading them.
+    past the row's table repeat its last column, and ``seq_lens`` keeps kernels from reading them. ``positions`` of the result
+    count from the chunk's start; the model's are those of the batch.
 
     Args:
         attn_chunk_size: tokens per chunk, a multiple of the page size.

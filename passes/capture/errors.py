@@ -32,12 +32,13 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
             f"{name}'s forward reads values of tensors on the host, as a Python loop over the experts in use or a branch on "
             f"data does, so that its path depends on the batch and cannot be one graph{_reason(text)}. Compute all paths by "
             "tensor operations, or pass experts through transformers' experts interface.")
-    if "RLock" in text and "SETUP_WITH" in text:
-        return UnsupportedAttention(
-            f"{name} reads a functools.cached_property for the first time in its forward, which torch cannot trace on this "
-            f"Python{_reason(text)}; run the model once on a few tokens before quire serves it.")
     first = text.strip().splitlines()[0] if text.strip() else ""
     return UnsupportedAttention(f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}")
+
+
+def is_first_read(error: Exception) -> bool:
+    """Whether Dynamo met a ``functools.cached_property`` that was never read: it cannot trace its lock, in Python 3.11."""
+    return "RLock" in str(error) and "SETUP_WITH" in str(error)
 
 
 def _reason(text: str) -> str:
@@ -49,4 +50,4 @@ def _reason(text: str) -> str:
     return f" ({'; '.join(found)})" if found else ""
 
 
-__all__ = ["unwrapped"]
+__all__ = ["is_first_read", "unwrapped"]

@@ -27,7 +27,7 @@ from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
-from quire.passes.capture.errors import unwrapped
+from quire.passes.capture.errors import is_first_read, unwrapped
 from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
@@ -124,7 +124,13 @@ class PagedModel:
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         with route, experts_active(self.model), static, torch.no_grad():
             try:
-                compiled(ids, positions, keep, *sampling)
+                try:
+                    compiled(ids, positions, keep, *sampling)
+                except Exception as error:
+                    if not is_first_read(error):
+                        raise
+                    self.by_itself(ids[0], positions[0])  # reads it
+                    compiled(ids, positions, keep, *sampling)
             except Traced:
                 pass
             except Exception as error:

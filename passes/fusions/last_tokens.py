@@ -127,7 +127,7 @@ class _Region:
                 return 0
         for gather in moved:
             gather.replace_all_uses_with(self.narrow[gather.args[0]])
-        erase_dead(self.graph, moved)
+        erase_dead(self.graph, moved, self.nodes)  # of those that write, only private sums are in the region
         return len(moved)
 
     def _on_rows(self, node: fx.Node) -> fx.Node:
@@ -142,8 +142,7 @@ class _Region:
             new = self.graph.create_node(node.op, target, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k not in ("example_value", "val", "tensor_meta")}
         self.narrow[node] = new
-        compute_value(new)
-        return new
+        return compute_value(new)
 
     def _rows_of(self, x: Any, reader: fx.Node) -> Any:
         dim = self.row_wise.dim(x)

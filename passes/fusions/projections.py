@@ -116,8 +116,7 @@ def _fuse(fusion: Fusion, nodes: tuple[fx.Node, ...], tensors: tuple[_Tensors, .
     whole = {name: fusion.add_weight(fusion.weights.fuse(group), tensors[0][name].node) for name, group in groups.items()}
     with graph.inserting_before(first):
         if "scale" in whole:
-            scale = graph.call_method("reshape", (whole["scale"], -1))
-            compute_value(scale)
+            scale = compute_value(graph.call_method("reshape", (whole["scale"], -1)))
             product = graph.call_function(small_linear, (
                 first.args[0], whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
         else:

@@ -62,8 +62,7 @@ def _rewrite(node: fx.Node) -> None:
     with graph.inserting_before(node):
         codes, scales = (graph.call_function(getattr, (weight, name)) for name in ("qdata", "scale"))
         codes.meta["example_value"], scales.meta["example_value"] = value(weight).qdata, value(weight).scale
-        scale = graph.call_method("reshape", (scales, -1))
-        compute_value(scale)
+        scale = compute_value(graph.call_method("reshape", (scales, -1)))
         replace_node(node, graph.call_function(small_linear, (
             x, codes, argument(node, 2, "bias"), None, 0.0, None, False, scale)))
 

@@ -13,7 +13,17 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import compute_value, module_path, placeholders, source_name, symbolic, value
+from quire.passes.fx import (
+    argument,
+    compute_value,
+    module_path,
+    placeholders,
+    same_shape,
+    source_name,
+    symbolic,
+    target_name,
+    value,
+)
 
 #: Functions and methods that pass numbers on as they are.
 _PASSED_ON = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "to", "long", "int", "contiguous",
@@ -39,8 +49,8 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
     given = next((n for n in placeholders(graph) if n.users and "pos" in source_name(n) and _is_row(n, tokens)), None)
     if given is None:
         return 0  # a model that makes positions and reads none is refused: passes/verify/sites.py
-    found = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "__name__", "") == "arange" and n.users
-             and tuple(map(str, value(n).shape)) == (str(tokens),)]
+    found = [n for n in graph.nodes if n.op == "call_function" and target_name(n) == "arange" and n.users
+             and same_shape(value(n).shape, (tokens,))]
     replaced: list[str] = []
     for node in found:
         picks, counts = _uses(node)
@@ -54,11 +64,9 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
                     "and uses the numbers both to compute and to pick rows" if picks else "other than 0, 1, 2, ...")
                 + "; in a ragged row every sequence has positions of its own. Compute with position_ids instead.")
         with graph.inserting_before(node):
-            flat = graph.call_method("reshape", (given, -1))
-            compute_value(flat)
+            flat = compute_value(graph.call_method("reshape", (given, -1)))
             if value(flat).dtype != value(node).dtype:
-                flat = graph.call_method("to", (flat, value(node).dtype))
-                compute_value(flat)
+                flat = compute_value(graph.call_method("to", (flat, value(node).dtype)))
         flat.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         node.replace_all_uses_with(flat)
         graph.erase_node(node)
@@ -89,14 +97,13 @@ def check_uncompiled(gm: fx.GraphModule) -> None:
 
 def _is_row(node: fx.Node, tokens: Any) -> bool:
     x = value(node)
-    return isinstance(x, torch.Tensor) and not x.is_floating_point() and tuple(map(str, x.shape)) in (
-        ("1", str(tokens)), (str(tokens),))
+    return isinstance(x, torch.Tensor) and not x.is_floating_point() and (
+        same_shape(x.shape, (tokens,)) or same_shape(x.shape, (1, tokens)))
 
 
 def _start_and_step(node: fx.Node) -> tuple[Any, Any]:
-    numbers = list(node.args)
-    start = node.kwargs.get("start", numbers[0] if len(numbers) > 1 else 0)
-    return start, node.kwargs.get("step", numbers[2] if len(numbers) > 2 else 1)
+    start = argument(node, 0, "start", 0) if len(node.args) > 1 else node.kwargs.get("start", 0)
+    return start, argument(node, 2, "step", 1)
 
 
 def _uses(node: fx.Node) -> tuple[bool, bool]:
@@ -109,7 +116,7 @@ def _uses(node: fx.Node) -> tuple[bool, bool]:
             continue
         seen.add(n)
         for user in n.users:
-            name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+            name = target_name(user)
             data = user.args[0] if user.args else None
             if name in ("setitem", "index_put_") and isinstance(data, fx.Node):
                 if data is n:

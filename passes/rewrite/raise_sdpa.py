@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.attention import attention
-from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, symbolic, value
+from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
@@ -128,9 +128,8 @@ def _peel_repeat(node: fx.Node, heads: int) -> fx.Node:
     """The un-repeated tensor behind ``node`` if a chain of views provably repeats it to ``heads`` heads, else ``node``."""
     chain, at = [node], node
     while at.op in ("call_function", "call_method") and len(chain) < 8:
-        name = at.target if isinstance(at.target, str) else getattr(at.target, "__name__", "")
         data = at.args[0] if at.args else None
-        if name.rstrip("_") not in _VIEWS or not isinstance(data, fx.Node):
+        if target_name(at).rstrip("_") not in _VIEWS or not isinstance(data, fx.Node):
             break
         at = data
         shape: Any = getattr(value(at), "shape", ())

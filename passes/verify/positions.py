@@ -43,7 +43,7 @@ def check_rope(config: Any, max_length: int | None = None) -> None:
         if name == "longrope" and (max_length is None or short is None or max_length > short):
             raise UnsupportedAttention(
                 f"{kind} has rope_type 'longrope', which changes the frequencies of all sequences of a batch once one of them "
-                f"is longer than {short} tokens; quire.Engine serves it up to that length: max_model_len={short}.")
+                f"is longer than {short} tokens; an engine with max_model_len={short} serves it up to that length.")
 
 
 def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:

@@ -88,8 +88,7 @@ class TokenPass:
         if node.target in _ATTENTION:
             self._check_used(node, node, "is attended to")
             return self._attended(node)
-        writes = bool(written_by(node)) or node.kwargs.get("inplace") is True or any(
-            a is True for a in node.args[1:2] if getattr(node.target, "__module__", "") == "torch.nn.functional")
+        writes = bool(written_by(node))
         mixed = next((k for x in node.all_input_nodes for k in tree_leaves(self.known[x], is_leaf=_is_known)
                       if isinstance(k, Mixed)), None)
         if mixed is not None:

@@ -54,6 +54,16 @@ def view_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return y
 
 
+def rectified_in_place(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    """The results of these operations are not used, but what they write is."""
+    y = x * 1
+    half = y[..., :8]
+    F.relu(half, inplace=True)
+    half.mul_(2)
+    F.leaky_relu(y[..., 8:], 0.1, True)
+    return y
+
+
 def mean_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
     y = x * 1
     y[..., 0] = x.mean()
@@ -389,6 +399,7 @@ SERVED = {
     "weight of all": lambda m, x, p: x * m.w.mean() / m.w.norm() + m.w.amax(0).cumsum(0),
     "written features": add_in_place,
     "written views": view_written,
+    "rectified in place": rectified_in_place,
     "loop": in_loop,
     "unused loss": unused,
     "dropout in evaluation": lambda m, x, p: F.dropout(x, 0.5, m.training),

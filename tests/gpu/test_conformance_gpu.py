@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.attn_ops.conformance.checks import Kit
+from quire.attn_ops.conformance.mla import MlaKit
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.registry import get_backend
 from tests.gpu.helpers import need
@@ -17,7 +18,9 @@ pytestmark = [
 
 
 #: The checks, each a test of its own: they wait for compilers, and many can be run at a time.
-CHECKS = [name for name, _ in Kit(get_backend("torch_native"), torch.device("cpu"), torch.float32).checks()]
+KIT = Kit(get_backend("torch_native"), torch.device("cpu"), torch.float32)
+CHECKS = [name for name, _ in KIT.checks()]
+MLA_CHECKS = [name for name, _ in MlaKit(KIT).checks()]
 COMBINATIONS = [
     ("torch_native", torch.float32, None),
     ("torch_native", torch.bfloat16, None),
@@ -45,3 +48,17 @@ def test_conformance(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
     (result,) = (r for r in check_backend(backend, "cuda", dtype, only=check, kv_dtype=kv_dtype) if r.check == check)
     assert result.status != "FAIL", result.detail
     assert result.status == "ok" or check in ("CUDA graph of a mixed batch", "rotary embedding (rope_op)"), result.detail
+
+
+@pytest.mark.parametrize("check", MLA_CHECKS)
+@pytest.mark.parametrize("name, dtype", [
+    ("torch_native", torch.float32), ("torch_native", torch.bfloat16), ("triton", torch.float32), ("triton", torch.bfloat16),
+    ("triton", torch.float16), pytest.param("flashinfer_mla", torch.bfloat16, marks=pytest.mark.slow),
+    ("flashmla", torch.bfloat16)], ids=str)
+def test_mla_conformance(name: str, dtype: torch.dtype, check: str) -> None:
+    backend = get_backend(name)
+    why = backend.available(torch.device("cuda"))
+    if why:
+        pytest.skip(f"{name}: {why}")
+    (result,) = (r for r in check_backend(backend, "cuda", dtype, only=check) if r.check == check)
+    assert result.status == "ok" or result.status == "skip" and check == "MLA: CUDA graph of a mixed batch", result.detail

@@ -251,15 +251,3 @@ def test_two_streams_at_once():
     for case, results in zip(cases, outs, strict=True):
         check_output(results[0], case)
         assert all(torch.equal(out, results[0]) for out in results)
-
-
-@pytest.mark.parametrize("query_lens", [[1, 1], [1, 70], [90]])
-def test_nothing_waits_for_the_device(query_lens):
-    case = make_case(query_lens, [n + 300 for n in query_lens], **LLAMA, dtype=torch.bfloat16)
-    run_case(BACKEND, case)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run_case(BACKEND, case)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

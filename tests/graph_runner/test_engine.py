@@ -76,15 +76,16 @@ def test_n(engine, prompts, sampled) -> None:
 # -- how requests end
 
 
-def end_of(model, prompt) -> list[int]:
-    """A greedy continuation up to and with the end token."""
-    found = hf_greedy(model, prompt, 200)
+@pytest.fixture(scope="module")
+def ended(model, prompts) -> list[int]:
+    """The greedy continuation of the first prompt, up to and with the end token."""
+    found = hf_greedy(model, prompts[0], 200)
     assert found[-1] == model.config.eos_token_id, "this prompt's continuation does not end; choose another"
     return found
 
 
-def test_end_token(engine, model, tokenizer, prompts) -> None:
-    found = end_of(model, prompts[0])
+def test_end_token(engine, model, tokenizer, prompts, ended) -> None:
+    found = ended
     (output,) = engine.generate(prompts[0], replace(GREEDY, max_tokens=None))
     assert (output.token_ids, output.finish_reason, output.stop_reason) == (found, "stop", None)
     assert output.text == tokenizer.decode(found[:-1])
@@ -99,9 +100,9 @@ def test_end_token(engine, model, tokenizer, prompts) -> None:
     assert model.config.eos_token_id not in output.token_ids
 
 
-def test_end_token_with_asynchronous_stepping(model, tokenizer, prompts) -> None:
+def test_end_token_with_asynchronous_stepping(model, tokenizer, prompts, ended) -> None:
     """The step launched too many is dropped, also while others run on."""
-    found = end_of(model, prompts[0])
+    found = ended
     with Engine(model, tokenizer, num_pages=60, max_num_seqs=4, async_stepping=True) as engine:
         outputs = engine.generate([prompts[0], prompts[1], prompts[0]], replace(GREEDY, max_tokens=len(found) + 30))
         assert [outputs[0].token_ids, outputs[2].token_ids] == [found, found]

@@ -81,9 +81,8 @@ def test_paged_generate(prompts, whole, kind) -> None:
     assert out[0, len(prompts[0]) :].tolist() == whole[0]
 
 
-def test_more_pages_fit() -> None:
+def test_more_pages_fit(model) -> None:
     """The cache is sized by its real bytes, scales included."""
-    model = load_model()
     pages = {}
     for name in ("auto", "int8"):
         with Engine(model, kv_cache_dtype=name, max_num_seqs=5000, max_model_len=1000, cudagraph_capture_sizes=[]) as engine:
@@ -135,8 +134,8 @@ def test_logits(kind, text) -> None:
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_steps(compiler, kind, text) -> None:
     """torch.compile(backend="quire") with a cache made by hand is the routed model on it."""
-    routed = logits_of(quire.paged(load_model()), text, 16, NAMES[kind])
-    model = load_model()
+    routed = logits_of(quire.paged(load_model(num_layers=2)), text, 16, NAMES[kind])
+    model = load_model(num_layers=2)
     compiled = torch.compile(model, backend=quire_backend, options={"compiler": compiler})
     assert (logits_of(compiled, text, 16, NAMES[kind]) - routed).abs().max() <= FEW_STEPS
 

@@ -42,7 +42,9 @@ def compiled(model: Any) -> None:
 
 def step_by_hand(model: Any, **options: Any) -> None:
     run = torch.compile(model, backend="quire", options={"compiler": "eager", **options})
-    cache = quire.PagedKVCache.for_model(model, num_pages=4, page_size=16)
+    config = model.config  # as PagedKVCache.for_model makes it, without another trace
+    cache = quire.PagedKVCache(num_layers=config.num_hidden_layers, num_pages=4, page_size=16, head_dim=config.head_dim,
+                               num_kv_heads=config.num_key_value_heads, dtype=torch.float32, device="cpu")
     meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=16)
     with quire.step(cache, meta), torch.no_grad():
         run(input_ids=IDS, position_ids=meta.positions[None], use_cache=False)

@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import quire.passes.pipeline
 from quire.attn_ops.backend import UnsupportedAttention
@@ -15,23 +14,13 @@ from quire.attn_ops.registry import get_backend
 from quire.graph_runner.packing_check import check_packing
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
-
-VOCAB, HIDDEN, HEADS = 31, 16, 4
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.view(1, x.shape[1], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+from tests.adversarial import harness
+from tests.adversarial.harness import VOCAB, WIDTH
 
 
 def shift(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # RWKV's: half of each token comes from the one before
     before = F.pad(x, (0, 0, 1, -1))
-    return torch.cat([x[..., : HIDDEN // 2], before[..., HIDDEN // 2 :]], dim=-1)
+    return torch.cat([x[..., : WIDTH // 2], before[..., WIDTH // 2 :]], dim=-1)
 
 
 def centre(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -63,21 +52,19 @@ def fourier(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def innocent(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, (HIDDEN,)).roll(1, dims=-1)
+    return F.layer_norm(x, (WIDTH,)).roll(1, dims=-1)
 
 
-class Model(nn.Module):
+class Model(harness.Model):
+    """``mix(x, positions)`` behind one layer of attention, and ``after(logits)``."""
+
     def __init__(self, mix, dtype: torch.dtype = torch.float32, after=None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mix, self.after = mix, after
-        self.embed, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
-        self.attention, self.head = Attention(), nn.Linear(HIDDEN, VOCAB)
+        super().__init__(lambda model, x, positions: mix(x, positions))
+        self.after = after
         self.to(dtype)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids) + self.place(position_ids)
-        logits = self.head(self.mix(x + self.attention(x), position_ids))
+        logits = super().forward(input_ids, position_ids)
         return logits if self.after is None else self.after(logits)
 
 

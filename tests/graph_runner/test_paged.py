@@ -118,7 +118,7 @@ def test_mask(no_warnings, plain, model, batch, tokenizer) -> None:
 
 def test_mask_inferred_from_the_padding(no_warnings, plain, model, batch) -> None:
     same(plain, model, batch.input_ids.where(batch.attention_mask.bool(), 9), pad_token_id=9, max_new_tokens=NEW)
-    same(plain, model, batch.input_ids, max_new_tokens=NEW)  # padded with the end token: not told apart, so it counts
+    same(plain, model, batch.input_ids, max_new_tokens=NEW)  # padding that is the end token counts as tokens
 
 
 def test_generation_config(no_warnings, plain, model, batch) -> None:

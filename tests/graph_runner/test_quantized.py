@@ -39,7 +39,7 @@ class Int8Linear(nn.Module):
 
 
 class DynamicInt8Linear(Int8Linear):
-    """Its input is quantised too, with a scale a token or, where told so, one for all."""
+    """Its input is quantised too, with a scale per token, or one for all with ``all_together``."""
 
     def __init__(self, linear: nn.Linear, all_together: bool = False) -> None:
         super().__init__(linear)

@@ -114,6 +114,15 @@ def test_a_refused_update_changes_nothing(engine, bad, message) -> None:
     assert_old(engine, before, said)
 
 
+@pytest.mark.parametrize("value", [[1.0], torch.ones(2, device="meta"), torch.eye(2).to_sparse()])
+def test_values_that_are_no_plain_tensors(engine, value) -> None:
+    """They would fail while values are copied, after others were written."""
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    with pytest.raises(quire.WeightUpdateError, match=f"the update of the parameter '{NORM}' must be a plain tensor, got a"):
+        engine.update_weights_from_tensors([(UP, torch.zeros_like(before[UP])), (NORM, value)])
+    assert_old(engine, before, said)
+
+
 def test_the_same_name_twice(engine) -> None:
     value = engine.get_weights_by_name(NORM)
     with pytest.raises(quire.WeightUpdateError, match="given twice"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from quire.passes.backend import QuireBackend
@@ -38,15 +39,18 @@ def mutating(x, index, new):
     y = x.clone()
     y.scatter_(0, index, new)
     y[0] = 3.0
+    z = y * 1
+    z += 1
     unused = torch.sin(y).cos()  # noqa: F841
     return y + 1
 
 
 def test_in_place_nodes_are_not_pure() -> None:
-    """FX itself takes ``scatter_`` and ``setitem`` for pure: dropping them corrupts graphs."""
+    """FX itself takes ``scatter_``, ``setitem`` and ``iadd`` for pure: dropping them corrupts graphs."""
     graph = traced(mutating, torch.zeros(5), torch.zeros(2, dtype=torch.long), torch.ones(2)).graph
     pure = {getattr(n.target, "__name__", n.target): is_pure(n) for n in graph.nodes if n.op.startswith("call")}
-    assert pure == {"clone": True, "scatter_": False, "setitem": False, "sin": True, "cos": True, "add": True}
+    assert pure == {"clone": True, "scatter_": False, "setitem": False, "mul": True, "iadd": False, "sin": True, "cos": True,
+                    "add": True}
     assert not any(is_pure(n) for n in placeholders(graph))
 
 
@@ -58,7 +62,7 @@ def test_erase_dead() -> None:
     assert erase_dead(graph, [named(graph, "cos")]) == 2  # and sin, but not what sin reads
     graph.lint()
     assert [getattr(n.target, "__name__", n.target) for n in graph.nodes if n.op.startswith("call")] == [
-        "clone", "scatter_", "setitem", "add"]
+        "clone", "scatter_", "setitem", "mul", "iadd", "add"]
     assert erase_dead(graph, []) == 0
 
 
@@ -68,10 +72,15 @@ def test_double_underscore_methods_are_pure() -> None:
     assert is_pure(graph.call_method("__and__", (x, x))) and not is_pure(graph.call_method("add_", (x, x)))
 
 
-# Executing a part of a graph.
-
-
-# Constants and guards.
+def test_functions_that_write_by_an_argument_are_not_pure() -> None:
+    """``inplace`` by position or name, and ``out``; a True in another place means something else."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for function, args, options, pure in [
+            (F.relu, (x,), {}, True), (F.relu, (x, True), {}, False), (F.silu, (x,), {"inplace": True}, False),
+            (F.leaky_relu, (x, 0.1, True), {}, False), (F.dropout, (x, 0.5, True), {}, True),
+            (torch.add, (x, 1), {"out": x}, False)]:
+        assert is_pure(graph.call_function(function, args, options)) == pure, (function, args, options)
 
 
 def conditions(function, *args, limits=()) -> list[str]:

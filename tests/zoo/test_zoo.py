@@ -41,6 +41,7 @@ UNROTATED = {"gpt2", "gpt2_per_layer_scale", "gpt_bigcode", "opt", "biogpt", "be
 #: Some whose last layer is all row-wise behind its attention, and some with parts that are: products on B rows, head included.
 LAST_ROWS = {"llama": 5, "gpt2": 4, "gemma2": 5, "phi": 4, "opt": 4, "falcon": 4, "gemma4": 7, "mixtral": 1, "deepseek_v3": 4}
 TRITON = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4")
+QUICK_TRITON = ("gpt_oss", "deepseek_v3")
 #: Those whose experts go by transformers' interface, which is switched over on a GPU (``passes/capture/hf_experts.py``).
 EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe", "mixtral", "phimoe", "granitemoe",
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
@@ -49,7 +50,7 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
 #: A sample of those served by ``torch.compile`` too, which sees F.sdpa and its mask; or transformers' eager attention (gemma2,
 #: gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention interface.
 BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
-QUICK_BY_HAND = ("llama", "falcon", "gemma2")
+QUICK_BY_HAND = ("falcon", "gemma2")  # tests/passes/test_step.py has a Llama
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
@@ -211,7 +212,7 @@ def test_greedy_by_hand(name: str, prompt: int) -> None:
         want = torch.cat([want, row], 1)
 
 
-@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_TRITON)) for n in TRITON])
 def test_triton_interpreted(name: str) -> None:
     why = get_backend("triton").available(torch.device("cpu"))
     if why:

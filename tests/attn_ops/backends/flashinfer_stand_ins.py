@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from quire.attn_ops.ops.varlen import varlen_attention_eager
 from tests.attn_ops.oracle import oracle_attention
 
 
@@ -25,7 +28,8 @@ class _Wrapper:
                          softcap=logits_soft_cap or None)
         self.plans = getattr(self, "plans", 0) + 1
 
-    def _attend(self, q, caches, out, query_start):
+    def _attend(self, q, caches, out, query_start, lse, return_lse):
+        assert (lse is not None) == return_lse
         heads, kv_heads, dim, page_size = self.shape
         k_cache, v_cache = caches
         assert k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous() and q.stride(2) == 1
@@ -41,9 +45,14 @@ class _Wrapper:
             own = slice(query_start[row], query_start[row + 1])
             if length == 0:
                 out[own] = 0
+                if return_lse:
+                    lse[own] = -math.inf
                 continue
             keys, values = (c[pages].flatten(0, 1)[:length] for c in (k_cache, v_cache))
             out[own] = oracle_attention(q[own], keys, values, **self.mask).to(out.dtype)
+            if return_lse:  # to base 2, as FlashInfer's kernels
+                starts = [torch.tensor([0, n], dtype=torch.int32) for n in (len(q[own]), length)]
+                lse[own] = varlen_attention_eager(q[own], keys, values, *starts, causal=True, **self.mask)[1] / math.log(2)
 
 
 class Decode(_Wrapper):
@@ -73,9 +82,9 @@ class Decode(_Wrapper):
         self._keep(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, window_left,
                    logits_soft_cap, sm_scale, q_data_type, kv_data_type)
 
-    def run(self, q, paged_kv_cache, *, out=None):
+    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
         assert q.shape[0] == len(self.last_page_len)
-        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1))
+        self._attend(q, paged_kv_cache, out, range(q.shape[0] + 1), lse, return_lse)
 
 
 class Prefill(_Wrapper):
@@ -97,8 +106,8 @@ class Prefill(_Wrapper):
         self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
                    page_size, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
 
-    def run(self, q, paged_kv_cache, *, out=None):
-        self._attend(q, paged_kv_cache, out, self.query_start)
+    def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
+        self._attend(q, paged_kv_cache, out, self.query_start, lse, return_lse)
 
 
 def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,

@@ -61,14 +61,6 @@ def test_heads_and_dims(heads, kv_heads, dim, dim_v, dtype):
     check_case(BACKEND, make_case([1, 9, 20], [70, 9, 40], layout="HND", **shape))
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="Triton's interpreter multiplies bfloat16 wrongly")
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_bfloat16(dim):
-    shape = dict(num_heads=8, num_kv_heads=2, head_dim=dim, page_size=16, dtype=torch.bfloat16, device=DEVICE)
-    check_case(BACKEND, make_case([1, 1, 1], [33, 1, 900], **shape))
-    check_case(BACKEND, make_case([1, 90, 20], [700, 90, 400], **shape))
-
-
 @pytest.mark.parametrize("features", [
     dict(window=1), dict(scale=0.7), dict(window=6, chunk=16), dict(window=11, softcap=3.0, sinks=True, chunk=32, scale=0.4),
 ], ids=str)

@@ -169,7 +169,6 @@ def pages_in_physical_order(given):
 
 
 @pytest.mark.parametrize("change, caught_by", [
-    (spoil(window=lambda g: None), {"feature window", "features together"}),
     (spoil(window=lambda g: g["window"] and g["window"] + 1), {"feature window", "features together"}),
     (spoil(softcap=lambda g: None), {"feature softcap", "features together"}),
     (spoil(chunk=lambda g: None), {"feature chunk", "features together"}),
@@ -190,7 +189,7 @@ def pages_in_physical_order(given):
      {"shared cache (no k, v)"}),
     (lambda g: torch_native.paged_attention(**g).double(), {"decode batch"}),
     (lambda g: torch_native.paged_attention(**g)[:-1], {"decode batch", "padding"}),
-], ids=["no_window", "window_off_by_one", "no_softcap", "no_chunk", "no_sinks", "scale", "functional", "slot_minus_one",
+], ids=["window_off_by_one", "no_softcap", "no_chunk", "no_sinks", "scale", "functional", "slot_minus_one",
         "one_slot_more", "one_key_more", "padding_not_zero", "nan", "nan_of_others", "window_of_one", "long_chunk",
         "page_order", "writes_when_shared", "dtype", "shape"])
 def test_a_broken_backend_fails(change, caught_by) -> None:

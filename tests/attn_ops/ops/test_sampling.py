@@ -203,25 +203,6 @@ def test_log1p_is_accurate_however_small_its_argument() -> None:
     torch.testing.assert_close(out.cpu().double(), torch.log1p(-u.double()), rtol=2.0**-21, atol=0)
 
 
-def test_noise_is_distributed_as_gumbel_said() -> None:
-    """32 cells that are equally likely. Chi-square of 31 degrees of freedom is over 61.1 in one case of 1000."""
-    noise = torch.cat([kernel_noise(12, position, 0, 2**14)[1] for position in range(8)])
-    cells = torch.exp(-torch.exp(-noise.double())).mul(32).long().bincount(minlength=32)
-    expected = noise.numel() / 32
-    assert float(((cells - expected) ** 2 / expected).sum()) < 61.1
-
-
-def test_tokens_are_drawn_from_the_softmax() -> None:
-    """Chi-square of 3 degrees of freedom is over 16.3 in one case of 1000."""
-    rows, logits = 400, torch.tensor([1.0, -0.5, -math.inf, 0.3, 2.0])
-    temperature, seed, position = torch.full((rows,), 1.5), torch.full((rows,), 3), torch.arange(rows)
-    drawn = sample_tokens_cuda(*on_device(logits.expand(rows, 5), temperature, seed, position)).cpu().bincount(minlength=5)
-    expected = rows * torch.softmax(logits / 1.5, 0)
-    assert drawn[2] == 0
-    live = expected > 0
-    assert float(((drawn - expected)[live] ** 2 / expected[live]).sum()) < 16.3
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts in the interpreter")
 def test_greedy_rows_cost_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise is made once for each block of a drawn row, and for no other."""

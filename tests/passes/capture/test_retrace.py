@@ -77,5 +77,5 @@ def test_a_hook_that_runs_uncompiled_is_refused_at_the_first_step(name: str) -> 
 def test_kinds_of_tokens_are_refused_in_an_uncompiled_step() -> None:
     """Transformers makes masks of them, which the interface does not see."""
     model = build(SERVED["gemma3"])
-    with pytest.raises(UnsupportedAttention, match="an mm_token_type_ids in a paged step"):
+    with pytest.raises(UnsupportedAttention, match="mm_token_type_ids in a paged step"):
         run(build(SERVED["gemma3"]), quire.paged(model), [4], mm_token_type_ids=lambda n: torch.zeros(1, n))

@@ -247,12 +247,13 @@ def test_in_doubt_the_graph_stays(doubt: str, monkeypatch: pytest.MonkeyPatch) -
     model = Decoder()
     before = listing(traced(model).graph.raised.graph)
 
-    def compute_and_doubt(node: fx.Node) -> None:
+    def compute_and_doubt(node: fx.Node) -> fx.Node:
         compute_value(node)
         if doubt == "a guard":
             assert value(node).shape[1] != 12345
         elif value(node).shape[-1] == 48:
             node.meta["example_value"] = value(node).double()
+        return node
 
     monkeypatch.setattr("quire.passes.fusions.last_tokens.compute_value", compute_and_doubt)
     matches, graph = rewritten(model)

@@ -370,6 +370,23 @@ def test_a_mask_changed_between_two_layers() -> None:
     assert [s.causal for s in trace(model).sites] == [True, False]
 
 
+class ReadsWhatTheMaskChanged(Tiny):
+    """Positions are changed in place for the masks and read again behind them, under another name."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        changed = again = position_ids * 1
+        x = self.embed(input_ids) + self.place(position_ids)
+        changed += 1
+        for layer in self.layers:
+            x = x + layer(x, changed, {})
+        return self.head(x + self.place(again))
+
+
+def test_a_change_for_the_mask_that_others_read_stays() -> None:
+    model = ReadsWhatTheMaskChanged(Attention(4, 2, mask=causal)).eval()
+    assert served(trace(model), model) <= TOLERANCE
+
+
 def test_other_positions_of_the_call_are_not_those_of_the_tokens() -> None:
     model = tiny(mask=lambda module, p, positions: (positions[:, None] <= p[..., None])[:, None])
     refused(model, "it depends on L.*positions", positions=torch.arange(23)[None])

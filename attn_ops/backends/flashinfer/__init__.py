@@ -2,7 +2,8 @@
 
 FlashInfer divides a batch's work among the GPU's processors on the host ("planning"), for all layers of a Group. ``plan``
 does that once per step; the paged op stores the new keys and values and runs the plan. Rows (sequences) of one token at the
-head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first.
+head of a batch go to the decode kernel, all others to the prefill kernel: schedule decodes first. Sinks follow from the
+log-sum-exp, so they need no kernels of their own.
 
 Only batches of one token per sequence are captured in CUDA graphs. A graph's kernels read persistent buffers, which ``plan``
 refills before each replay, allocating nothing. See NOTE [Padding]: rows without tokens give zeros, whatever their queries.
@@ -14,16 +15,14 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import (
@@ -33,6 +32,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
+from quire.attn_ops.backends.flashinfer.pages import PageTable, append, leading_decodes
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step
@@ -41,68 +41,8 @@ NAME = "flashinfer"
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
 INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; about 13 per tile, and at most some thousand tiles
 NO_SCALES = "its kernels take one scale for a whole cache, and quire's have one for each token and head"
-BLOCK = 1024  # page numbers that one program of _gather_pages copies
 
 logger = logging.getLogger(__name__)
-
-
-@triton.jit
-def _append(k, v, k_cache, v_cache, slots, k_token, k_head, v_token, v_head, kc_page,  # type: ignore[no-untyped-def]
-            kc_token, kc_head, vc_page, vc_token, vc_head, HEADS: tl.constexpr, HEADS_P2: tl.constexpr,
-            DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Store one token's keys and values, (Hkv, D) each, at its slot; nothing for slot -1. Offsets are 64-bit."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        page = slot // PAGE
-        offset = slot % PAGE
-        head = tl.arange(0, HEADS_P2)[:, None]
-        column = tl.arange(0, DIM)[None, :]
-        live = head < HEADS
-        key = tl.load(k + token * k_token + head * k_head + column, mask=live)
-        tl.store(k_cache + page * kc_page + offset * kc_token + head * kc_head + column, key, mask=live)
-        value = tl.load(v + token * v_token + head * v_head + column, mask=live)
-        tl.store(v_cache + page * vc_page + offset * vc_token + head * vc_head + column, value, mask=live)
-
-
-@triton.jit
-def _gather_pages(block_table, table, indices, row_stride, table_stride,  # type: ignore[no-untyped-def]
-                  BLOCK: tl.constexpr):
-    """Lay the rows' page numbers end to end. ``table`` is PageTable.device."""
-    row = tl.program_id(0)
-    begin = tl.load(table + row)
-    end = tl.load(table + row + 1)
-    first = tl.load(table + 2 * table_stride + row)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = i < end - begin
-    page = tl.load(block_table + row.to(tl.int64) * row_stride + first + i, mask=live)
-    tl.store(indices + begin + i, page, mask=live)
-
-
-def page_table(
-    seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, window: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """FlashInfer's page table of a batch, on the host: (B,) lengths -> (indptr, last_page_len, first_page).
-
-    ``indptr`` (B + 1,): prefix sums of the pages each row reads; ``last_page_len`` (B,): tokens on its last page;
-    ``first_page`` (B,): column of ``block_table`` where its pages start. Pages wholly before the window of a row's
-    first query are left out: FlashInfer counts positions from a row's end, so no mask changes. A row without tokens has one
-    page with none on it: the kernels give zeros where there are no keys, but the planner of the decode kernel counts rows
-    without pages as free, and then assigns more work than it has room for.
-    """
-    pages = np.maximum((seq_lens + page_size - 1) // page_size, 1)
-    first = np.zeros_like(pages)
-    if window is not None:
-        first = np.maximum(seq_lens - np.maximum(query_lens, 1) - (window - 1), 0) // page_size
-    indptr = np.zeros(pages.shape[0] + 1, dtype=np.int32)
-    np.cumsum(pages - first, out=indptr[1:])
-    return indptr, seq_lens - (pages - 1) * page_size, first
-
-
-def leading_decodes(query_start_loc: np.ndarray) -> int:
-    """The number of rows at the head of the batch with exactly one token."""
-    off = np.flatnonzero(query_start_loc != np.arange(query_start_loc.shape[0]))
-    return int(off[0]) - 1 if off.size else query_start_loc.shape[0] - 1
 
 
 class Group(NamedTuple):
@@ -133,39 +73,6 @@ class Group(NamedTuple):
         resident = max(1, 2 * processors // self.kv_heads)
         queries = max(resident * wide, (-(-rows * packed // tile) + rows) * tile)
         return 4 * self.heads * queries * (self.dim + 1) + 4096
-
-
-class PageTable:
-    """The page tables of the current batch for one window, at fixed addresses.
-
-    ``host`` (pinned) and ``device`` are (4, rows + 1) int32: indptr, last_page_len, first_page, and the start of each row's
-    queries, counted from the first prefill token. ``indices`` (pages,) int32 holds the page numbers.
-    """
-
-    def __init__(self, limits: StepLimits, device: torch.device) -> None:
-        rows = max(1, limits.max_num_seqs)
-        self.host = torch.zeros(4, rows + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.device = torch.zeros(4, rows + 1, dtype=torch.int32, device=device)
-        self.indices = torch.zeros(rows * max(1, limits.max_pages_per_seq), dtype=torch.int32, device=device)
-
-    def fill(self, metadata: CommonAttentionMetadata, rows: int, decodes: int, window: int | None) -> None:
-        """Compute on the host, copy once, gather the page numbers on the device."""
-        starts, block_table, host = metadata.query_start_loc_cpu.numpy(), metadata.block_table_tensor, self.host.numpy()
-        starts = starts[: rows + 1]
-        indptr, last, first = page_table(
-            metadata.seq_lens_cpu.numpy()[:rows], np.diff(starts), metadata.page_size, window)
-        counts = np.diff(indptr)
-        longest, needed = (int(x.max(initial=0)) for x in (counts, counts + first))
-        if rows >= host.shape[1] or indptr[-1] > self.indices.shape[0] or needed > block_table.shape[1]:
-            raise ValueError(
-                f"flashinfer: a batch of {rows} sequences on {indptr[-1]} pages, at most {needed} each, exceeds the "
-                f"StepLimits of its state ({host.shape[1] - 1} sequences, {self.indices.shape[0]} pages) or its "
-                f"block_table, which has {block_table.shape[1]} columns")
-        host[0, : rows + 1], host[1, :rows], host[2, :rows], host[3, : rows + 1] = indptr, last, first, starts - decodes
-        with torch.cuda.device_of(self.device):
-            self.device.copy_(self.host, non_blocking=True)
-            _gather_pages[(rows, triton.cdiv(longest, BLOCK))](
-                block_table, self.device, self.indices, block_table.stride(0), self.device.stride(0), BLOCK=BLOCK)
 
 
 class FlashInferState:
@@ -302,6 +209,12 @@ class FlashInferState:
         return self.planned[group]
 
 
+def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The part of the softmax that sinks (H,) leave to the keys, (T, H), from FlashInfer's lse, a binary logarithm: exp(lse) /
+    (exp(lse) + exp(sink)). No keys, no part."""
+    return torch.sigmoid(lse * math.log(2) - sinks.float()).nan_to_num(nan=0.0)
+
+
 def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
     """Plan the step's batch.
 
@@ -321,8 +234,8 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then run the step's plan."""
-    if sinks is not None or chunk is not None:
-        raise UnsupportedAttention("the flashinfer backend has neither sinks nor chunked attention")
+    if chunk is not None:
+        raise UnsupportedAttention("the flashinfer backend has no chunked attention")
     if k_scale is not None or v_scale is not None:
         raise UnsupportedAttention(f"the flashinfer backend has no quantized KV cache: {NO_SCALES}. Use attention='auto' or "
                                    "kv_cache_dtype='auto'")
@@ -337,17 +250,18 @@ def paged_attention(
     segments = state.segments(Group(heads, k_cache.shape[2], dim, q.dtype, scale, window, softcap))
     with torch.cuda.device_of(q):
         if k is not None and v is not None and num_tokens:
-            k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-            _append[(num_tokens,)](
-                k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
-                *v_cache.stride()[:3], HEADS=k.shape[1], HEADS_P2=triton.next_power_of_2(k.shape[1]), DIM=dim,
-                PAGE=k_cache.shape[1])
+            append(k, v, k_cache, v_cache, slot_mapping)
         pages = (k_cache, v_cache) if state.layout == "NHD" else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
         if q.stride(2) != 1 or q.requires_grad:  # FlashInfer takes neither
             q = q.detach().contiguous()
         out, done = q.new_empty(num_tokens, heads, dim), 0
         for wrapper, begin, done in segments:
-            wrapper.run(q[begin:done], pages, out=out[begin:done])
+            if sinks is None:
+                wrapper.run(q[begin:done], pages, out=out[begin:done])
+            else:
+                lse = torch.empty(done - begin, heads, dtype=torch.float32, device=q.device)
+                wrapper.run(q[begin:done], pages, out=out[begin:done], lse=lse, return_lse=True)
+                out[begin:done] *= keys_share(lse, sinks)[..., None]
         if done < num_tokens:  # padding tokens
             out[done:].zero_()
     return out
@@ -372,7 +286,7 @@ BACKEND = AttentionBackend(
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
         head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
-        kv_dtypes_note=NO_SCALES, min_compute_capability=(8, 0), window=True, softcap=True,
+        kv_dtypes_note=NO_SCALES, min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
         cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     ),
     available=available,

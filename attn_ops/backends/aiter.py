@@ -1,0 +1,110 @@
+"""Backend ``aiter``: AMD's AI Tensor Engine (package amd-aiter) on MI300 and newer. Not verified on hardware.
+
+Its kernels read pages of one token: ``prepare`` lays the slots of all sequences end to end. Batches of one token per sequence
+go to ``paged_attention_ragged``, all others to ``mha_batch_prefill_func``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    UnsupportedAttention,
+    define_paged_op,
+)
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.library import define_op
+from quire.attn_ops.vendor import by_token, missing
+
+NAME = "aiter"
+PARTITION = 256  # keys per partial result of the decode kernel
+INSTALL = "pip install --pre amd-aiter (the package aiter is another project)"
+
+
+def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B + 1,) int32 prefix sums of ``lens`` (B,), and the slot of each token of each sequence, end to end, int32: as many as
+    the block table has room for, zeros behind the last."""
+    indptr = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    at = torch.arange(block_table.numel() * page_size, device=block_table.device)
+    row = torch.searchsorted(indptr[1:].long(), at, right=True).clamp_max(max(0, lens.shape[0] - 1))
+    position = (at - indptr[row]).clamp(0, block_table.shape[1] * page_size - 1)
+    slots = block_table[row, position // page_size] * page_size + position % page_size
+    return indptr, torch.where(at < indptr[-1], slots, 0).to(torch.int32)
+
+
+def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+             page_size: int) -> list[torch.Tensor]:
+    """[indptr, slots, keys per row]: rows are tokens in a batch of decodes, else sequences."""
+    if slot_mapping.shape[0] > seq_lens.shape[0]:
+        return [*slots_end_to_end(block_table, seq_lens, page_size), seq_lens.clone()]
+    table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
+    return [*slots_end_to_end(table, lens.clamp_min(1), page_size), lens]
+
+
+def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+    ctx = torch.library.get_ctx()  # sizes that only the paged op reads
+    rows, slots, ends = ctx.new_dynamic_size(), ctx.new_dynamic_size(), ctx.new_dynamic_size()
+    return [seq_lens.new_empty(ends), seq_lens.new_empty(slots), seq_lens.new_empty(rows)]
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None,
+) -> torch.Tensor:
+    """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
+    if window is not None or chunk is not None or sinks is not None or k_scale is not None:
+        raise UnsupportedAttention("the aiter backend has no windows, chunks, sinks or quantized KV cache")
+    if k is not None and v is not None:
+        write(k_cache, None, k, slot_mapping)
+        write(v_cache, None, v, slot_mapping)
+    tokens, heads, dim = q.shape
+    if not tokens:
+        return q.new_empty(q.shape)
+    page_size, room = k_cache.shape[1], block_table.shape[1] * k_cache.shape[1]
+    indptr, slots, lens = prepared or _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
+    lib, q = importlib.import_module("aiter"), q.detach().contiguous()
+    caches = [c.view(-1, 1, *c.shape[2:]) for c in (k_cache, v_cache)]  # pages of one token
+    if tokens > seq_lens.shape[0]:
+        out = lib.mha_batch_prefill_func(
+            q, caches[0][:, 0], caches[1][:, 0], query_start_loc, indptr, slots, tokens, room, softmax_scale=scale,
+            logits_soft_cap=softcap or 0.0, causal=True)
+        live = torch.arange(tokens, device=q.device) < query_start_loc[-1]
+        return torch.where(live[:, None, None], out, 0).contiguous()
+    out, partitions = torch.empty_like(q), -(-room // PARTITION)
+    workspace = torch.empty(tokens * heads * partitions * (4 * dim + 8), dtype=torch.uint8, device=q.device)
+    one = torch.ones(1, dtype=torch.float32, device=q.device)
+    lib.paged_attention_ragged(
+        out, workspace, q, *caches, scale, indptr, slots, torch.ones_like(lens), 1, partitions, None, "auto", "NHD",
+        softcap or 0.0, one, one, None, PARTITION)
+    return out.masked_fill_((lens == 0)[:, None, None], 0)
+
+
+def available(device: torch.device) -> str | None:
+    if device.type != "cuda" or not torch.version.hip:
+        return "runs on AMD GPUs with a ROCm build of torch"
+    return missing("aiter", INSTALL)
+
+
+BACKEND = AttentionBackend(
+    name=NAME,
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16, torch.float16}),
+        head_dims=lambda d, dv: d == dv and d in (64, 128, 256), head_dims_note="64, 128 and 256, the same for values",
+        layouts=frozenset({"NHD"}), softcap=True, cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    ),
+    available=available,
+    op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
+    prepare=define_op(
+        "aiter_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
+        "Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
+    packages=("amd-aiter",),
+    verified=False,
+)

@@ -1,0 +1,138 @@
+"""Backend ``flash_attention``: the FlashAttention package that is installed: FA3, FA4 or FA2, in this order, on CUDA.
+
+=====  ====================  =====================================  ==================================================
+FA3    flash_attn_interface  compute capability 8.x and 9.x         built from source (hopper/ in FlashAttention's tree)
+FA4    flash_attn.cute       9.0 and newer                          pip install --pre flash-attn-4
+FA2    flash_attn            8.0 and newer, pages of 256 tokens     pip install flash-attn
+=====  ====================  =====================================  ==================================================
+
+All three take ragged queries and a page table. Sinks follow from the log-sum-exp: FA4's own argument for them is bfloat16 only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    UnsupportedAttention,
+    define_paged_op,
+)
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.step import current_step
+from quire.attn_ops.vendor import missing, wrong_gpu
+
+NAME = "flash_attention"
+#: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
+VARIANTS = (("FA3", "flash_attn_interface", (8, 9), 1), ("FA4", "flash_attn.cute", (9, 10, 11, 12), 1),
+            ("FA2", "flash_attn", (8, 9, 10, 11, 12), 256))
+INSTALL = ("pip install flash-attn (FA2), pip install --pre flash-attn-4 (FA4), or build hopper/ of FlashAttention's source "
+           "tree (FA3)")
+
+
+@functools.cache
+def variant(major: int) -> tuple[str, str, int] | None:
+    """(variant, module, page multiple) for a GPU of compute capability ``major``.x; None if none is installed."""
+    return next(((name, module, page) for name, module, majors, page in VARIANTS
+                 if major in majors and missing(module, "") is None), None)
+
+
+def _installed() -> tuple[str, str, int] | None:
+    return variant(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else None
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None,
+) -> torch.Tensor:
+    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+    if chunk is not None or k_scale is not None:
+        raise UnsupportedAttention("the flash_attention backend has no chunks and no quantized KV cache of one scale per token")
+    found = _installed()
+    if found is None:
+        raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
+    if k is not None and v is not None:
+        write(k_cache, None, k, slot_mapping)
+        write(v_cache, None, v, slot_mapping)
+    if not q.shape[0]:
+        return q.new_empty(0, q.shape[1], v_cache.shape[3])
+    step, room = current_step(), block_table.shape[1] * k_cache.shape[1]
+    longest_query = q.shape[0] if step is None or step.graph_key is not None else max(1, step.metadata.max_query_len)
+    longest = room if step is None or step.graph_key is not None else max(1, min(room, step.metadata.max_seq_len))
+    name, module, _ = found
+    out = _CALLS[name](importlib.import_module(module), q.detach().contiguous(), k_cache, v_cache, block_table, query_start_loc,
+                       seq_lens, sinks, longest_query, longest, scale, window, softcap)
+    live = torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
+    return torch.where(live[:, None, None], out, 0).contiguous()  # the kernels leave padding tokens as they were
+
+
+def _fa3(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
+         lens: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
+         softcap: float | None) -> torch.Tensor:
+    found = lib.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lens, page_table=table, cu_seqlens_q=starts, max_seqlen_q=longest_query,
+        softmax_scale=scale, causal=True, window_size=(-1, -1) if window is None else (window - 1, 0), softcap=softcap or 0.0,
+        num_splits=0, return_softmax_lse=sinks is not None)
+    return found if sinks is None else with_sinks(found[0], found[1], sinks)
+
+
+def _fa4(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
+         lens: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
+         softcap: float | None) -> torch.Tensor:
+    found = lib.flash_attn_varlen_func(
+        q, k_cache, v_cache, cu_seqlens_q=starts, max_seqlen_q=longest_query, max_seqlen_k=longest, seqused_k=lens,
+        page_table=table, softmax_scale=scale, causal=True, window_size=(None, None) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0, return_lse=sinks is not None)
+    return found[0] if sinks is None else with_sinks(found[0], found[1], sinks)
+
+
+def _fa2(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
+         lens: torch.Tensor, sinks: torch.Tensor | None, longest_query: int, longest: int, scale: float, window: int | None,
+         softcap: float | None) -> torch.Tensor:
+    ends = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    found = lib.flash_attn_varlen_func(
+        q, k_cache, v_cache, starts, ends, longest_query, longest, softmax_scale=scale, causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0), softcap=softcap or 0.0,
+        return_attn_probs=sinks is not None, block_table=table)
+    return found if sinks is None else with_sinks(found[0], found[1], sinks)
+
+
+_CALLS = {"FA3": _fa3, "FA4": _fa4, "FA2": _fa2}
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """out (T, H, Dv), lse (H, T), natural: sinks leave exp(lse) / (exp(lse) + exp(sink)) of the weight for the keys."""
+    return (out * torch.sigmoid(lse.transpose(0, 1) - sinks.float())[..., None]).to(out.dtype)
+
+
+def available(device: torch.device) -> str | None:
+    if why := wrong_gpu(device, 8, 9, 10, 11, 12):
+        return why
+    return None if variant(torch.cuda.get_device_capability(device)[0]) else f"no FlashAttention is installed: {INSTALL}"
+
+
+BACKEND = AttentionBackend(
+    name=NAME,
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}),
+        head_dims=lambda d, dv: d == dv and d % 8 == 0 and d <= 256,
+        head_dims_note="multiples of 8 up to 256, the same for values",
+        page_sizes=lambda p: p % (found[2] if (found := _installed()) else 1) == 0,
+        page_sizes_note="any; multiples of 256 with FA2", layouts=frozenset({"NHD"}),
+        kv_dtypes_note="its kernels take one scale per sequence and head, and quire's caches have one for each token",
+        min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
+        cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    ),
+    available=available,
+    op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
+    packages=("flash-attn", "flash-attn-3", "flash-attn-4"),
+    verified=False,
+)

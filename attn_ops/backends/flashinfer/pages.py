@@ -1,0 +1,116 @@
+"""The page tables of a batch as FlashInfer's kernels read them, and writing keys and values into the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import StepLimits
+
+BLOCK = 1024  # page numbers that one program of gather_pages copies
+
+
+@triton.jit
+def append_kernel(k, v, k_cache, v_cache, slots, k_token, k_head, v_token, v_head, kc_page,  # type: ignore[no-untyped-def]
+            kc_token, kc_head, vc_page, vc_token, vc_head, HEADS: tl.constexpr, HEADS_P2: tl.constexpr,
+            DIM: tl.constexpr, PAGE: tl.constexpr):
+    """Store one token's keys and values, (Hkv, D) each, at its slot; nothing for slot -1. Offsets are 64-bit."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        page = slot // PAGE
+        offset = slot % PAGE
+        head = tl.arange(0, HEADS_P2)[:, None]
+        column = tl.arange(0, DIM)[None, :]
+        live = head < HEADS
+        key = tl.load(k + token * k_token + head * k_head + column, mask=live)
+        tl.store(k_cache + page * kc_page + offset * kc_token + head * kc_head + column, key, mask=live)
+        value = tl.load(v + token * v_token + head * v_head + column, mask=live)
+        tl.store(v_cache + page * vc_page + offset * vc_token + head * vc_head + column, value, mask=live)
+
+
+@triton.jit
+def gather_pages(block_table, table, indices, row_stride, table_stride,  # type: ignore[no-untyped-def]
+                  BLOCK: tl.constexpr):
+    """Lay the rows' page numbers end to end. ``table`` is PageTable.device."""
+    row = tl.program_id(0)
+    begin = tl.load(table + row)
+    end = tl.load(table + row + 1)
+    first = tl.load(table + 2 * table_stride + row)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = i < end - begin
+    page = tl.load(block_table + row.to(tl.int64) * row_stride + first + i, mask=live)
+    tl.store(indices + begin + i, page, mask=live)
+
+
+def page_table(
+    seq_lens: np.ndarray, query_lens: np.ndarray, page_size: int, window: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """FlashInfer's page table of a batch, on the host: (B,) lengths -> (indptr, last_page_len, first_page).
+
+    ``indptr`` (B + 1,): prefix sums of the pages each row reads; ``last_page_len`` (B,): tokens on its last page;
+    ``first_page`` (B,): column of ``block_table`` where its pages start. Pages wholly before the window of a row's
+    first query are left out: FlashInfer counts positions from a row's end, so no mask changes. A row without tokens has one
+    page with none on it: the kernels give zeros where there are no keys, but the planner of the decode kernel counts rows
+    without pages as free, and then assigns more work than it has room for.
+    """
+    pages = np.maximum((seq_lens + page_size - 1) // page_size, 1)
+    first = np.zeros_like(pages)
+    if window is not None:
+        first = np.maximum(seq_lens - np.maximum(query_lens, 1) - (window - 1), 0) // page_size
+    indptr = np.zeros(pages.shape[0] + 1, dtype=np.int32)
+    np.cumsum(pages - first, out=indptr[1:])
+    return indptr, seq_lens - (pages - 1) * page_size, first
+
+
+def leading_decodes(query_start_loc: np.ndarray) -> int:
+    """The number of rows at the head of the batch with exactly one token."""
+    off = np.flatnonzero(query_start_loc != np.arange(query_start_loc.shape[0]))
+    return int(off[0]) - 1 if off.size else query_start_loc.shape[0] - 1
+
+
+class PageTable:
+    """The page tables of the current batch for one window, at fixed addresses.
+
+    ``host`` (pinned) and ``device`` are (4, rows + 1) int32: indptr, last_page_len, first_page, and the start of each row's
+    queries, counted from the first prefill token. ``indices`` (pages,) int32 holds the page numbers.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        rows = max(1, limits.max_num_seqs)
+        self.host = torch.zeros(4, rows + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(4, rows + 1, dtype=torch.int32, device=device)
+        self.indices = torch.zeros(rows * max(1, limits.max_pages_per_seq), dtype=torch.int32, device=device)
+
+    def fill(self, metadata: CommonAttentionMetadata, rows: int, decodes: int, window: int | None) -> None:
+        """Compute on the host, copy once, gather the page numbers on the device."""
+        starts, block_table, host = metadata.query_start_loc_cpu.numpy(), metadata.block_table_tensor, self.host.numpy()
+        starts = starts[: rows + 1]
+        indptr, last, first = page_table(
+            metadata.seq_lens_cpu.numpy()[:rows], np.diff(starts), metadata.page_size, window)
+        counts = np.diff(indptr)
+        longest, needed = (int(x.max(initial=0)) for x in (counts, counts + first))
+        if rows >= host.shape[1] or indptr[-1] > self.indices.shape[0] or needed > block_table.shape[1]:
+            raise ValueError(
+                f"flashinfer: a batch of {rows} sequences on {indptr[-1]} pages, at most {needed} each, exceeds the "
+                f"StepLimits of its state ({host.shape[1] - 1} sequences, {self.indices.shape[0]} pages) or its "
+                f"block_table, which has {block_table.shape[1]} columns")
+        host[0, : rows + 1], host[1, :rows], host[2, :rows], host[3, : rows + 1] = indptr, last, first, starts - decodes
+        with torch.cuda.device_of(self.device):
+            self.device.copy_(self.host, non_blocking=True)
+            gather_pages[(rows, triton.cdiv(longest, BLOCK))](
+                block_table, self.device, self.indices, block_table.stride(0), self.device.stride(0), BLOCK=BLOCK)
+
+
+def append(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store k and v (T, Hkv, D) at their slots; slot -1 stores nothing."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    append_kernel[(k.shape[0],)](
+        k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        HEADS=k.shape[1], HEADS_P2=triton.next_power_of_2(k.shape[1]), DIM=k.shape[2], PAGE=k_cache.shape[1])
+
+
+__all__ = ["BLOCK", "PageTable", "append", "gather_pages", "leading_decodes", "page_table"]

@@ -1,0 +1,165 @@
+"""Backend ``flashinfer_mla``: FlashInfer's kernel for MLA on the latent cache, in absorbed terms, on CUDA.
+
+One kernel serves prefill, decode and mixed batches. FlashInfer divides a batch's work among the processors on the host:
+``plan`` does it once per step for each kind of layer (query heads and scale), and the op stores the latent vectors and runs the
+plan. Only batches of one token per sequence are captured in CUDA graphs; a graph's kernel reads buffers that ``plan`` refills
+before each replay. Not yet run on a GPU; its calls are tested against the signature of flashinfer-python 0.6.18.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
+from quire.attn_ops.step import Step, StepLimits, current_step
+
+NAME = "flashinfer_mla"
+WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
+RANK, ROPE = 512, 64
+
+
+def page_table(seq_lens: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(B,) lengths of at least 1 -> indptr (B + 1,) int32, and row and column in the block table of each page."""
+    pages = -(-seq_lens.astype(np.int64) // page_size)
+    indptr = np.zeros(len(pages) + 1, dtype=np.int32)
+    np.cumsum(pages, out=indptr[1:])
+    row = np.repeat(np.arange(len(pages)), pages)
+    return indptr, row, np.arange(indptr[-1]) - indptr[row]
+
+
+class State:
+    """Workspace, page numbers and plans of one engine. Plans are by (heads, scale, dtype), wrappers by that and the graph."""
+
+    def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
+        self.wrapper: Any = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
+        self.page_size, self.device, self.limits = cache.page_size, cache.k[0].device, limits
+        pinned = self.device.type == "cuda"
+        pages = max(1, limits.max_num_seqs) * max(1, limits.max_pages_per_seq)
+        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.places_cpu = torch.zeros(pages, dtype=torch.int64, pin_memory=pinned)
+        self.places = torch.zeros(pages, dtype=torch.int64, device=self.device)
+        self.indices = torch.zeros(pages, dtype=torch.int32, device=self.device)
+        self.copied = torch.cuda.Event() if pinned else None  # after the last copy from pinned memory
+        self.kinds = {(s.num_heads, s.scale, s.dtype) for s in sites if s.latent is not None}
+        self.wrappers: dict[Any, Any] = {}
+        self.graph_rows: dict[Any, int] = {}
+        self.step: weakref.ref[Step] | None = None
+
+    def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
+        """Plan every kind of layer, after the copies of the last plan are done."""
+        self.step, key = None, step.graph_key
+        starts, lens = metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy()
+        rows = metadata.num_reqs
+        if key is not None:
+            rows = self.graph_rows.setdefault(key, metadata.num_tokens) if step.capturing else self.graph_rows.get(key, 0)
+            if rows != metadata.num_tokens or not np.array_equal(starts[: metadata.num_reqs + 1],
+                                                                 np.arange(metadata.num_reqs + 1)):
+                raise RuntimeError(f"{NAME} plans CUDA graphs for one token per sequence; graph {key!r} was captured for "
+                                   f"{rows} and has {metadata.num_tokens} tokens of {metadata.num_reqs} sequences")
+            starts = np.arange(rows + 1, dtype=np.int32)  # padding rows too: they read one slot of the null page
+        lens = np.maximum(np.pad(lens, (0, max(0, rows - len(lens))))[:rows], 1)
+        indptr, row, column = page_table(lens, self.page_size)
+        table, count = metadata.block_table_tensor, int(indptr[-1])
+        if rows > self.limits.max_num_seqs or count > len(self.indices) or (count and column.max() >= table.shape[1]):
+            raise ValueError(f"{NAME}: a batch of {rows} sequences on {count} pages exceeds the StepLimits of its state "
+                             f"({self.limits}) or its block_table of {table.shape[1]} columns")
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.places_cpu[:count] = torch.from_numpy(row * table.stride(0) + column)
+        self.places[:count].copy_(self.places_cpu[:count], non_blocking=True)
+        flat = table.as_strided(((table.shape[0] - 1) * table.stride(0) + table.shape[1],), (1,))
+        torch.index_select(flat, 0, self.places[:count], out=self.indices[:count])
+        self.num_tokens, self.last = metadata.num_tokens, int(starts[rows])
+        given = (torch.from_numpy(starts[: rows + 1].copy()), torch.from_numpy(indptr), self.indices[:count],
+                 torch.from_numpy(lens.astype(np.int32)))
+        for heads, scale, dtype in self.kinds:
+            self._wrapper((heads, scale, dtype), key, rows).plan(
+                *given, heads, RANK, ROPE, self.page_size, True, scale, dtype, dtype)
+        if self.copied is not None:
+            self.copied.record(torch.cuda.current_stream(self.device))
+        self.key, self.step = key, weakref.ref(step)
+
+    def _wrapper(self, kind: Any, key: Any, rows: int) -> Any:
+        if (kind, key) not in self.wrappers:
+            buffers = {} if key is None else {
+                "use_cuda_graph": True, "qo_indptr": torch.zeros(rows + 1, dtype=torch.int32, device=self.device),
+                "kv_indptr": torch.zeros(rows + 1, dtype=torch.int32, device=self.device), "kv_indices": self.indices,
+                "kv_len_arr": torch.zeros(rows, dtype=torch.int32, device=self.device)}
+            self.wrappers[kind, key] = self.wrapper(self.workspace, **buffers)
+        return self.wrappers[kind, key]
+
+
+def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
+    """Plan the step's batch.
+
+    Raises:
+        RuntimeError: its CUDA graph was not captured for this number of tokens, or is not of single tokens.
+        ValueError: the batch is larger than the StepLimits of the state.
+    """
+    step.states[NAME].plan(metadata, step)
+
+
+def mla_paged_attention(
+    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    prepared: list[torch.Tensor], *, scale: float,
+) -> torch.Tensor:
+    """Store [c, k_rope], then run the step's plan: q (T, H, D) -> (T, H, Dv)."""
+    step = current_step()
+    state = None if step is None else step.states.get(NAME)
+    if step is None or state is None or state.step is None or state.step() is not step:
+        raise RuntimeError(f"{NAME}_mla_paged_attention needs a paged step that was planned: run the model inside `with "
+                           "quire.step(cache, metadata)`, or call plan(metadata, step) first")
+    num_tokens, heads, nope = q.shape[0], q.shape[1], q.shape[2] - ROPE
+    if num_tokens != state.num_tokens:
+        raise RuntimeError(f"{NAME}: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
+    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    w_uk, w_uv = split_weight(kv_b, heads, nope)
+    absorbed, pages = absorb_query(q[..., :nope], w_uk), cache[:, :, 0]
+    out = torch.zeros_like(absorbed, memory_format=torch.contiguous_format)
+    wrapper, last = state.wrappers[(heads, scale, q.dtype), state.key], state.last
+    wrapper.run(absorbed[:last], q[:last, :, nope:], pages[..., :RANK], pages[..., RANK:], out=out[:last])
+    out.masked_fill_((slot_mapping < 0)[:, None, None], 0.0)  # padding rows of a graph
+    return expand_output(out, w_uv)
+
+
+def available(device: torch.device) -> str | None:
+    """Imports nothing."""
+    if device.type != "cuda":
+        return f"runs on cuda, not {device.type}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer is not installed: pip install 'quire[flashinfer]'"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # FlashInfer's own order
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
+    if nvcc is None and importlib.util.find_spec("flashinfer_jit_cache") is None:
+        return ("flashinfer compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set "
+                "CUDA_HOME, or pip install flashinfer-jit-cache")
+    return None
+
+
+BACKEND = AttentionBackend(
+    name=NAME,
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16, torch.bfloat16}), head_dims=lambda d, dv: False,
+        head_dims_note="MLA only", mla=True, mla_dims=lambda rank, rope: (rank, rope) == (RANK, ROPE),
+        mla_dims_note=f"{RANK}+{ROPE}", min_compute_capability=(8, 0),
+        cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    ),
+    available=available, op=None,
+    mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
+    make_state=State, plan=plan, packages=("flashinfer-python",),
+)

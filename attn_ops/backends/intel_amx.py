@@ -1,0 +1,85 @@
+"""Backend ``intel_amx``: the CPU kernels of sgl-kernel, for processors with AMX. Not verified on hardware.
+
+The decode kernel writes the new keys and values itself; the extend kernel reads those of the step from k and v and the earlier
+ones from the cache. Both index the cache by token: a table of slots is made from the block table.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    CudagraphSupport,
+    UnsupportedAttention,
+    define_paged_op,
+)
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.vendor import missing
+
+NAME = "intel_amx"
+SPLITS = 8  # of the keys of a query, in the decode kernel
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None,
+) -> torch.Tensor:
+    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+    if window is not None or chunk is not None or sinks is not None or k_scale is not None:
+        raise UnsupportedAttention("the intel_amx backend has no windows, chunks, sinks or quantized KV cache")
+    importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
+    heads, page_size = q.shape[1], k_cache.shape[1]
+    counts = query_start_loc.diff().long()
+    rows, live = counts.nonzero()[:, 0], int(counts.sum())  # the kernels take no rows without tokens
+    out = q.new_zeros(q.shape[0], heads, v_cache.shape[3])
+    if not live:
+        return out
+    keys, values = (cache.flatten(0, 1) for cache in (k_cache, v_cache))
+    slots = slot_mapping[:live]
+    if k is None or v is None:  # in the cache already
+        k, v = keys[slots], values[slots]
+    else:
+        write(k_cache, None, k, slot_mapping)
+        write(v_cache, None, v, slot_mapping)
+    new_k, new_v, query, result = k[:live].contiguous(), v[:live].contiguous(), q[:live].contiguous(), out[:live]
+    offsets = torch.arange(page_size)
+    table = (block_table[rows].long()[:, :, None] * page_size + offsets).flatten(1)
+    request, lens, cap = torch.arange(len(rows)), seq_lens[rows].long(), softcap or 0.0
+    if int(counts.max()) == 1:
+        logits = torch.empty(live, heads, SPLITS, v_cache.shape[3] + 1, dtype=torch.float32)
+        torch.ops.sgl_kernel.decode_attention_cpu(
+            query, keys, values, result, new_k, new_v, slots, logits, table, request, lens, scale, cap)
+    else:
+        torch.ops.sgl_kernel.extend_attention_cpu(
+            query, new_k, new_v, result, keys, values, table, request, lens, counts[rows], query_start_loc[rows].long(),
+            int(counts.max()), scale, cap)
+    return out
+
+
+def available(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"runs on cpu, not {device.type}"
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    if not has_amx():
+        return "the processor has no AMX (Intel Xeon of the 4th generation and newer have it)"
+    return missing("sgl_kernel", "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pyproject_cpu.toml)")
+
+
+BACKEND = AttentionBackend(
+    name=NAME,
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cpu"}), dtypes=frozenset({torch.bfloat16, torch.float16}), layouts=frozenset({"NHD"}),
+        head_dims=lambda d, dv: d % 32 == 0 and dv % 32 == 0 and d <= 256, head_dims_note="multiples of 32 up to 256",
+        softcap=True, cudagraph_support=CudagraphSupport.NEVER,
+    ),
+    available=available,
+    op=define_paged_op(NAME, paged_attention, devices=("CPU",)),
+    packages=("sgl-kernel",),
+    verified=False,
+)

@@ -1,0 +1,55 @@
+"""What backends of vendors' packages share: why a package cannot be used, and tables by token.
+
+A file of a backend imports its package at the first call, never before: `quire backends` and the registry load without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import torch
+
+
+def missing(module: str, install: str) -> str | None:
+    """None if ``module`` can be imported, else that it is not installed, with the command that installs it."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        found = False
+    return None if found else f"{module} is not installed: {install}"
+
+
+def wrong_gpu(device: torch.device, *majors: int) -> str | None:
+    """None on a CUDA device whose compute capability is one of ``majors``, else what it needs."""
+    if device.type != "cuda":
+        return f"runs on cuda, not {device.type}"
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "no NVIDIA GPU is visible to PyTorch"
+    have = torch.cuda.get_device_capability(device)
+    if majors and have[0] not in majors:
+        return f"needs compute capability {', '.join(f'{m}.x' for m in majors)}, the GPU has {have[0]}.{have[1]}"
+    return None
+
+
+def no_compiler(*prebuilt: str) -> str | None:
+    """None if there is nvcc, or a package of compiled kernels among ``prebuilt``, else what to install."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
+    if nvcc is None and not any(importlib.util.find_spec(name) for name in prebuilt):
+        return "compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set CUDA_HOME"
+    return None
+
+
+def by_token(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+             ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token as a sequence of its own, for kernels that decode: its row of ``block_table`` (T, W) int32, and the keys that
+    it sees, its own included (T,) int32; 0 for padding tokens. Device work only."""
+    token = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
+    row = torch.searchsorted(query_start_loc[1:].long(), token, right=True).clamp_max(seq_lens.shape[0] - 1)
+    lens = seq_lens[row] - query_start_loc[row + 1] + token + 1
+    return block_table[row], torch.where(token < query_start_loc[-1], lens, 0).to(torch.int32)
+
+
+__all__ = ["by_token", "missing", "no_compiler", "wrong_gpu"]

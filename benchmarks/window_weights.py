@@ -1,0 +1,108 @@
+"""Window models: KV memory and step time at a long context, with the window and without. Weight updates: time, and graphs kept.
+
+    python benchmarks/window_weights.py window --model mistral-7b --context 32768 --window 4096 --batch 8
+    python benchmarks/window_weights.py weights --model llama-8b
+    python benchmarks/window_weights.py window --model tiny --context 512 --window 64 --batch 2      # a dry run on a CPU
+
+Prints one JSON line per row. KV pages in use are counted after the last step: what the requests hold, not what the cache has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+import quire
+from quire.attn_ops.kv_cache import bytes_per_page
+from quire.graph_runner.bench.models import ModelSpec, build, free_memory
+
+SHAPES = {
+    "mistral-7b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                       num_key_value_heads=8, vocab_size=32000),
+    "tiny": dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 vocab_size=256),
+}
+STEPS = 64
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def window(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    for size in (args.window, None):
+        config = MistralConfig(**SHAPES[args.model], sliding_window=size, max_position_embeddings=args.context + 4 * STEPS)
+        with device:
+            model = MistralForCausalLM._from_config(config, dtype=dtype).eval()
+        with quire.Engine(model, attention=args.attention, max_num_seqs=args.batch,
+                          max_model_len=args.context + 2 * STEPS) as engine:
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(args.batch):
+                prompt = torch.randint(config.vocab_size, (args.context,), generator=generator).tolist()
+                engine.add_request(prompt, quire.SamplingParams(temperature=0, max_tokens=2 * STEPS, ignore_eos=True))
+            began = time.perf_counter()
+            while engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running):
+                engine.step()
+            synchronize()
+            prefill, times = time.perf_counter() - began, []
+            for _ in range(STEPS):
+                began = time.perf_counter()
+                engine.step()
+                synchronize()
+                times.append((time.perf_counter() - began) * 1e3)
+            allocator, page = engine.scheduler.allocator, bytes_per_page(engine.runner.sites, engine.config.page_size)
+            row: dict[str, Any] = {
+                "window": size, "context": args.context, "batch": args.batch, "prefill_s": prefill,
+                "ms_per_step": statistics.median(times), "cache_mib": (allocator.num_total + 1) * page / 2**20,
+                "held_mib": (allocator.num_total - allocator.num_free) * page / 2**20,
+                "preemptions": engine.scheduler.num_preemptions}
+            print(json.dumps(row), flush=True)
+        del model, engine
+        free_memory()
+
+
+def weights(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    model = build(ModelSpec(args.model, dtype, device))
+    with quire.Engine(model, attention=args.attention, max_num_seqs=8, max_model_len=512) as engine:
+        prompt, params = [[5, 6, 7, 8]], quire.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        said = engine.generate(prompt, params)[0].token_ids
+        captured = engine.runner.graphs.stats.captured
+        for source in ("device", "host"):
+            new = {name: p.detach().to("cpu" if source == "host" else device, copy=True).mul_(-1)
+                   for name, p in model.named_parameters()}
+            synchronize()
+            began = time.perf_counter()
+            engine.update_weights_from_tensors(new)
+            synchronize()
+            row = {"from": source, "gib": sum(t.nbytes for t in new.values()) / 2**30, "s": time.perf_counter() - began,
+                   "graphs_kept": engine.runner.graphs.stats.captured == captured}
+            now = engine.generate(prompt, params)[0].token_ids
+            print(json.dumps({**row, "other_tokens": now != said}), flush=True)
+            said = now
+            del new
+            free_memory()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["window", "weights"])
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--window", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--attention", default="auto")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    (window if args.what == "window" else weights)(args, device, dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Backends of vendors' packages, against recorders: functions with the signatures that the packages publish, which check what
+they are given and attend in plain PyTorch. That a call is right in shape, metadata and meaning is proved here; hardware is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.backends import aiter, ascend, flash_attention, intel_amx, trtllm_mha
+from quire.attn_ops.conformance.batches import check
+from quire.attn_ops.conformance.checks import DECODE, MIXED, Kit
+from quire.attn_ops.conformance.sweeps import ignored
+from quire.attn_ops.ops.varlen import varlen_attention_eager
+from quire.attn_ops.registry import backends
+from quire.attn_ops.vendor import missing
+
+CPU = torch.device("cpu")
+seen: list[str] = []
+
+
+def attend(q, k_cache, v_cache, table, starts, lens, scale, window=None, softcap=None):
+    """Paged attention of rows ``starts`` of q; (out, lse (T, H))."""
+    page, rows = k_cache.shape[1], len(lens)
+    keys, values = ([c[table[r].long()].flatten(0, 1)[: int(lens[r])] for r in range(rows)] for c in (k_cache, v_cache))
+    ends = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+    assert all(len(k) == int(n) for k, n in zip(keys, lens, strict=True)), f"a table is too narrow for pages of {page}"
+    return varlen_attention_eager(q, torch.cat(keys), torch.cat(values), starts.int(), ends, scale=scale, window=window,
+                                  softcap=softcap or None, causal=True)
+
+
+# -- the recorders; their parameters are the packages' ------------------------------------------------------------------
+
+
+def xqa_batch_decode_with_kv_cache(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0,
+                                   bmm2_scale=1.0, window_left=-1, out=None, sinks=None, kv_layout="NHD", enable_pdl=None,
+                                   q_len_per_req=1, o_scale=1.0, mask=None, kv_cache_sf=None, q_cu_seq_lens=None):
+    seen.append("xqa")
+    k_cache, v_cache = kv_cache
+    assert seq_lens.dtype == torch.uint32 and block_tables.dtype == torch.int32 and block_tables.is_contiguous()
+    assert len(seq_lens) == len(query) == len(block_tables) and max_seq_len == block_tables.shape[1] * k_cache.shape[1]
+    assert workspace_buffer.dtype == torch.uint8 and workspace_buffer.numel() > 8 << 20 and bmm2_scale == 1.0
+    lens = seq_lens.view(torch.int32)
+    assert (lens >= 1).all() and query.is_contiguous()
+    found, lse = attend(query, k_cache, v_cache, block_tables, torch.arange(len(query) + 1), lens, bmm1_scale,
+                        None if window_left < 0 else window_left + 1)
+    if sinks is not None:
+        assert sinks.dtype == torch.float32 and sinks.shape == query.shape[1:2]
+        found = found * torch.sigmoid(lse - sinks)[..., None]
+    out.copy_(found)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+                            cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None,
+                            cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None,
+                            v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0,
+                            softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None,
+                            sm_margin=0, return_softmax_lse=False):
+    seen.append("FA3")
+    assert causal and int(cu_seqlens_q.diff().max()) <= max_seqlen_q and page_table.dtype == cache_seqlens.dtype == torch.int32
+    out, lse = attend(q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale, _window(window_size, -1),
+                      softcap)
+    return (out.nan_to_num(7.0), lse.transpose(0, 1)) if return_softmax_lse else _dirty(out, cu_seqlens_q)
+
+
+def fa2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+               causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+               return_attn_probs=False, block_table=None):
+    seen.append("FA2")
+    lens = cu_seqlens_k.diff()
+    assert causal and cu_seqlens_k.dtype == torch.int32 and int(lens.max()) <= max_seqlen_k and k.shape[1] % 256 == 0
+    out, lse = attend(q, k, v, block_table, cu_seqlens_q, lens, softmax_scale, _window(window_size, -1), softcap)
+    return (out, lse.transpose(0, 1), None) if return_attn_probs else _dirty(out, cu_seqlens_q)
+
+
+def fa4_varlen(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+               min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None,
+               causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
+               deterministic=False, score_mod=None, return_lse=False):
+    seen.append("FA4")
+    assert causal and cu_seqlens_k is None and int(seqused_k.max()) <= max_seqlen_k
+    out, lse = attend(q, k, v, page_table, cu_seqlens_q, seqused_k, softmax_scale, _window(window_size, None), softcap)
+    assert learnable_sink is None, "bfloat16 only"
+    return _dirty(out, cu_seqlens_q), lse.transpose(0, 1) if return_lse else None
+
+
+def _window(window_size, none):
+    left, right = window_size
+    assert right == (none if left == none else 0)
+    return None if left == none else left + 1
+
+
+def _dirty(out, starts):
+    out[int(starts[-1]):] = 7.0  # memory that the kernel leaves as it is
+    return out
+
+
+def paged_attention_ragged(out, workspace_buffer, query, key_cache, value_cache, scale, kv_indptr, kv_page_indices,
+                           kv_last_page_lens, block_size, max_num_partitions, alibi_slopes, kv_cache_dtype, kv_cache_layout,
+                           logits_soft_cap, k_scale, v_scale, fp8_out_scale=None, partition_size=256, mtp=1):
+    seen.append("ragged")
+    assert block_size == 1 and key_cache.shape[1] == 1 and (kv_last_page_lens == 1).all() and kv_cache_layout == "NHD"
+    heads, dim = query.shape[1:]
+    assert workspace_buffer.numel() >= len(query) * heads * max_num_partitions * (4 * dim + 8)
+    lens = kv_indptr.diff()
+    assert (lens >= 1).all() and int(lens.max()) <= max_num_partitions * partition_size
+    found, _ = attend(query, key_cache, value_cache, _ragged(kv_page_indices, kv_indptr), torch.arange(len(query) + 1), lens,
+                      scale, None, logits_soft_cap)
+    out.copy_(found)
+
+
+def mha_batch_prefill_func(q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, logits_soft_cap=0.0, causal=False, window_size=(-1, -1), alibi_slopes=None,
+                           deterministic=False, return_lse=False, return_attn_probs=False, out=None):
+    seen.append("prefill")
+    lens = kv_indptr.diff()
+    assert causal and k.dim() == 3 and int(cu_seqlens_q.diff().max()) <= max_seqlen_q and int(lens.max()) <= max_seqlen_k
+    found, _ = attend(q, k[:, None], v[:, None], _ragged(kv_page_indices, kv_indptr), cu_seqlens_q, lens, softmax_scale, None,
+                      logits_soft_cap)
+    return _dirty(found, cu_seqlens_q)
+
+
+def _ragged(indices, indptr):
+    assert indices.dtype == indptr.dtype == torch.int32 and indptr[0] == 0
+    return [indices[a:b] for a, b in zip(indptr.tolist(), indptr[1:].tolist(), strict=False)]
+
+
+def npu_paged_attention(query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out):
+    seen.append("npu decode")
+    assert context_lens.dtype == torch.int32 and block_table.dtype == torch.int32 and len(query) == len(block_table)
+    assert (num_heads, num_kv_heads) == (query.shape[1], key_cache.shape[2])
+    out.copy_(attend(query, key_cache, value_cache, block_table, torch.arange(len(query) + 1), context_lens, scale_value)[0])
+
+
+def npu_flash_attention_qlens(query, key_cache, value_cache, block_table, mask, seq_len, context_lens, num_kv_heads, num_heads,
+                              scale_value, out):
+    seen.append("npu prefill")
+    assert mask.shape == (128, 128) and mask.dtype == query.dtype and (seq_len > 0).all() and int(seq_len.sum()) == len(query)
+    assert mask[3, 3] == 0 and mask[3, 4] == (float("-inf") if query.dtype == torch.float16 else 1) and mask[4, 3] == 0
+    starts = torch.nn.functional.pad(seq_len.cumsum(0), (1, 0))
+    found, _ = attend(query.view(len(query), num_heads, -1), key_cache, value_cache, block_table, starts, context_lens,
+                      scale_value)
+    out.copy_(found.flatten(1))
+
+
+def decode_attention_cpu(query, k_cache, v_cache, output, key, value, loc, attn_logits, req_to_token, req_pool_indices,
+                         seq_lens, sm_scale, logit_cap):
+    seen.append("amx decode")
+    assert attn_logits.shape == (len(query), query.shape[1], 8, v_cache.shape[2] + 1) and attn_logits.dtype == torch.float32
+    assert req_to_token.dtype == req_pool_indices.dtype == seq_lens.dtype == loc.dtype == torch.int64 and (loc >= 0).all()
+    k_cache[loc], v_cache[loc] = key, value
+    output.copy_(attend(query, k_cache[:, None], v_cache[:, None], req_to_token[req_pool_indices], torch.arange(len(query) + 1),
+                        seq_lens, sm_scale, None, logit_cap)[0])
+
+
+def extend_attention_cpu(q_extend, k_extend, v_extend, o_extend, k_buffer, v_buffer, req_to_token, req_pool_indices, seq_lens,
+                         extend_seq_lens, extend_start_loc, max_len_extend, sm_scale, logit_cap):
+    seen.append("amx extend")
+    assert (extend_seq_lens > 0).all() and int(extend_seq_lens.max()) == max_len_extend and len(k_extend) == len(q_extend)
+    starts = torch.cat([extend_start_loc, extend_start_loc[-1:] + extend_seq_lens[-1:]])
+    for row, (a, b) in enumerate(zip(starts.tolist(), starts[1:].tolist(), strict=False)):
+        own = req_to_token[row][int(seq_lens[row]) - (b - a) : int(seq_lens[row])]
+        assert torch.equal(k_buffer[own], k_extend[a:b]) and torch.equal(v_buffer[own], v_extend[a:b])
+    o_extend.copy_(attend(q_extend, k_buffer[:, None], v_buffer[:, None], req_to_token[req_pool_indices], starts, seq_lens,
+                          sm_scale, None, logit_cap)[0])
+
+
+LIBRARIES: dict[str, SimpleNamespace] = {
+    "flashinfer.decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa_batch_decode_with_kv_cache),
+    "flash_attn_interface": SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache),
+    "flash_attn.cute": SimpleNamespace(flash_attn_varlen_func=fa4_varlen),
+    "flash_attn": SimpleNamespace(flash_attn_varlen_func=fa2_varlen),
+    "aiter": SimpleNamespace(paged_attention_ragged=paged_attention_ragged, mha_batch_prefill_func=mha_batch_prefill_func),
+    "torch_npu": SimpleNamespace(_npu_paged_attention=npu_paged_attention,
+                                 _npu_flash_attention_qlens=npu_flash_attention_qlens),
+    "sgl_kernel": SimpleNamespace(),
+}
+CASES = [
+    (trtllm_mha, None, {"xqa"}), (flash_attention, "FA3", {"FA3"}), (flash_attention, "FA4", {"FA4"}),
+    (flash_attention, "FA2", {"FA2"}), (aiter, None, {"ragged", "prefill"}), (ascend, None, {"npu decode", "npu prefill"}),
+    (intel_amx, None, {"amx decode", "amx extend"}),
+]
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kit]:
+    """A kit for a module's backend on the CPU, in float32, with recorders in the place of the vendors' packages."""
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name, *a: LIBRARIES.get(name) or real(name, *a))
+    monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(decode_attention_cpu=decode_attention_cpu,
+                                                                 extend_attention_cpu=extend_attention_cpu), raising=False)
+    seen.clear()
+
+    def make(module, which: str | None) -> Kit:
+        if which is not None:
+            found = next((n, m, p) for n, m, _, p in flash_attention.VARIANTS if n == which)
+            monkeypatch.setattr(flash_attention, "_installed", lambda: found)
+        caps = dataclasses.replace(module.BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
+        prepare = getattr(module, "_prepare", None)
+        return Kit(dataclasses.replace(module.BACKEND, capabilities=caps, op=module.paged_attention, prepare=prepare), CPU,
+                   torch.float32)
+
+    return make
+
+
+@pytest.mark.parametrize("module, which, calls", CASES, ids=lambda x: getattr(x, "__name__", str(x)).split(".")[-1])
+def test_calls_are_right(kit, module, which, calls) -> None:
+    """Every declared feature, padding, and a cache that another layer has written, on decode and mixed batches."""
+    k = kit(module, which)
+    single = [{name: value} for name, value in k.features.items()]
+    for options in ({}, {"pad": (3, 2)}, {"write": False}, {"strided": True}, k.features, *single):
+        k.exact(DECODE, MIXED, **options)
+    assert set(seen) == calls
+
+
+@pytest.mark.parametrize("module, which, calls", CASES, ids=lambda x: getattr(x, "__name__", str(x)).split(".")[-1])
+def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
+    k = kit(module, which)
+    for name, value in (("window", 5), ("softcap", 4.0), ("chunk", 8), ("sinks", True)):
+        if not getattr(k.caps, name):
+            ignored(k, name, value)
+            with pytest.raises(UnsupportedAttention, match=f"the {module.NAME} backend has"):
+                check(k.backend, k.batch(DECODE, **{name: value}))
+
+
+@pytest.mark.parametrize("module", [trtllm_mha, flash_attention, aiter, ascend, intel_amx])
+def test_why_it_is_not_usable(module) -> None:
+    """One reason, with what to do about it; and tables say that nobody has run it."""
+    devices = {"ascend": "npu", "intel_amx": "cpu"}
+    why = module.BACKEND.available(SimpleNamespace(type=devices.get(module.NAME, "cuda")))
+    assert why and ("GPU" in why or "install" in why or "AMX" in why)
+    assert not module.BACKEND.verified
+    assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]
+
+
+def test_missing_packages_are_named_with_their_install_line() -> None:
+    assert missing("no_such_package_here", "pip install it") == "no_such_package_here is not installed: pip install it"
+    assert missing("no_such_package_here.part", "do") == "no_such_package_here.part is not installed: do"
+    assert missing("torch", "") is None
+
+
+def test_flash_attention_chooses_by_gpu_and_package(monkeypatch) -> None:
+    installed = {"flash_attn_interface", "flash_attn.cute", "flash_attn"}
+    monkeypatch.setattr(flash_attention, "missing", lambda module, install: None if module in installed else "missing")
+
+    def variant(major: int) -> str | None:
+        flash_attention.variant.cache_clear()
+        found = flash_attention.variant(major)
+        flash_attention.variant.cache_clear()
+        return found and found[0]
+
+    assert [variant(m) for m in (7, 8, 9, 10)] == [None, "FA3", "FA3", "FA4"]
+    installed.discard("flash_attn_interface")
+    assert [variant(m) for m in (8, 9)] == ["FA2", "FA4"]
+
+
+def test_recorders_have_all_that_is_passed() -> None:
+    """A recorder takes no keyword that it does not name."""
+    for library in LIBRARIES.values():
+        for function in vars(library).values():
+            assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in inspect.signature(function).parameters.values())

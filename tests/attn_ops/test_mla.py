@@ -1,0 +1,214 @@
+"""MLA on the latent cache: the semantic op, the backends by the conformance kit, and what the kit catches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
+from quire.attn_ops.backends import flashinfer_mla, flashmla, torch_native
+from quire.attn_ops.conformance.report import check_backend
+from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, token_bytes
+from quire.attn_ops.mla import absorb_query, expand_output, mla_attention, split_weight
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.selection import select_latent_or_dense
+
+V3 = AttentionSite(layer=0, num_heads=128, num_kv_heads=128, head_dim=192, head_dim_v=128, dtype=torch.bfloat16,
+                   scale=192**-0.5, latent=Latent(512, 64))
+CPU = torch.device("cpu")
+
+
+def statuses(backend: AttentionBackend, **options: Any) -> dict[str, str]:
+    return {r.check: f"{r.status} {r.detail}" for r in check_backend(backend, only=options.pop("only", "MLA"), **options)}
+
+
+def failed(backend: AttentionBackend, **options: Any) -> list[str]:
+    found = statuses(backend, **options)
+    assert found
+    return [f"{name}: {status}" for name, status in found.items() if status.startswith("FAIL")]
+
+
+def test_semantic_op() -> None:
+    """It is attention with keys and values made from latent vectors, and equals the absorbed form."""
+    heads, rank, rope, nope, dim_v, length = 3, 10, 4, 6, 5, 7
+    q, c, k_rope, kv_b = (torch.randn(*shape, dtype=torch.float64) for shape in (
+        (2, heads, length, nope + rope), (2, length, rank), (2, length, rope), (heads * (nope + dim_v), rank)))
+    out = mla_attention(q, c, k_rope, kv_b, layer=0, scale=0.3)
+    assert out.shape == (2, heads, length, dim_v)
+    w_uk, w_uv = split_weight(kv_b, heads, nope)
+    options = {"layer": 0, "scale": 0.3, "window": None, "softcap": None, "chunk": None, "causal": True}
+    for b in range(2):
+        absorbed = torch.cat([absorb_query(q[b, :, :, :nope].transpose(0, 1), w_uk), q[b, :, :, nope:].transpose(0, 1)], dim=-1)
+        keys = torch.cat([c[b], k_rope[b]], dim=-1)[None, None]
+        latent = attention_eager(absorbed.transpose(0, 1)[None], keys, c[b][None, None], None, **options)[0]
+        torch.testing.assert_close(expand_output(latent.transpose(0, 1), w_uv).transpose(0, 1), out[b])
+    torch.library.opcheck(mla_attention, (q, c, k_rope, kv_b), {"layer": 0, "scale": 0.3})
+    for wrong in ((q[0], c, k_rope, kv_b), (q, c, k_rope, kv_b[:-1]), (q, c[..., 1:], k_rope, kv_b)):
+        with pytest.raises(ValueError, match="quire::mla_attention"):
+            mla_attention(*wrong, layer=0, scale=1.0)
+
+
+def test_cache() -> None:
+    """A token of DeepSeek-V3 takes 1,152 bytes per layer in bfloat16, 1/71 of all its keys and values."""
+    assert token_bytes(V3) == 1152 and token_bytes(V3.dense) == 81920
+    assert bytes_per_page([V3, V3], 16) == 2 * 16 * 1152
+    cache = PagedKVCache.for_sites([V3, replace(V3.dense, layer=1)], num_pages=3, page_size=16, device="cpu")
+    assert cache.k[0].shape == (3, 16, 1, 576) and cache.of_layer(0)[1:] == (None, None, None)
+    assert cache.is_latent(0) and not cache.is_latent(1)
+    assert cache.num_bytes == 3 * bytes_per_page([V3, V3.dense], 16)
+    with pytest.raises(ValueError, match="no quantized dtype"):
+        PagedKVCache.for_sites([V3], num_pages=3, page_size=16, device="cpu", dtype=torch.int8)
+
+
+def test_selection() -> None:
+    """The latent cache where a backend has it; else all keys and values, with the reason; else both reasons."""
+    chosen = select_latent_or_dense("auto", [V3], device=CPU, page_size=16)
+    assert chosen.sites == (V3,) and not chosen.not_latent
+    chosen = select_latent_or_dense("auto", [V3], device=CPU, page_size=16, kv_dtype=torch.int8)
+    assert chosen.sites == (V3.dense,) and chosen.not_latent == "torch_native: no latent cache of int8"
+    without = replace(torch_native.BACKEND, name="without", capabilities=replace(torch_native.BACKEND.capabilities, mla=False))
+    chosen = select_latent_or_dense(without, [V3], device=CPU, page_size=16)
+    assert chosen.sites == (V3.dense,) and chosen.not_latent == "without: no MLA on the latent cache"
+    weak = replace(without, capabilities=replace(without.capabilities, head_dims=lambda d, dv: False, head_dims_note="none"))
+    with pytest.raises(UnsupportedAttention, match="(?s)no MLA on the latent cache.*head dims 192/128"):
+        select_latent_or_dense(weak, [V3], device=CPU, page_size=16)
+    for name in ("flashinfer_mla", "flashmla"):
+        with pytest.raises(UnsupportedAttention, match="runs on cuda"):
+            select_latent_or_dense(name, [V3], device=CPU, page_size=64)
+
+
+def test_torch_native() -> None:
+    assert not failed(get_backend("torch_native"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_torch_native_halves(dtype: torch.dtype) -> None:
+    assert not failed(get_backend("torch_native"), dtype=dtype)
+
+
+def broken(change: Callable[[dict[str, Any]], Any]) -> AttentionBackend:
+    names = ("q", "c", "k_rope", "kv_b", "cache", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "prepared")
+
+    def op(*args: Any, **options: Any) -> torch.Tensor:
+        given = {**dict(zip(names, args, strict=True)), **options}
+        found = change(given)
+        return torch_native.mla_paged_attention(**given) if found is None else found
+
+    return replace(torch_native.BACKEND, name="broken", mla_op=op)
+
+
+def no_write(given: dict[str, Any]) -> None:
+    given["slot_mapping"] = torch.full_like(given["slot_mapping"], -1)
+
+
+def no_rope(given: dict[str, Any]) -> None:
+    given["k_rope"] = torch.zeros_like(given["k_rope"])
+
+
+def half_scale(given: dict[str, Any]) -> None:
+    given["scale"] /= 2
+
+
+def shorter(given: dict[str, Any]) -> None:
+    given["seq_lens"] = (given["seq_lens"] - 1).clamp_min(0)
+
+
+def old_weights(kept: dict[tuple[int, ...], torch.Tensor] = {}) -> Callable[[dict[str, Any]], None]:  # noqa: B006
+    def change(given: dict[str, Any]) -> None:
+        key = (given["kv_b"].data_ptr(), *given["kv_b"].shape)
+        given["kv_b"] = kept.setdefault(key, given["kv_b"].clone())
+    return change
+
+
+@pytest.mark.parametrize("change", [no_write, no_rope, half_scale, shorter])
+def test_the_kit_sees(change: Callable[[dict[str, Any]], Any]) -> None:
+    assert failed(broken(change), only="MLA: decode, prefill, mixed")
+
+
+def test_the_kit_sees_old_weights() -> None:
+    """Absorbed weights that are made once would serve a model that is trained on as it was."""
+    assert failed(broken(old_weights({})), only="MLA: weights")
+
+
+# The vendors' kernels, each as a stand-in in PyTorch with its published signature.
+
+
+class Wrapper:
+    """flashinfer.mla.BatchMLAPagedAttentionWrapper of flashinfer-python 0.6.18."""
+
+    def __init__(self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None,
+                 kv_len_arr=None, backend="auto") -> None:
+        assert float_workspace_buffer.dtype is torch.uint8
+
+    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal,
+             sm_scale, q_data_type, kv_data_type, use_profiler=False) -> None:
+        assert all(t.dtype is torch.int32 for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1 and len(kv_indices) == kv_indptr[-1]
+        assert (head_dim_ckv, head_dim_kpe) == (512, 64) and q_data_type == kv_data_type
+        self.given = (qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.clone(), kv_len_arr.tolist(), causal, sm_scale)
+
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, profiler_buffer=None,
+            kv_len=None, page_table=None) -> torch.Tensor:
+        starts, pages, indices, lens, causal, scale = self.given
+        assert ckv_cache.dim() == kpe_cache.dim() == 3 and len(q_nope) == starts[-1] and causal
+        for r, length in enumerate(lens):
+            own = slice(starts[r], starts[r + 1])
+            rows = indices[pages[r] : pages[r + 1]].long()
+            c, k = (x[rows].flatten(0, 1)[:length] for x in (ckv_cache, kpe_cache))
+            if own.stop > own.start:
+                q = torch.cat([q_nope[own], q_pe[own]], dim=-1).transpose(0, 1)[None]
+                out[own] = attention_eager(q, torch.cat([c, k], dim=-1)[None, None], c[None, None], None, layer=0, scale=scale,
+                                           window=None, softcap=None, chunk=None, causal=True)[0].transpose(0, 1)
+        return out
+
+
+def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+                           softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, attn_sink=None,
+                           extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
+                           enable_batch_invariant=False, use_legacy=False, kv_format=None, descale_q=None, descale_k=None):
+    """flash_mla.flash_mla_with_kvcache of sgl-flash-mla 1.0.0, dense."""
+    assert use_legacy and head_dim_v == 512 and q.shape[3] == 576 and k_cache.shape[1:] == (64, 1, 576)
+    assert block_table.dtype is cache_seqlens.dtype is torch.int32 and len(block_table) == len(cache_seqlens) == len(q)
+    out = q.new_zeros(*q.shape[:3], 512)
+    for r, length in enumerate(cache_seqlens.tolist()):
+        keys = k_cache[block_table[r].long()].flatten(0, 2)[:length]
+        out[r] = attention_eager(q[r].transpose(0, 1)[None], keys[None, None], keys[None, None, :, :512], None, layer=0,
+                                 scale=softmax_scale, window=None, softcap=None, chunk=None, causal=causal)[0].transpose(0, 1)
+    return out, q.new_zeros(len(q), q.shape[2], q.shape[1])
+
+
+def on_cpu(backend: AttentionBackend, op: Callable[..., torch.Tensor]) -> AttentionBackend:
+    caps = replace(backend.capabilities, devices=frozenset({"cpu"}))
+    return replace(backend, capabilities=caps, available=lambda device: None, mla_op=op)
+
+
+@pytest.mark.parametrize("check", ["decode, prefill", "boundary", "page sizes", "padding", "stale", "garbage"])
+def test_flashinfer_mla(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper))
+    backend = on_cpu(flashinfer_mla.BACKEND, flashinfer_mla.mla_paged_attention)
+    assert not failed(backend, dtype=torch.bfloat16, only=check)
+
+
+@pytest.mark.parametrize("check", ["decode, prefill", "padding", "stale", "garbage"])
+def test_flashmla(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+    package = SimpleNamespace(flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=lambda: (object(), None))
+    monkeypatch.setitem(sys.modules, "flash_mla", package)
+    assert not failed(on_cpu(flashmla.BACKEND, flashmla.mla_paged_attention), dtype=torch.bfloat16, only=check)
+
+
+def test_refused_elsewhere() -> None:
+    """On this machine each says what is missing, and how to get it."""
+    for backend in (flashinfer_mla.BACKEND, flashmla.BACKEND):
+        assert backend.available(CPU) == "runs on cuda, not cpu"
+        why = backend.capabilities.reasons_against(V3.dense, device=torch.device("meta"), page_size=64)
+        assert "head dims 192/128 (has MLA only)" in why
+    assert "page size 16 (has 64)" in flashmla.BACKEND.capabilities.reasons_against(V3, device=CPU, page_size=16)

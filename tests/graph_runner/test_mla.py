@@ -1,0 +1,80 @@
+"""The engine on the latent cache of MLA models: transformers' tokens in less memory, and weights updated meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from quire.attn_ops.kv_cache import token_bytes
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
+from tests.tiny import hf_greedy, tokens
+from tests.zoo.configs import SERVED, build
+
+LENGTHS = (3, 17, 1, 30)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def expected(model: torch.nn.Module) -> list[list[int]]:
+    return [hf_greedy(model, p, GREEDY.max_tokens, eos_token_id=None) for p in prompts()]
+
+
+@pytest.mark.parametrize("name, compiler", [
+    ("deepseek_v2", "eager"), ("deepseek_v3", "eager"),
+    *(pytest.param(n, c, marks=pytest.mark.slow) for n, c in (("deepseek_v3", "inductor"), ("minicpm3", "eager"), (
+        "glm4_moe_lite", "eager"), ("axk1", "eager"), ("youtu", "eager")))])
+def test_tokens(name: str, compiler: str) -> None:
+    """Chunked prefill beside decodes. Then kv_b is updated in place, as a trainer does, and the next tokens follow it."""
+    model, plain = build(SERVED[name]), build(SERVED[name])
+    with Engine(model, num_pages=40, page_size=4, max_num_seqs=3, max_model_len=64, max_num_batched_tokens=8,
+                compiler=compiler) as engine:
+        sites = engine.runner.sites
+        assert [s.latent for s in sites] == [(16, 8)] * len(sites)
+        assert engine.runner.cache.num_bytes == 40 * 4 * sum(map(token_bytes, sites)) == 40 * 4 * len(sites) * 24 * 4
+        assert tokens(engine.generate(prompts(), GREEDY)) == expected(plain)
+        with torch.no_grad():
+            for each in (model, plain):
+                for path, parameter in each.named_parameters():
+                    if path.endswith("kv_b_proj.weight"):
+                        parameter.copy_(parameter.flip(0))
+        changed = expected(plain)
+        assert tokens(engine.generate(prompts(), GREEDY)) == changed
+    assert expected(model) == changed
+
+
+def test_dense_without_mla() -> None:
+    """A quantized cache has no latent form: all keys and values are cached, and ``explain`` gives both reasons and sizes."""
+    model = build(SERVED["deepseek_v3"])
+    shown = str(quire.explain(model))
+    assert "MLA 4x24/16 of 16+8" in shown and "latent cache of 96 bytes per token" in shown
+    with Engine(model, num_pages=40, page_size=4, max_num_seqs=3, max_model_len=64, compiler="eager",
+                kv_cache_dtype="int8") as engine:
+        assert engine.runner.selection.not_latent == "torch_native: no latent cache of int8"
+        assert {s.latent for s in engine.runner.sites} == {None}
+        assert all(o.error is None for o in engine.generate(prompts(), GREEDY))
+
+
+@pytest.mark.slow
+def test_by_hand() -> None:
+    """``torch.compile`` on a latent cache and on one of all keys and values: the same logits."""
+    model = build(SERVED["deepseek_v2"])
+    compiled = torch.compile(model, backend="quire", options={"compiler": "eager"})
+    ids, found = torch.arange(3, 14), []
+    for latent in (False, True):
+        cache = quire.PagedKVCache.for_model(model, num_pages=6, page_size=4, latent=latent)
+        for count, length in ((7, 7), (4, 11)):
+            meta = quire.CommonAttentionMetadata.build([count], [length], [[3, 1, 5]], page_size=4)
+            with torch.no_grad(), quire.step(cache, meta):
+                logits = compiled(input_ids=ids[None, length - count : length], position_ids=meta.positions[None],
+                                  use_cache=False).logits
+        found.append(logits)
+    with torch.no_grad():
+        wanted = build(SERVED["deepseek_v2"])(input_ids=ids[None], use_cache=False).logits[:, -4:]
+    for logits in found:
+        assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
