@@ -35,10 +35,10 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.registry import all_backends
-from quire.attn_ops.tuning.store import device_name
 from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
 from quire.graph_runner.bench.models import free_memory
+from quire.graph_runner.bench.report import environment
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.config import kv_dtype
 
@@ -229,8 +229,7 @@ def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline
     """Rows of one GPU."""
     device = torch.device(args.device)
     bandwidth = copy_bandwidth(device)
-    yield {"conditions": {"gpu": device_name(device), "torch": torch.__version__, "copy_gb_per_s": bandwidth / 1e9,
-                          "page_size": PAGE, "kv_heads": KV_HEADS}}
+    yield {"conditions": {**environment(device, bandwidth), "page_size": PAGE, "kv_heads": KV_HEADS}}
     for cell, systems in cells:
         if deadline is not None and time.time() > deadline:
             return
