@@ -1,7 +1,7 @@
 """Split-KV decoding: every query token on its own, its keys split among several programs.
 
 A program serves one token and one key head, with all the query heads that read it (or a block of them), and one of
-``splits`` ranges of the token's cached keys. The grid is items x splits x key heads, from shapes alone. Two modes:
+``splits`` ranges of the token's cached keys. The grid is splits x items x key heads, from shapes alone. Two modes:
 
 * by token (T <= B): items are tokens. Fast when every sequence has one token, and correct for any ragged batch. The step's own
   keys are read from k and v, and program 0 of each token writes them to the cache, so that attention neither waits for the
