@@ -1,4 +1,5 @@
-"""Write attn_ops/tuning/attention.json, the times that ship with quire, from results of ``quire bench attention``.
+"""Write attn_ops/tuning/attention.json, the times that ship with quire, from results of ``quire bench attention`` and of
+``benchmarks/attention_grid.py`` (its rows of quire's backends, without windows and quantized caches).
 
     python benchmarks/attention_choices.py benchmarks/results/h200_attention.json
 
@@ -11,8 +12,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from quire.attn_ops.registry import get_backend
+from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.tuning.attention import STORE, Measurement, ShapeClass, save
 
 #: Names of packages in an environment's versions, where they differ.
@@ -22,6 +24,8 @@ CALLED = {"flashinfer-python": "flashinfer"}
 def measurements(path: Path) -> list[Measurement]:
     """One per backend in a results file. Raises ValueError for sites that need more than plain attention."""
     content = json.loads(path.read_text())
+    if "conditions" in content:
+        return grid(content["conditions"], content["rows"])
     environment, rows = content["environment"], content["rows"]
     found = []
     for backend in dict.fromkeys(row["attention"] for row in rows):
@@ -37,6 +41,22 @@ def measurements(path: Path) -> list[Measurement]:
         found.append(Measurement(environment["device"], environment["versions"]["torch"], backend, packages, shape, kv_heads,
                                  None, None, times["decode"], times["extend"], environment["date"][:10]))
     return found
+
+
+def grid(conditions: dict[str, Any], rows: list[dict[str, Any]]) -> list[Measurement]:
+    """One per backend, group and head dim that was measured at any decode point."""
+    times: dict[tuple[str, int, int], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if "us" in row and row["system"] in all_backends() and row["kv"] == "bfloat16" and row["window"] is None:
+            kinds = times.setdefault((row["system"], row["group"], row["dim"]), {"decode": {}, "extend": {}})
+            kinds[row["kind"]][f"{row['batch']}x{row['context']}"] = row["us"]
+    versions = {package: str(version).partition("+")[0] for package, version in conditions["versions"].items()}
+    return [Measurement(
+        conditions["device"], versions["torch"], name,
+        {package: versions[CALLED.get(package, package)] for package in get_backend(name).packages},
+        ShapeClass("bfloat16", "bfloat16", dim, dim, group, conditions["page_size"], "NHD", ()), conditions["kv_heads"], None,
+        None, kinds["decode"], kinds["extend"], conditions["date"][:10])
+        for (name, group, dim), kinds in times.items() if kinds["decode"]]
 
 
 def main() -> None:

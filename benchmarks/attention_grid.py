@@ -35,10 +35,10 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.registry import all_backends
-from quire.attn_ops.tuning.store import device_name
 from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.attention_op import OpBatch, Point, decode_point, measure, on_the_device, op_batch, work
 from quire.graph_runner.bench.models import free_memory
+from quire.graph_runner.bench.report import environment
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.config import kv_dtype
 
@@ -49,7 +49,7 @@ PREFILLS = ((1, 4096), (8, 1024), (1, 16384), (1, 32768))
 SWEEP = {"decode": ("block_n=32", "block_n=64", "block_n=128", "warps=2", "warps=4", "warps=8", "stages=2", "stages=3",
                     "stages=4", "stages=5", "block_n=128+warps=8", "block_n=32+warps=2", "block_n=64+warps=4+stages=4",
                     "chunk_min=64", "chunk_min=128", "chunk_min=256", "chunk_min=512", "chunk_min=1024", "chunk_min=2048",
-                    "max_splits=4", "max_splits=8", "max_splits=16", "max_splits=32", "max_splits=64"),
+                    "max_splits=4", "max_splits=8", "max_splits=16", "max_splits=32", "max_splits=64+wave=64"),
          "extend": ("block_m=64", "block_m=128", "block_n=32", "block_n=64", "block_n=128", "warps=4", "warps=8", "stages=2",
                     "stages=3", "stages=4", "block_m=128+block_n=64+warps=8", "block_m=64+block_n=64+warps=4")}
 PAGE = 16
@@ -229,8 +229,7 @@ def lane(args: argparse.Namespace, cells: list[tuple[Cell, list[str]]], deadline
     """Rows of one GPU."""
     device = torch.device(args.device)
     bandwidth = copy_bandwidth(device)
-    yield {"conditions": {"gpu": device_name(device), "torch": torch.__version__, "copy_gb_per_s": bandwidth / 1e9,
-                          "page_size": PAGE, "kv_heads": KV_HEADS}}
+    yield {"conditions": {**environment(device, bandwidth), "page_size": PAGE, "kv_heads": KV_HEADS}}
     for cell, systems in cells:
         if deadline is not None and time.time() > deadline:
             return

@@ -122,10 +122,13 @@ class _Timer:
     """Replaces the forward of an engine by a stub, and times the engine's steps."""
 
     def __init__(self, engine: Any) -> None:
+        from quire.graph_runner.model_runner import StepResults
+
         self.engine, self.seconds = engine, dict.fromkeys(PHASES, 0.0)
         runner = engine.runner
         logits = torch.zeros(runner.limits.max_num_seqs, 8, device=runner.device)
-        result = logits, torch.full((logits.shape[0],), 17, device=runner.device)  # a token like any other
+        no_logprobs: Any = None
+        result = StepResults(logits, torch.full((logits.shape[0],), 17, device=runner.device), no_logprobs)  # any token
         stub: Callable[..., Any] = lambda *args: result  # noqa: E731
         # On the instances, so that nothing outside this engine is touched.
         runner.forward = stub

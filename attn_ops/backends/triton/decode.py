@@ -1,7 +1,7 @@
 """Split-KV decoding: every query token on its own, its keys split among several programs.
 
 A program serves one token and one key head, with all the query heads that read it (or a block of them), and one of
-``splits`` ranges of the token's cached keys. The grid is items x splits x key heads, from shapes alone. Two modes:
+``splits`` ranges of the token's cached keys. The grid is splits x items x key heads, from shapes alone. Two modes:
 
 * by token (T <= B): items are tokens. Fast when every sequence has one token, and correct for any ragged batch. The step's own
   keys are read from k and v, and program 0 of each token writes them to the cache, so that attention neither waits for the
@@ -9,11 +9,12 @@ A program serves one token and one key head, with all the query heads that read 
 * by row (T > B): items are sequences; those without exactly one query token are left to ``extend``. The keys are in
   the cache already (``write``), k and v are None.
 
-NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program took about 4 us and 30 ns per key, two
-ran at once on a multiprocessor, and merging took another 3.5 us (fitted to benchmarks/results/h200_triton_decode_sweep*.json
-and h200_attention.json, which it meets within 20 %). So the time is waves * (4 us + 30 ns * keys): least for the splits that
-fill the GPU once, ``wave`` per slot, whatever the context. But the few programs of one long sequence among short ones would run
-alone, so that a split has at most ``chunk_max`` keys. From a slot per multiprocessor on, slots alone fill the GPU.
+NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns per key,
+and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor
+(``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
+programs per multiprocessor is best, whatever the context: ``wave`` splits per slot. But the few programs of one long sequence
+among short ones would run alone, so that a split has at most ``chunk_max`` keys. Programs without keys take 2 ns each: at most
+1024 are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU.
 """
 
 from __future__ import annotations
@@ -111,10 +112,10 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
             block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)
         elif slots < sms:
-            # Two programs of 64 KB in flight per multiprocessor, more of smaller heads. See NOTE [How far keys are split].
-            wave = max(1, min(64, (2 if widest > 64 else 4) * sms // slots))
-            most = max(wave, 32)
-    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 1024, wave))
+            # See NOTE [How far keys are split].
+            wave = max(1, min(64, (2 if widest > 64 else 3) * sms // slots))
+            most = max(wave, min(64, 1024 // slots))
+    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 2048, wave))
 
 
 def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:

@@ -105,8 +105,10 @@ def decode_kernel(
     item = program // (LAYOUT.heads * TILE.blocks)
     split = 0
     if TILE.split:
-        split = item % splits
-        item = item // splits
+        # First splits first: programs without keys, which a long block table makes many of, do not delay those with keys.
+        items = tl.num_programs(0) // (LAYOUT.heads * TILE.blocks * splits)
+        split = item // items
+        item = item % items
     slot = item * (LAYOUT.heads * TILE.blocks) + head_block
     kv_head = head_block // TILE.blocks
     first_head = kv_head * GROUP + head_block % TILE.blocks * HEADS
