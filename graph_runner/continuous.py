@@ -42,9 +42,9 @@ _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
 # Read by the manager, or about something that quire has no need of: it never moves pages to the host, always may share pages,
 # chooses its kernel by ``attention=``, refuses processors instead of dropping them, and runs in one process.
 _READ = frozenset((
-    "return_logprobs", "seed", "max_queue_size", "per_request_processors", "drop_unsupported_processors", "auto_switch_to_flash",
-    "allow_block_sharing", "cpu_offload_space_safety_threshold", "disable_nccl_graph_mixing", "cpu_group_timeout",
-    "max_blocks_per_request"))
+    "return_logprobs", "seed", "max_queue_size", "per_request_processors", "drop_unsupported_processors",
+    "auto_switch_to_flash", "allow_block_sharing", "cpu_offload_space_safety_threshold", "disable_nccl_graph_mixing",
+    "cpu_group_timeout", "max_blocks_per_request"))
 
 
 def _graphs(varlen: bool | None, decode: bool | None) -> dict[str, Any]:

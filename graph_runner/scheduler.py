@@ -13,7 +13,6 @@ so preemption does not change the tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.block_allocator import BlockAllocator
