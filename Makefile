@@ -25,9 +25,9 @@ setup: $(STAMP)  ## create .venv and install quire into it, editable, with pinne
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH_ARGS) torch -c constraints.txt
-	$(BIN)/python -m pip install -e '.[test,dev]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[test,dev,integrations]' -c constraints.txt
 	mkdir -p .venv/src/quire  # the package layout as installed, for mypy: see [tool.mypy]
-	ln -sfn $(addprefix $(CURDIR)/,$(wildcard quire/*) attn_ops passes graph_runner) .venv/src/quire/
+	ln -sfn $(addprefix $(CURDIR)/,$(wildcard quire/*) attn_ops passes graph_runner integrations) .venv/src/quire/
 	@touch $@
 
 demo: setup  ## generate text with the shipped model; no download, no GPU

@@ -58,8 +58,8 @@ def current_step() -> Step | None:
 
 
 @contextlib.contextmanager
-def running(step: Step) -> Iterator[Step]:
-    """Make ``step`` the current one. Unlike ``quire.step`` it checks nothing on leaving."""
+def running(step: Step | None) -> Iterator[Step | None]:
+    """Make ``step`` the current one; None: there is none inside. Unlike ``quire.step`` it checks nothing on leaving."""
     token = _CURRENT.set(step)
     try:
         yield step

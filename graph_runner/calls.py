@@ -149,12 +149,10 @@ class EngineCalls:
             use_tqdm: show a progress bar; None: on a terminal, where it takes longer than two seconds. Or a function that
                 makes one, such as ``tqdm``.
         """
-        events = self.stream(prompts, params, sampling_params=sampling_params, request_id=request_id, priority=priority,
-                             timeout=timeout, raise_on_error=raise_on_error)
-        count = len(as_prompts(prompts))
+        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout)
         done = []
-        with progress(count, use_tqdm) as advance:
-            for event in events:
+        with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
+            for event in self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error):
                 if event.finished:
                     done.append(event.output)
                     advance()

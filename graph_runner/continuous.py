@@ -21,7 +21,7 @@ from typing import Any
 
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generation_config import from_generation_config
-from quire.graph_runner.request import StreamEvent
+from quire.graph_runner.request import Ask, StreamEvent
 from quire.graph_runner.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,16 @@ _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "max_batch_tokens": lambda v: {"max_num_batched_tokens": v},
     "max_requests_per_batch": lambda v: {"max_num_seqs": v},
     "max_memory_percent": lambda v: {"gpu_memory_utilization": v},
+    "allow_block_sharing": lambda v: {"enable_prefix_caching": v},
     "use_async_batching": lambda v: {"async_stepping": v},
     "use_cuda_graph": lambda v: _graphs(*(v if isinstance(v, tuple) else (v, v))),
 }
-# Read by the manager, or about something that quire has no need of: it never moves pages to the host, always may share pages,
-# chooses its kernel by ``attention=``, refuses processors instead of dropping them, and runs in one process.
+# Read by the manager, or about something that quire has no need of: it moves no pages to the host, chooses its kernel by
+# ``attention=``, refuses processors instead of dropping them, and runs in one process.
 _READ = frozenset((
     "return_logprobs", "seed", "max_queue_size", "per_request_processors", "drop_unsupported_processors",
-    "auto_switch_to_flash", "allow_block_sharing", "cpu_offload_space_safety_threshold", "disable_nccl_graph_mixing",
-    "cpu_group_timeout", "max_blocks_per_request"))
+    "auto_switch_to_flash", "cpu_offload_space_safety_threshold", "disable_nccl_graph_mixing", "cpu_group_timeout",
+    "max_blocks_per_request"))
 
 
 def _graphs(varlen: bool | None, decode: bool | None) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def engine_options(config: Any) -> dict[str, Any]:
         else:
             refused.append(f"{field.name}={value!r}")
     if refused:
-        raise ValueError(f"continuous_batching_config: quire does not have {', '.join(refused)}; leave them at their defaults. "
+        raise ValueError(f"continuous_batching_config: quire has no {', '.join(refused)}; leave them at their defaults. "
                          f"It has {', '.join(sorted([*_OPTIONS, *_READ]))}")
     return found
 
@@ -234,7 +235,7 @@ class Manager:
             made = [GenerationOutput(name, prompt, timestamps=[] if record_timestamps else None) for name in names]
             numbers: list[int] = []
             try:
-                engine._add(prompt, params, self._inbox, numbers)
+                engine._add(Ask(prompt, params), self._inbox, numbers)
             except (ValueError, TypeError) as error:
                 logger.warning("request %s failed: %s", request_id, error)
                 for output in made:

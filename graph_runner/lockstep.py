@@ -140,11 +140,11 @@ class Rows:
             count = min(row.num_uncomputed, budget)
             missing = pages_for(row.num_computed + count, engine.config.page_size) - len(row.pages)
             if missing > 0:
-                pages = engine.scheduler.allocator.allocate(missing)
+                pages = engine.scheduler.allocate(missing)
                 if pages is None:
                     engine.collect()
                     engine.scheduler.preempt_all()
-                    pages = engine.scheduler.allocator.allocate(missing)
+                    pages = engine.scheduler.allocate(missing)
                     assert pages is not None  # all rows fit: checked at the start
                 row.pages += pages
             if count:

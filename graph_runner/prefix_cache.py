@@ -205,8 +205,8 @@ class PrefixCache:
 def weights_version(model: torch.nn.Module | None) -> int:
     """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced.
 
-    Not noticed, since PyTorch does not count them: writes through ``p.data``, to inference tensors, and by kernels that only
-    have an address.
+    Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
+    address), and tensors that are neither parameters nor buffers.
     """
     if model is None:
         return 0

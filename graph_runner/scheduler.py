@@ -105,12 +105,12 @@ class Scheduler:
         rows = decodes + prefills
         if not rows:
             return None
-        scored = 0
-        for request, _, count, samples, new in rows:
+        for request, _, count, samples, _ in rows:
             request.num_computed += count
             request.num_pending += samples
-            request.num_scored += new
-            scored += new
+        for row in prefills:
+            row.request.num_scored += row.num_scored
+        scored = sum(row.num_scored for row in prefills)
         self.num_steps += 1
         self._computed = [row.request for row in prefills]
         copies, self._copies = tuple(self._copies.values()), {}
@@ -132,7 +132,7 @@ class Scheduler:
                 self.prefixes.hold(shared)
             request.num_computed = len(shared) * self.page_size + (0 if match is None else match.copied)
             count = self._chunk(request, budget)
-            pages = self._allocate(pages_for(request.num_computed + count, self.page_size) - len(shared)) if count else None
+            pages = self.allocate(pages_for(request.num_computed + count, self.page_size) - len(shared)) if count else None
             if pages is None:
                 if self.prefixes is not None:
                     self.prefixes.release(shared)
@@ -202,7 +202,7 @@ class Scheduler:
         self._scores_left -= scored
         return ScheduledRow(request, request.num_computed, count, end == request.num_tokens, scored)
 
-    def _allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """Free pages, those that running requests need no more, or those of the prefix cache that nobody reads; None if there
         are too few."""
         if count > self.allocator.num_free and self.reach is not None:
@@ -219,7 +219,7 @@ class Scheduler:
         if self.reach is not None:
             self.reach.free_behind(request, self._free, self.page_size)
         while missing > 0:
-            pages = self._allocate(missing)
+            pages = self.allocate(missing)
             if pages is not None:
                 request.pages += pages
                 return True

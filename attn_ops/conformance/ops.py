@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.conformance.batches import Failure, bits, compare_numbers
 from quire.attn_ops.conformance.checks import Skip
 from quire.attn_ops.conformance.sweeps import SHAPES
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.ops.cross import cross_attention
 from quire.attn_ops.ops.merge_state import merge_state, merge_states
 from quire.attn_ops.ops.varlen import IMPLEMENTATIONS, varlen_attention, varlen_attention_eager
+from quire.attn_ops.registry import all_backends
 
 #: (lengths of queries, lengths of keys) of encoders, with empty and single-token sequences, and of cross attention.
 ENCODERS = ([1, 0, 37, 64, 5], [1, 0, 37, 64, 5]), ([3, 1, 0, 40], [70, 1, 5, 9])
@@ -30,6 +35,8 @@ def op_checks(device: torch.device, dtype: torch.dtype | None = None) -> list[tu
         *((f"varlen {name}", lambda name=name: kit.encoder(name)) for name in encoders),
         ("varlen padding", kit.varlen_padding), ("varlen lse merges", kit.varlen_merges),
         ("varlen opcheck", kit.varlen_opcheck),
+        *((f"cross attention {b.name}", lambda b=b: kit.cross(b)) for b in all_backends().values()
+          if b.plan is None and device.type in b.capabilities.devices and b.verified),
     ]
 
 
@@ -95,8 +102,8 @@ class OpKit:
 
     def merge_opcheck(self) -> None:
         out, lse = (x.nan_to_num(0.0, 0.0, 0.0) for x in self.states(2, 16))
-        torch.library.opcheck(merge_states, (out, lse))
-        torch.library.opcheck(merge_state, (out[:, 0], lse[:, 0], out[:, 1], lse[:, 1]))
+        torch.library.opcheck(torch.ops.quire.merge_states.default, (out, lse))
+        torch.library.opcheck(torch.ops.quire.merge_state.default, (out[:, 0], lse[:, 0], out[:, 1], lse[:, 1]))
 
     # -- ragged sequences -------------------------------------------------------------------------------------------
 
@@ -156,7 +163,7 @@ class OpKit:
         lens, scale = [30, 9], q.shape[2] ** -0.5
         expected, _ = varlen_attention_eager(q.double(), k.double(), v.double(), cu, cu, scale=scale)
         size, _ = varlen_attention_eager(q.double(), k.double(), v.double().abs(), cu, cu, scale=scale)
-        parts = []
+        parts: list[torch.Tensor] = []
         for half in (slice(0, 4), slice(4, None)):
             index = torch.cat([torch.arange(n)[half] + begin for n, begin in zip(lens, (0, 30), strict=True)]).to(q.device)
             ends = torch.tensor([0, *(len(range(n)[half]) for n in lens)]).cumsum(0).int().to(q.device)
@@ -167,7 +174,32 @@ class OpKit:
     def varlen_opcheck(self) -> None:
         options: dict[str, Any] = {"scale": 0.2}
         for more in ({}, {"window": 3, "causal": True, "softcap": 2.0}):
-            torch.library.opcheck(varlen_attention, self.inputs(*ENCODERS[0]), {**options, **more})
+            torch.library.opcheck(torch.ops.quire.varlen_attention.default, self.inputs(*ENCODERS[0]), {**options, **more})
+
+    def cross(self, backend: AttentionBackend) -> None:
+        """Keys written once, read in two steps, with requests without encoder tokens and padding."""
+        if why := backend.available(self.device):
+            raise Skip(why)
+        dims = next(d for d in (64, 128, 8) if backend.capabilities.head_dims(d, d))
+        lens, page = [40, 0, 17, 1], next(p for p in (16, 64, 128, 256) if backend.capabilities.page_sizes(p))
+        scale = dims**-0.5
+        site = AttentionSite(0, 4, 2, dims, dims, self.dtype, scale)
+        if self.dtype not in backend.capabilities.dtypes:
+            raise Skip(f"it has no {self.dtype}")
+        cache = PagedKVCache.for_sites([site], num_pages=12, page_size=page, device=self.device)
+        for held in (cache.k[0], cache.v[0]):
+            held.fill_(math.nan)
+        table = torch.tensor([[3, 7, 5], [0, 0, 0], [2, 4, 0], [9, 0, 0]], dtype=torch.int32, device=self.device)
+        _, k, v, _, cu = self.inputs([1], lens, dims=(dims, dims))
+        slots = torch.cat([table[r].long().repeat_interleave(page)[:n] * page + torch.arange(n, device=self.device) % page
+                           for r, n in enumerate(lens)])
+        for queries, pad in (([6, 2, 0, 3], 0), ([1, 1, 1, 1], 2)):
+            q, _, _, starts, _ = self.inputs(queries, lens, dims=(dims, dims), pad=pad)
+            new: dict[str, Any] = dict(k=k, v=v, slot_mapping=slots) if pad == 0 else {}
+            out = cross_attention(backend, q, cache, 0, table, starts, cu.diff(), scale=scale, **new)
+            expected, _ = varlen_attention_eager(q.double(), k.double(), v.double(), starts, cu, scale=scale)
+            size, _ = varlen_attention_eager(q.double(), k.double(), v.double().abs(), starts, cu, scale=scale)
+            compare_numbers(out, expected, (size + expected.abs()) * torch.finfo(self.dtype).eps + 1e-5)
 
 
 __all__ = ["OpKit", "op_checks"]

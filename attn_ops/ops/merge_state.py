@@ -104,10 +104,33 @@ def _state_fake(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, l
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-merge_states = define_op("merge_states(Tensor out, Tensor lse) -> (Tensor, Tensor)", cpu=merge_states_eager,
-                         cuda=merge_states_triton, fake=_states_fake)
-merge_state = define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
-                        cpu=merge_state_eager, cuda=merge_state_triton, fake=_state_fake)
+define_op("merge_states(Tensor out, Tensor lse) -> (Tensor, Tensor)", cpu=merge_states_eager, cuda=merge_states_triton,
+          fake=_states_fake)
+define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", cpu=merge_state_eager,
+          cuda=merge_state_triton, fake=_state_fake)
+
+
+def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge S attention states over disjoint keys: out (T, S, H, D), lse (T, S, H) float32 natural logarithm -> (T, H, D) in
+    out's dtype, (T, H) float32. ``torch.ops.quire.merge_states``.
+
+    A state with lse -inf or +inf has no keys, and its output is not read. Without any keys the result is 0 and -inf.
+
+    Raises:
+        ValueError: shapes that do not go together, or an lse that is not float32.
+    """
+    return torch.ops.quire.merge_states(out, lse)
+
+
+def merge_state(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_states`` of two, out (T, H, D) and lse (T, H) float32 each -> (T, H, D), (T, H). ``torch.ops.quire.merge_state``.
+
+    Raises:
+        ValueError: as ``merge_states``; two outputs of different shapes or dtypes.
+    """
+    return torch.ops.quire.merge_state(out_a, lse_a, out_b, lse_b)
+
 
 __all__ = ["merge_state", "merge_state_eager", "merge_state_triton", "merge_states", "merge_states_eager",
            "merge_states_triton"]

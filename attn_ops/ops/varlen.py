@@ -13,8 +13,6 @@ second result is the log-sum-exp of the scores, which ``merge_state`` takes; a q
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -138,9 +136,33 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
 
 
-varlen_attention: Any = define_op(
+define_op(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, float scale, "
     "int? window=None, float? softcap=None, bool causal=False, str implementation='auto') -> (Tensor, Tensor)",
     cpu=varlen_attention_eager, cuda=varlen_attention_cuda, fake=_fake)
+
+
+def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+                     *, scale: float, window: int | None = None, softcap: float | None = None, causal: bool = False,
+                     implementation: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over ragged sequences without a KV cache, by default not causal: encoders, vision towers, cross attention.
+    ``torch.ops.quire.varlen_attention``.
+
+    Args:
+        q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
+        scale, softcap: as in ``attention.py``.
+        window, causal: query i of n sees key j of m iff \\|j - (i + m - n)\\| < window, and iff j <= i + m - n.
+        implementation: "auto", "eager", "sdpa" or "kernel" (``attn_ops/ops/varlen.py``).
+
+    Returns:
+        (T, H, Dv) in q's dtype; (T, H) float32 log-sum-exp, natural logarithm, for ``merge_state``.
+
+    Raises:
+        ValueError: shapes that do not go together, a window or softcap that is not positive, an unknown implementation.
+    """
+    return torch.ops.quire.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
+                                            causal=causal, implementation=implementation)
+
 
 __all__ = ["IMPLEMENTATIONS", "varlen_attention", "varlen_attention_cuda", "varlen_attention_eager"]

@@ -154,9 +154,11 @@ def matches(model: nn.Module) -> int:
     return fuse_rope(Fusion(lowered.gm, backend=lowered.target.backend))
 
 
-def same(model: nn.Module) -> None:
-    """float32: two products and a sum of numbers of order 1, then attention over 9 of them."""
-    (_, wanted, keys), (_, got, new_keys) = run(model, "none"), run(model, "rope")
+def same(model: nn.Module) -> Any:
+    """The fused graph, whose numbers are those of the plain one. float32: two products and a sum of numbers of order 1, then
+    attention over 9 of them."""
+    (_, wanted, keys), (lowered, got, new_keys) = run(model, "none"), run(model, "rope")
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
     torch.testing.assert_close(new_keys, keys, atol=1e-6, rtol=0)
     assert keys.flatten(2).any(-1).sum() == 13
+    return lowered

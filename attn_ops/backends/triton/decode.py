@@ -8,6 +8,12 @@ A program serves one token and one key head, with all the query heads that read 
   write nor races with it: no position >= seq_len - query_len is read from the cache.
 * by row (T > B): items are sequences; those without exactly one query token are left to ``extend``. The keys are in
   the cache already (``write``), k and v are None.
+
+NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program took about 4 us and 30 ns per key, two
+ran at once on a multiprocessor, and merging took another 3.5 us (fitted to benchmarks/results/h200_triton_decode_sweep*.json
+and h200_attention.json, which it meets within 20 %). So the time is waves * (4 us + 30 ns * keys): least for the splits that
+fill the GPU once, ``wave`` per slot, whatever the context. But the few programs of one long sequence among short ones would run
+alone, so that a split has at most ``chunk_max`` keys. From a slot per multiprocessor on, slots alone fill the GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ class DecodeConfig(NamedTuple):
 
     block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
+    chunk_max: keys per split that a long context is cut into, unless ``wave`` splits per slot, which fill the GPU once, make
+    them longer than max_splits allows.
     """
 
     block_n: int
@@ -38,6 +46,8 @@ class DecodeConfig(NamedTuple):
     chunk_min: int
     max_splits: int
     dot: bool
+    chunk_max: int
+    wave: int
 
 
 class DecodeTile(NamedTuple):
@@ -94,22 +104,25 @@ def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: 
     # steps of the loop are better until there are enough programs to hide each other's latency.
     sms = host.num_sms(device)
     chunk = 2048 if slots >= sms else min(1024, next_power_of_2(max(512 * slots // sms, 64)))
-    # A program takes about 2.5 us to start and 13 ns per key (H200, 32/8 heads x 128), so long sequences are cut into no more
-    # than eight programs per multiprocessor. Estimated from batches at contexts of 1024 and 8192.
-    most = 64 if slots >= sms else min(64, 8 * sms // slots)
+    wave, most = 64, 64
     if dot and itemsize == 2 and widest <= 128:
         block_n = 128 if 256 <= chunk and slots < 4 * sms else 64
         warps = 2 if chunk == 64 else 4
         if quantized:  # half the bytes per key, and the same work to find and to weigh it
             block_n, warps, stages = (128 if chunk >= 128 else 64), 4, (5 if slots >= sms else 3)
-    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot))
+        elif slots < sms:
+            # Two programs of 64 KB in flight per multiprocessor, more of smaller heads. See NOTE [How far keys are split].
+            wave = max(1, min(64, (2 if widest > 64 else 4) * sms // slots))
+            most = max(wave, 32)
+    return tuned(DecodeConfig(block_n, warps, stages, chunk, most, dot, 1024, wave))
 
 
 def num_splits(slots: int, capacity: int, params: DecodeConfig) -> int:
     """Programs per slot, from shapes only. ``capacity``: number of keys that a row of the block table has room for."""
     if slots > host.NUM_COUNTERS:
         return 1
-    return max(1, min(params.max_splits, -(-capacity // params.chunk_min), -(-8192 // slots)))
+    long = max(params.wave, -(-capacity // params.chunk_max))  # programs beyond would have no keys
+    return max(1, min(params.max_splits, long, -(-capacity // params.chunk_min), -(-8192 // slots)))
 
 
 @planner
@@ -134,7 +147,7 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
                       words, params.block_n, params.stages, merge_rows, max(1, min(16, 8192 // (merge_rows * dim_v))))
     return Plan((slots * splits,), params.warps, splits, params.chunk_min,
                 slots * splits * per_block * (layout.dim_v + 1) if splits > 1 else 0,
-                (Site(heads, window or 0, chunk or 0), layout, tile))
+                (Site(heads, window or 0, chunk or 0), layout, tile), params.chunk_max, params.wave)
 
 
 def decode(
@@ -157,8 +170,8 @@ def decode(
     strides = InputStrides(*(n for x in (q, k, v) for n in ((0, 0) if x is None else x.stride()[:2])))
     launch(
         decode_kernel, plan.grid, q, k, v, None if rope is None else Rope.of(*rope), caches, batch, sinks, out,
-        *plan.buffers(prepared, device), num_reqs, plan.splits, plan.chunk_min, scale, softcap, strides,
-        batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]), form,
+        *plan.buffers(prepared, device), num_reqs, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave, scale, softcap,
+        strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]), form,
         pdl=host.use_pdl(device, q.shape[0]), num_warps=plan.warps,
     )
 

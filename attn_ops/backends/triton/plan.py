@@ -40,6 +40,7 @@ class Plan(NamedTuple):
         splits: most programs per slot; chunk_min: fewest keys per split. See NOTE [Partial results].
         workspace: float32 elements for partial results; 0: none.
         constants: site, layout of the cache and tile: the kernel's constant arguments.
+        chunk_max, wave: see DecodeConfig.
     """
 
     grid: tuple[int]
@@ -48,6 +49,8 @@ class Plan(NamedTuple):
     chunk_min: int
     workspace: int
     constants: tuple[Site, CacheLayout, Any]
+    chunk_max: int = 0
+    wave: int = 1
 
     def buffers(self, prepared: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Workspace and zeroed counters, those of the forward if it has any; None where keys are not split."""

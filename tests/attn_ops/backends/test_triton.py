@@ -119,11 +119,17 @@ def test_half_precision_goes_to_the_tensor_cores(num_heads, head_dim):
 
 
 @pytest.mark.parametrize("slots", [1, 3, 7])
-def test_a_long_context_is_not_cut_into_crumbs(slots):
-    """Each program starts anew: 2048 of them made 8 sequences of 8192 keys take half as long again as their bytes need."""
+@pytest.mark.parametrize("capacity", [1 << 10, 1 << 13, 1 << 17])
+def test_how_far_keys_are_split(slots, capacity):
+    """Few slots fill the GPU; and no more programs are launched than can have keys, for each takes its time to find out.
+
+    8 sequences of 8192 keys took half as long again as their bytes need in 2048 programs, and 8 of 1024 a fifth longer where
+    the block table had room for 8192."""
     sms = num_sms(torch.device(DEVICE))
     params = decode.config(128, 128, 2, 4, slots, torch.device(DEVICE))
-    assert sms - slots < slots * decode.num_splits(slots, 1 << 17, params) <= 8 * sms
+    splits = decode.num_splits(slots, capacity, params)
+    assert slots * splits > sms
+    assert splits <= max(params.wave, -(-capacity // params.chunk_max))
 
 
 @pytest.mark.parametrize("dot", [True, False])
@@ -131,7 +137,7 @@ def test_a_long_context_is_not_cut_into_crumbs(slots):
                                       dict(write=False)], ids=str)
 def test_split_decode(dot, features):
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=16, page_size=4, device=DEVICE)
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, dot=dot):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7, dot=dot):
         shape |= features
         check_case(BACKEND, make_case([1] * 5, [1, 16, 17, 33, 150], **shape, pad_tokens=1, pad_reqs=1))
         check_case(BACKEND, make_case([1, 9, 1, 0], [150, 40, 2, 0], **shape, pad_tokens=2, pad_reqs=1))
@@ -150,7 +156,7 @@ def test_one_forward_shares_its_counters():
     case = make_case([1, 1], [150, 20], **SMALL)
     m = case.metadata
     prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
-    with overridden(DecodeConfig, block_n=16, chunk_min=16):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, wave=64, max_splits=64):
         for _ in range(3):
             check_output(BACKEND.op(*case.arguments(prepared), **case.options), case)
             assert not prepared[0].any()
@@ -230,7 +236,7 @@ def test_rope(query_lens, options, splits):
     m = other.metadata
     rotated = rope_kv_write_eager(other.q, other.k, other.v, *rope, *other.cache.of_layer(0), m.slot_mapping, **form.options())
     prepared = BACKEND.prepare(m.slot_mapping, m.block_table_tensor, m.query_start_loc, m.seq_lens, m.page_size)
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=splits):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=splits, wave=splits):
         expected = BACKEND.op(rotated, None, None, *other.arguments(prepared)[3:], **other.options)
         got = BACKEND.rope_op(case.q, case.k, case.v, *rope, *case.arguments(prepared)[3:], **case.options, **form.options())
     # float32: one rotation and one softmax, each to some 1e-6 of numbers of order 10; float16: rounded to 2**-11 twice. A key
@@ -284,7 +290,7 @@ def test_quantized_heads_and_dims(features, kv_dtype):
 @QUANT
 @pytest.mark.parametrize("dot", [True, False])
 def test_quantized_splits(dot, kv_dtype):
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, dot=dot):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7, dot=dot):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **SMALL, kv_dtype=kv_dtype, sinks=True))
         check_case(BACKEND, make_case([1, 9, 1], [150, 40, 2], **SMALL, kv_dtype=kv_dtype, pad_tokens=1))
     with overridden(ExtendConfig, block_m=16, block_n=16, chunk_min=16, max_splits=5):
@@ -353,7 +359,7 @@ def test_values_by_words(features, kv_dtype, monkeypatch):
     check_case(BACKEND, make_case([1] * 4, [1, 15, 17, 70], **shape))
     check_case(BACKEND, make_case([3, 1, 0, 1], [20, 40, 3, 70], **shape, pad_tokens=2, pad_reqs=1))
     check_case(BACKEND, make_case([9, *[0] * 9], [40, *[0] * 9], **shape))  # T <= B, and no decode batch
-    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7):
+    with overridden(DecodeConfig, block_n=16, chunk_min=16, max_splits=7, wave=7):
         check_case(BACKEND, make_case([1] * 3, [1, 17, 150], **shape))
     assert chosen and all(chosen)
 

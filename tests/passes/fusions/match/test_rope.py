@@ -90,21 +90,13 @@ SPELLINGS: dict[str, tuple[RopeForm, Rotary]] = {
 }
 
 
-def op(model: Rotary, **options: Any) -> Any:
-    """The node of the fused op."""
-    lowered, *_ = run(model, "rope", **options)
-    (node,) = (n for n in lowered.gm.graph.nodes if n.target in (rope_kv_write, lowered.target.backend.rope_op) and n.target)
-    return node
-
-
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_what_is_matched(name: str) -> None:
     """Once, as the form that it is, with its norms; and the numbers stay."""
     form, model = SPELLINGS[name]
-    node = op(model)
+    (node,) = (n for n in same(model).gm.graph.nodes if n.target is rope_kv_write)
     assert RopeForm(**node.kwargs) == form
     assert [w is not None for w in node.args[5:7]] == [len(model.norms) > 0] * 2
-    same(model)
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""Cross attention on a paged cache: keys and values of an encoder, written once per request, read in every step.
+
+Every query sees all keys of its request, so each token is a decode of its own: a sequence of one query token whose keys are the
+request's encoder tokens. So the paged op of any backend that needs no plan serves, without kernels of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.metadata import PAD_SLOT_ID
+from quire.attn_ops.step import running
+
+
+def cross_attention(
+    backend: AttentionBackend, q: torch.Tensor, cache: PagedKVCache, layer: int, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, encoder_lens: torch.Tensor, *, scale: float, softcap: float | None = None,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend each query to all encoder tokens of its request: q (T, H, D) -> (T, H, Dv).
+
+    Args:
+        backend: one whose paged op needs no plan, such as those of plain PyTorch and of Triton.
+        cache, layer: where the encoder's keys and values lie.
+        block_table: (B, W) int32, pages of the encoder tokens.  query_start_loc: (B + 1,) int32, of the queries.
+        encoder_lens: (B,) int32; a request with 0 has no encoder tokens, and its queries give 0, as padding tokens do.
+        k, v, slot_mapping: (N, Hkv, D), (N, Hkv, Dv), (N,) int64: encoder tokens to store first, in the request's first step.
+
+    Raises:
+        UnsupportedAttention: the backend plans on the host, or does not serve these heads.
+        ValueError: some of k, v and slot_mapping without the others.
+    """
+    if backend.plan is not None:
+        raise UnsupportedAttention(f"cross attention: backend {backend.name} plans on the host for self-attention; use one "
+                                   "that does not")
+    k_cache, v_cache, k_scale, v_scale = cache.of_layer(layer)
+    site = AttentionSite(layer, q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, scale, softcap=softcap)
+    why = backend.capabilities.reasons_against(site, device=q.device, page_size=cache.page_size, kv_dtype=cache.dtype,
+                                               layout=cache.layout)
+    if why:
+        raise UnsupportedAttention(f"cross attention of {site.needs()}: {backend.name} cannot: {'; '.join(why)}")
+    given = [x is not None for x in (k, v, slot_mapping)]
+    if any(given) != all(given):
+        raise ValueError("cross attention: k, v and slot_mapping go together")
+    if k is not None and v is not None and slot_mapping is not None:
+        write(k_cache, k_scale, k, slot_mapping)
+        write(v_cache, v_scale, v, slot_mapping)
+    tokens = q.shape[0]
+    if not tokens or not encoder_lens.shape[0]:
+        return q.new_zeros(tokens, q.shape[1], v_cache.shape[3])
+    token = torch.arange(tokens, device=q.device)
+    row = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    live = token < query_start_loc[-1]
+    row = row.clamp_max(encoder_lens.shape[0] - 1)
+    lens = torch.where(live, encoder_lens[row], 0).int()
+    # A token without keys reads the null page, and its result is dropped.
+    slots = torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=q.device)
+    starts = torch.arange(tokens + 1, dtype=torch.int32, device=q.device)
+    tables = (slots, torch.where((lens > 0)[:, None], block_table[row], 0), starts, lens.clamp_min(1))
+    with running(None):  # the lengths of the step in progress are those of self-attention
+        prepared = [] if backend.prepare is None else backend.prepare(*tables, cache.page_size)
+        out = backend.op(q, None, None, k_cache, v_cache, k_scale, v_scale, *tables, None, prepared, scale=scale, window=None,
+                         softcap=softcap, chunk=None)
+    return out.masked_fill((lens == 0)[:, None, None], 0)
+
+
+__all__ = ["cross_attention"]

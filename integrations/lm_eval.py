@@ -1,0 +1,109 @@
+"""lm-eval on an engine: ``lm_eval.simple_evaluate(model=QuireLM(model, tokenizer), tasks=...)``.
+
+Texts become tokens as in lm-eval's ``HFLM``, so scores are the same. Log-likelihoods are ``Engine.score``: the LM head runs on
+the continuations' tokens, and what contexts have in common is computed once. Continuations run with continuous batching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.sampling_params import SamplingParams
+from quire.integrations.engines import engine_of
+
+try:
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+except ImportError as error:
+    raise ImportError(f"quire.integrations.lm_eval needs lm-eval: pip install 'quire[integrations]' ({error})") from error
+
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams)) & {"temperature", "top_k", "top_p", "min_p"}
+
+
+class QuireLM(HFLM):
+    """An lm-eval model of a transformers causal LM, evaluated by an engine in this process.
+
+    Args:
+        model: paged by ``quire.paged``, whose engine is used; or a model, for which one is made with ``engine_options``.
+        tokenizer: of transformers.
+        max_length: tokens of a context and its continuation; None: what model and engine hold. Longer contexts lose their
+            beginning.
+        add_bos_token, prefix_token_id, think_end_token, enable_thinking, chat_template_args: as of ``HFLM``.
+        engine_options: of ``quire.Engine``.
+
+    Raises:
+        ValueError: options for the engine of a model that has one.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, max_length: int | None = None, add_bos_token: bool | None = None,
+                 prefix_token_id: int | None = None, think_end_token: str | int | None = None,
+                 enable_thinking: bool | None = None, chat_template_args: dict[str, Any] | None = None,
+                 **engine_options: Any) -> None:
+        found = engine_of(model)
+        if found is not None and engine_options:
+            raise ValueError(f"the model is paged, and its engine has its options already; give {', '.join(engine_options)} to "
+                             "quire.paged")
+        self._own = None if found is not None else Engine(model, tokenizer, **engine_options)
+        self.engine: Engine = found or self._own  # type: ignore[assignment]
+        if self.engine.tokenizer is None:
+            self.engine.tokenizer = tokenizer  # for stop strings
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", max_length=max_length,
+                         batch_size=self.engine.config.max_num_seqs, add_bos_token=add_bos_token,
+                         prefix_token_id=prefix_token_id, think_end_token=think_end_token, enable_thinking=enable_thinking,
+                         chat_template_args=chat_template_args)
+
+    def close(self) -> None:
+        """Close the engine if it was made here."""
+        if self._own is not None:
+            self._own.close()
+
+    @property
+    def max_length(self) -> int:
+        return min(super().max_length, self.engine.max_model_len - 2)  # HFLM scores one token more than it computes
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False,
+                              override_bs: int | None = None) -> list[tuple[float, bool]]:
+        contexts, continuations = [], []
+        for _, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                raise ValueError(f"a continuation has {len(continuation)} tokens; from 1 to {self.max_length} can be scored")
+            contexts.append((context + continuation)[-(self.max_length + 1):][: -len(continuation)])
+            continuations.append(continuation)
+        found = []
+        for (key, _, _), score in zip(requests, self.engine.score(contexts, continuations, use_tqdm=not disable_tqdm),
+                                      strict=True):
+            found.append((score.total, score.is_greedy))
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, found[-1])
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        prompts, params, stops = [], [], []
+        for context, given in (request.args for request in requests):
+            options = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+            until = handle_stop_sequences(options.pop("until", None), eos=eos)
+            count, sampling = options.pop("max_gen_toks"), options.pop("do_sample", False)
+            if options.keys() - _SAMPLING or self.think_end_token is not None:  # for transformers' generate, which is paged too
+                return super().generate_until(requests, disable_tqdm=disable_tqdm)
+            if count >= self.max_length:
+                raise ValueError(f"{count} tokens are to be generated, and the model holds {self.max_length}")
+            ids, _ = self.tok_batch_encode([context], left_truncate_len=self.max_length - count, truncation=self.truncation)
+            if not sampling:
+                options["temperature"] = 0.0
+            prompts.append(ids[0].tolist())
+            params.append(SamplingParams(max_tokens=count, stop=[text for text in until if text], **options))
+            stops.append(until)
+        outputs = self.engine.generate(prompts, params, use_tqdm=not disable_tqdm, raise_on_error=True)
+        texts = []
+        for request, output, until in zip(requests, outputs, stops, strict=True):
+            text = postprocess_generated_text(self.tok_decode(output.token_ids), stop=until, think_end_token=None)
+            texts.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+
+__all__ = ["QuireLM"]

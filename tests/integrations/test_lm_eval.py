@@ -1,0 +1,99 @@
+"""lm-eval on an engine: the scores of lm-eval's own HFLM, and HFLM itself over a paged model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="pip install 'quire[integrations]'")
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+
+import quire
+from quire.graph_runner.lockstep import Rows
+from quire.integrations.lm_eval import QuireLM
+from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
+
+OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=130, cudagraph_capture_sizes=[])
+TEXTS = [" ".join(PROMPTS), PROMPTS[3] * 6, "A"]
+
+
+def tasks(folder: Any) -> list[dict[str, Any]]:
+    """A multiple choice, a perplexity and a generation, of local files."""
+    def task(name: str, documents: list[dict[str, Any]], **config: Any) -> dict[str, Any]:
+        path = folder / f"{name}.json"
+        path.write_text("\n".join(map(json.dumps, documents)))
+        return {"task": name, "dataset_path": "json", "dataset_kwargs": {
+            "data_files": {"test": str(path)}, "cache_dir": str(folder / "cache")}, "test_split": "test", **config}
+
+    choices = [{"q": q, "options": [" a mouse", " soup and bread", "er"], "gold": i % 3} for i, q in enumerate(PROMPTS)]
+    return [
+        task("choice", choices, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_choice="{{options}}",
+             doc_to_target="{{gold}}", metric_list=[{"metric": m, "aggregation": "mean"} for m in ("acc", "acc_norm")]),
+        task("perplexity", [{"text": text} for text in TEXTS], output_type="loglikelihood_rolling", doc_to_text="",
+             doc_to_target="{{text}}", metric_list=[{"metric": m} for m in ("word_perplexity", "bits_per_byte")]),
+        task("continue", [{"q": q, "a": "x"} for q in PROMPTS[:4]], output_type="generate_until", doc_to_text="{{q}}",
+             doc_to_target="{{a}}", generation_kwargs={"until": [".", "\n"], "max_gen_toks": 12, "do_sample": False},
+             metric_list=[{"metric": "exact_match", "aggregation": "mean"}]),
+    ]
+
+
+def evaluate(lm: Any, folder: Any) -> dict[str, Any]:
+    """Of each task: its metrics, and what each document got."""
+    folder.mkdir()
+    out = lm_eval.simple_evaluate(model=lm, tasks=tasks(folder), bootstrap_iters=0, verbosity="ERROR")
+    return {name: ({k: v for k, v in out["results"][name].items() if isinstance(v, float)},
+                   [sample["filtered_resps"] for sample in out["samples"][name]]) for name in out["results"]}
+
+
+@pytest.mark.slow
+def test_the_scores_of_hflm(tmp_path) -> None:
+    """An evaluation in the same process must say the same as the one that everybody runs."""
+    tokenizer = load_tokenizer()
+    want = evaluate(HFLM(load_model(), tokenizer=tokenizer, backend="causal", max_length=128, batch_size=2), tmp_path / "plain")
+    lm = QuireLM(load_model(), tokenizer, **OPTIONS)
+    assert lm.max_length == 128
+    got = evaluate(lm, tmp_path / "quire")
+    assert lm.engine.stats().prompt_tokens > 0
+    assert_idle_pages(lm)
+    lm.close()
+    model = quire.paged(load_model(), **OPTIONS)
+    paged = evaluate(HFLM(model, tokenizer=tokenizer, backend="causal", max_length=128, batch_size=2), tmp_path / "paged")
+    for other in (got, paged):
+        assert other["continue"][1] == want["continue"][1]
+        for name in ("choice", "perplexity", "continue"):
+            assert other[name][0] == pytest.approx(want[name][0], rel=1e-4), name
+    for mine, theirs in zip(got["choice"][1], want["choice"][1], strict=True):
+        assert [greedy for _, greedy in mine] == [greedy for _, greedy in theirs]
+        assert [score for score, _ in mine] == pytest.approx([score for score, _ in theirs], abs=1e-4)
+    assert got["perplexity"][1] == pytest.approx(want["perplexity"][1], abs=1e-3, rel=1e-4)
+
+
+def assert_idle_pages(lm: QuireLM) -> None:
+    assert not lm.engine.has_unfinished and not lm.engine.requests
+
+
+def test_hflm_over_a_paged_model_is_paged(monkeypatch) -> None:
+    """Its generate has stopping criteria of its own."""
+    steps = []
+    monkeypatch.setattr(Rows, "logits", lambda self, own=Rows.logits: steps.append(1) or own(self))
+    lm = HFLM(quire.paged(load_model(num_layers=1), **OPTIONS), tokenizer=load_tokenizer(), backend="causal", batch_size=2)
+    requests = [instance(PROMPTS[i], {"until": ["."], "max_gen_toks": 5}) for i in (0, 1)]
+    texts = lm.generate_until(requests, disable_tqdm=True)
+    assert steps and len(texts) == 2
+    assert_idle(lm.model.generate.engine)
+    own = QuireLM(lm.model, load_tokenizer())
+    assert own.engine is lm.model.generate.engine and own.generate_until(requests, disable_tqdm=True) == texts
+    with pytest.raises(ValueError, match="its engine has its options already; give page_size to quire.paged"):
+        QuireLM(lm.model, load_tokenizer(), page_size=8)
+    with pytest.raises(ValueError, match="a continuation has 200 tokens; from 1 to 128 can be scored"):
+        own._loglikelihood_tokens([(None, [1], [5] * 200)], disable_tqdm=True)
+
+
+def instance(*arguments: Any) -> Any:
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0)

@@ -1,0 +1,104 @@
+"""TRL's trainers on a paged model: every rollout runs on the engine, and the policy that it samples is the trainer's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="pip install 'quire[integrations]'")
+
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+import quire
+from quire.graph_runner.continuous import Manager
+from quire.graph_runner.engine import Engine
+from quire.integrations.trl import rollout_func
+from tests.tiny import load_model, load_tokenizer
+
+PROMPTS = ["Once upon a time", "The cat", "Tom and Lucy", "Dear Anna,"]
+
+
+def share_of_e(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("e") / max(1, len(text)) for text in completions]
+
+
+def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4, layers: int = 1, lora: bool = False,
+            **options: Any) -> tuple[Any, list[int]]:
+    """A trainer after some steps with its default settings, and the number of requests of each call of its engine. No call may
+    fall back to transformers."""
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer()
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = quire.paged(load_model(num_layers=layers), num_pages=400, max_num_seqs=32, max_model_len=128)
+    trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[kind]
+    rollout = {"rollout_func": options.pop("rollout_func")} if "rollout_func" in options else {}
+    config = {
+        "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 8, "num_generations": 4, "logging_steps": 1,
+        "max_completion_length": 12, "max_steps": steps, "learning_rate": rate, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, **options}
+    trainer = trainer_class(
+        model=model, args=config_class(**config), train_dataset=Dataset.from_dict({"prompt": PROMPTS * 32}),
+        reward_funcs=share_of_e, processing_class=tokenizer, **rollout,
+        **({"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")} if lora else {}))
+    calls: list[int] = []
+    own = Engine._add
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not paged.*")
+        patch.setattr(Engine, "_add", lambda self, ask, *rest: calls.append(len(ask.prompt)) or own(self, ask, *rest))
+        trainer.train()
+    return trainer, calls
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(lora=True), dict(kind="rloo"), dict(use_transformers_continuous_batching=True), dict(rollout_func=rollout_func),
+], ids=["grpo", "lora", "rloo", "continuous batching", "rollout_func"])
+@pytest.mark.slow
+def test_every_rollout_is_paged(options, tmp_path, monkeypatch) -> None:
+    """Defaults: training mode, gradient checkpointing, accelerate, bf16 autocast in the forward."""
+    managers = []
+    monkeypatch.setattr(Manager, "start", lambda self, own=Manager.start: managers.append(self) or own(self))
+    trainer, calls = trained(tmp_path, steps=2, **options)
+    assert len(calls) == 16  # 8 prompts in each of 2 steps
+    assert trainer.args.gradient_checkpointing and trainer.model.training
+    assert bool(managers) == ("use_transformers_continuous_batching" in options)
+    trainer.accelerator.unwrap_model(trainer.model)
+
+
+@pytest.mark.slow
+def test_grpo_learns_on_paged_rollouts(tmp_path) -> None:
+    """20 steps: the reward rises, which it does not where rollouts come from other weights than the trainer's."""
+    trainer, calls = trained(tmp_path, steps=20, rate=1e-3, layers=4, per_device_train_batch_size=16, bf16=False,
+                             lr_scheduler_type="constant")
+    assert len(calls) == 20 * 16
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert len(rewards) == 20 and sum(rewards[-4:]) > 1.5 * sum(rewards[:4])
+
+
+@pytest.mark.slow
+def test_log_probabilities_are_the_trainers(tmp_path) -> None:
+    """The ratio of a policy step is exp of their difference: an importance correction needs them equal."""
+    trainer, _ = trained(tmp_path, steps=3, rate=1e-3, layers=2, bf16=False, temperature=0.7, rollout_func=rollout_func)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    found = rollout_func([*PROMPTS, [{"role": "user", "content": "hi"}]][:4], trainer)
+    for prompt, completion, logprobs in zip(found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True):
+        assert len(completion) == len(logprobs) > 0
+        ids = torch.tensor([prompt + completion])
+        of_trainer = trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), len(completion))[0]
+        assert (of_trainer[0] - torch.tensor(logprobs)).abs().max() < 1e-4
+
+
+def test_a_rollout_of_a_model_that_is_not_paged() -> None:
+    class Trainer:
+        model = load_model(num_layers=1)
+        args = None
+
+        class accelerator:
+            unwrap_model = staticmethod(lambda model: model)
+
+    with pytest.raises(ValueError, match="the trainer's model is not paged; make the trainer with model=quire.paged"):
+        rollout_func(["a"], Trainer)
