@@ -52,8 +52,9 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
 
 def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
     """The state of a second model, which transformers loads with its renaming and merging of parameters."""
-    other, report = type(model).from_pretrained(str(path), config=model.config, dtype=next(model.parameters()).dtype,
-                                                output_loading_info=True)
+    plain = type(model).__dict__.get("_plain_class", type(model))  # quire.paged puts a subclass in the place of the class
+    other, report = plain.from_pretrained(str(path), config=model.config, dtype=next(model.parameters()).dtype,
+                                          output_loading_info=True)
     missing, mismatched = report["missing_keys"], report.get("mismatched_keys") or ()
     state = other.state_dict()
     for name in {*missing, *(key[0] if isinstance(key, tuple) else key for key in mismatched)}:

@@ -272,6 +272,7 @@ class Engine(EngineCalls, WeightUpdates):
             self._closed = True
             self._abort(list(self.requests))
             self.collect()
+            self.destroy_weights_update_group()
             self.runner.close()
 
     def __enter__(self) -> Engine:

@@ -233,7 +233,7 @@ class ModelRunner:
         config = self.config
         page = bytes_per_page(self.sites, config.page_size, self._kv_dtype)
         useful = config.max_num_seqs * self.buffers.width + 1
-        if self.reach is not None:
+        if self.reach is not None and not config.enable_prefix_caching:  # a lasting cache keeps what requests gave back
             useful = min(useful, self.reach.useful_pages(config.max_num_seqs, largest.num_tokens, config.page_size))
         if self.device.type != "cuda":
             return max(2, min(useful, CPU_KV_BYTES // page))

@@ -129,6 +129,21 @@ def test_preemption_starts_again_from_the_first_token(model) -> None:
     assert outs == [hf_greedy(model, p, 30) for p in prompts]
 
 
+@pytest.mark.parametrize("caching", [None, True])
+def test_shared_beginnings(model, caching) -> None:
+    """A prefix cache beside pages that are given back: prompts that share a beginning longer than the window, twice, in a cache
+    that holds few of them. Nobody reads a page that is another's by then, and none is lost."""
+    head = list(range(1, 50))
+    prompts = [head + [3, 1, 4], head + [3, 1, 5, 9, 2], head[:30] + [7] * 9, head]
+    with quire.Engine(model, page_size=PAGE, num_pages=30, max_num_seqs=3, max_model_len=200, max_num_batched_tokens=24,
+                      enable_prefix_caching=caching) as engine:
+        params = quire.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        for _ in range(2):
+            assert tokens(engine.generate(prompts, params)) == [hf_greedy(model, p, 40) for p in prompts]
+        engine.reset_prefix_cache()
+        assert_idle(engine)
+
+
 def test_a_layer_that_sees_everything_keeps_all_pages() -> None:
     config = MistralConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                            num_key_value_heads=1, sliding_window=None, max_position_embeddings=512)
