@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.attn_ops.backend import define_paged_op as define_paged_op
     from quire.attn_ops.conformance.report import check_backend as check_backend
     from quire.attn_ops.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from quire.attn_ops.mla import define_mla_op as define_mla_op
     from quire.attn_ops.registry import backends as backends
     from quire.attn_ops.registry import register_backend as register_backend
     from quire.attn_ops.step import Step as Step
@@ -39,8 +40,8 @@ _HOMES = {
     "SamplingParams": "graph_runner.sampling_params", "Step": "attn_ops.step", "StepLimits": "attn_ops.step",
     "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
     "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",
-    "current_step": "attn_ops.step", "define_paged_op": "attn_ops.backend", "explain": "passes.explain",
-    "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",
+    "current_step": "attn_ops.step", "define_mla_op": "attn_ops.mla", "define_paged_op": "attn_ops.backend",
+    "explain": "passes.explain", "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",
 }
 __all__ = [*_HOMES]
 
