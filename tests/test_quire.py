@@ -41,8 +41,8 @@ def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "PagedKVCache", "RequestOutput", "SamplingParams", "Step", "StepLimits", "StreamEvent", "UnsupportedAttention",
-        "assert_attention_sites", "backends", "check_backend", "current_step", "define_paged_op", "explain", "paged",
-        "register_backend", "step",
+        "assert_attention_sites", "backends", "check_backend", "current_step", "define_mla_op", "define_paged_op", "explain",
+        "paged", "register_backend", "step",
     ]
     for name in quire.__all__:
         thing = getattr(quire, name)

@@ -191,10 +191,10 @@ def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, s
     all_see = begin + tl.maximum(tl.minimum(first_token + offset + 1, stop) - begin, 0) // TILE.block_n * TILE.block_n
 
     source = token.to(tl.int64)
-    query = tl.load(q + source[:, None] * strides[0] + (head * strides[1])[:, None] + columns[None, :],
-                    mask=out_live, other=0.0)
+    which = head.to(tl.int64)  # absorbed queries lie head by head: the stride is T * rank
+    query = tl.load(q + (source * strides[0] + which * strides[1])[:, None] + columns[None, :], mask=out_live, other=0.0)
     columns_rope = tl.arange(0, ROPE_P2)
-    query_rope = tl.load(q_rope + source[:, None] * strides[2] + (head * strides[3])[:, None] + columns_rope[None, :],
+    query_rope = tl.load(q_rope + (source * strides[2] + which * strides[3])[:, None] + columns_rope[None, :],
                          mask=live[:, None] & (columns_rope < TILE.rope)[None, :], other=0.0)
     pos = token + offset
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
