@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.attn_ops.backend import define_paged_op as define_paged_op
     from quire.attn_ops.conformance.report import check_backend as check_backend
     from quire.attn_ops.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from quire.attn_ops.mla import define_mla_op as define_mla_op
     from quire.attn_ops.ops.cross import cross_attention as cross_attention
     from quire.attn_ops.ops.merge_state import merge_state as merge_state
     from quire.attn_ops.ops.merge_state import merge_states as merge_states
@@ -52,7 +53,8 @@ _HOMES = {
     "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
     "WeightUpdateError": "graph_runner.weights", "WeightsGroup": "graph_runner.weights_group",
     "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",
-    "cross_attention": "attn_ops.ops.cross", "current_step": "attn_ops.step", "define_paged_op": "attn_ops.backend",
+    "cross_attention": "attn_ops.ops.cross", "current_step": "attn_ops.step", "define_mla_op": "attn_ops.mla",
+    "define_paged_op": "attn_ops.backend",
     "explain": "passes.explain", "merge_state": "attn_ops.ops.merge_state", "merge_states": "attn_ops.ops.merge_state",
     "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",
     "varlen_attention": "attn_ops.ops.varlen",

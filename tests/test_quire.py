@@ -22,8 +22,8 @@ def test_names() -> None:
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
         "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
-        "assert_attention_sites", "backends", "check_backend", "cross_attention", "current_step", "define_paged_op", "explain",
-        "merge_state", "merge_states", "paged", "register_backend", "step", "varlen_attention",
+        "assert_attention_sites", "backends", "check_backend", "cross_attention", "current_step", "define_mla_op",
+        "define_paged_op", "explain", "merge_state", "merge_states", "paged", "register_backend", "step", "varlen_attention",
     ]
     for name in quire.__all__:
         thing = getattr(quire, name)

@@ -34,6 +34,7 @@ from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.mla import mla_attention
 from quire.passes.fx import (
     LINEAR,
+    ancestors,
     compute_value,
     erase_dead,
     evaluate,
@@ -133,14 +134,15 @@ def _match(node: fx.Node) -> MlaSite | None:
 
     def is_rotary(n: fx.Node) -> bool:
         of_product = product in _moved(n, lambda m: m is product, ())[1]
-        return is_tensor(n) and not of_product and value(n).numel() == tokens * latent.rope
+        # As text: comparing symbols could add a guard.
+        return is_tensor(n) and not of_product and str(value(n).numel()) == str(tokens * latent.rope)
 
     writes = _writes(k, node)
     inside, sources = _moved(k, lambda n: n is product or is_rotary(n), writes)
     rotary = [n for n in sources if n is not product]
     if product not in sources or len(rotary) != 1 or not is_rotary(rotary[0]):
         return None
-    if len({value(x).dtype for x in (q, c, rotary[0], kv_b)}) > 1 or _changed(min(product, rotary[0]), node, writes):
+    if len({value(x).dtype for x in (q, c, rotary[0], kv_b)}) > 1 or _changed((c, rotary[0]), product, node, writes):
         return None
     chain = inside | _moved(v, lambda n: False, ())[0] | set(writes)
     given = all(_same(chain, node, {product: 1, rotary[0]: -1}, length, site, latent) for length in _LENGTHS)
@@ -170,8 +172,8 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def _writes(k: fx.Node, node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes that fill a key made by new_empty: ``k[...] = x``, or ``k[...].copy_(x)`` as part and copy. None for any other
-    key, or if it is used otherwise."""
+    """The nodes that fill a key made by new_empty: ``k[...] = x``, or ``k[...].copy_(x)`` as part and copy. Nothing for any
+    other key, or if it is used otherwise."""
     nodes: set[fx.Node] = set()
     for use in set(k.users) - {node}:
         whole = is_method(use, "setitem")
@@ -184,12 +186,16 @@ def _writes(k: fx.Node, node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(sorted(nodes)) if is_method(k, "new_empty") else ()
 
 
-def _changed(first: fx.Node, last: fx.Node, writes: tuple[fx.Node, ...]) -> bool:
-    """Whether anything but fresh memory is changed in place between two nodes."""
-    node = first.next
+def _changed(made: tuple[fx.Node, fx.Node], product: fx.Node, last: fx.Node, writes: tuple[fx.Node, ...]) -> bool:
+    """Whether c or k_rope (``made``), or kv_b, may be changed in place before ``last`` reads them. Memory that the graph makes
+    does not matter, if they are not made from it."""
+    node = min(product, made[1]).next
     while node is not last:
-        if node not in writes and any(not is_method(x, *_FRESH) for x in written_by(node)):
-            return True
+        for x in written_by(node) if node not in writes else ():
+            while is_method(x, *_MOVES) and isinstance(x.args[0], fx.Node):
+                x = x.args[0]
+            if not is_method(x, *_FRESH) or any(x in ancestors(n) for n in made):
+                return True
         node = node.next
     return False
 
@@ -200,7 +206,8 @@ def _same(chain: set[fx.Node], node: fx.Node, sources: dict[fx.Node, int], lengt
     arrive in k and v where MLA has them?"""
     q, k, v = node.args[:3]
     assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
-    symbol = value(q).shape[2].node.expr
+    tokens = value(q).shape[2].node
+    symbol = tokens.shape_env.replace(tokens.expr)
 
     def size(x: Any) -> int:
         if isinstance(x, torch.SymInt):

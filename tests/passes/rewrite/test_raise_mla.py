@@ -163,8 +163,17 @@ def changed_latent(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple
     return k, v
 
 
+def changed_memory(layer: Layer, c: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same through the memory that the latent vectors are a view of."""
+    memory = torch.zeros_like(c)
+    memory.copy_(c)
+    k, v = plain(layer, memory[..., :], k_rope)
+    memory.add_(1.0)
+    return k, v
+
+
 MISSES = (scaled, scaled_value, rotated, values_first, rope_first, keys_by_themselves, shifted_heads, rope_by_head,
-          half_written, adapted, changed_latent)
+          half_written, adapted, changed_latent, changed_memory)
 
 
 def test_near_misses_stay_dense() -> None:
