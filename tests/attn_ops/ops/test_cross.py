@@ -1,5 +1,5 @@
-"""Cross attention: the kit has its numbers (tests/attn_ops/conformance/test_sweeps.py). Here what it refuses, and that a step in
-progress does not reach it."""
+"""Cross attention: the kit has its numbers (tests/attn_ops/conformance/test_sweeps.py). Here what it refuses, and that a step
+in progress does not reach it."""
 
 from __future__ import annotations
 
