@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quire.graph_runner.request import RequestOutput as RequestOutput
     from quire.graph_runner.request import StreamEvent as StreamEvent
     from quire.graph_runner.sampling_params import SamplingParams as SamplingParams
+    from quire.passes.capture.encoder_attention import encoder_attention as encoder_attention
     from quire.passes.capture.paged_model import PagedKVCache as PagedKVCache
     from quire.passes.explain import assert_attention_sites as assert_attention_sites
     from quire.passes.explain import explain as explain
@@ -44,7 +45,8 @@ _HOMES = {
     "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
     "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",
     "cross_attention": "attn_ops.ops.cross", "current_step": "attn_ops.step", "define_paged_op": "attn_ops.backend",
-    "explain": "passes.explain", "merge_state": "attn_ops.ops.merge_state", "merge_states": "attn_ops.ops.merge_state",
+    "encoder_attention": "passes.capture.encoder_attention", "explain": "passes.explain",
+    "merge_state": "attn_ops.ops.merge_state", "merge_states": "attn_ops.ops.merge_state",
     "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",
     "varlen_attention": "attn_ops.ops.varlen",
 }

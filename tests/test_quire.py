@@ -41,7 +41,8 @@ def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "PagedKVCache", "RequestOutput", "SamplingParams", "Step", "StepLimits", "StreamEvent", "UnsupportedAttention",
-        "assert_attention_sites", "backends", "check_backend", "cross_attention", "current_step", "define_paged_op", "explain",
+        "assert_attention_sites", "backends", "check_backend", "cross_attention", "current_step", "define_paged_op",
+        "encoder_attention", "explain",
         "merge_state", "merge_states", "paged", "register_backend", "step", "varlen_attention",
     ]
     for name in quire.__all__:
