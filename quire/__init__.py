@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from quire.graph_runner.stats import EngineStats as EngineStats
     from quire.graph_runner.weights import WeightUpdateError as WeightUpdateError
     from quire.graph_runner.weights_group import WeightsGroup as WeightsGroup
+    from quire.passes.capture.encoder_attention import encoder_attention as encoder_attention
     from quire.passes.capture.paged_model import PagedKVCache as PagedKVCache
     from quire.passes.explain import assert_attention_sites as assert_attention_sites
     from quire.passes.explain import explain as explain
@@ -54,8 +55,8 @@ _HOMES = {
     "WeightUpdateError": "graph_runner.weights", "WeightsGroup": "graph_runner.weights_group",
     "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",
     "cross_attention": "attn_ops.ops.cross", "current_step": "attn_ops.step", "define_mla_op": "attn_ops.mla",
-    "define_paged_op": "attn_ops.backend",
-    "explain": "passes.explain", "merge_state": "attn_ops.ops.merge_state", "merge_states": "attn_ops.ops.merge_state",
+    "define_paged_op": "attn_ops.backend", "encoder_attention": "passes.capture.encoder_attention", "explain": "passes.explain",
+    "merge_state": "attn_ops.ops.merge_state", "merge_states": "attn_ops.ops.merge_state",
     "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",
     "varlen_attention": "attn_ops.ops.varlen",
 }

@@ -23,7 +23,8 @@ def test_names() -> None:
         "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
         "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
         "assert_attention_sites", "backends", "check_backend", "cross_attention", "current_step", "define_mla_op",
-        "define_paged_op", "explain", "merge_state", "merge_states", "paged", "register_backend", "step", "varlen_attention",
+        "define_paged_op", "encoder_attention", "explain", "merge_state", "merge_states", "paged", "register_backend", "step",
+        "varlen_attention",
     ]
     for name in quire.__all__:
         thing = getattr(quire, name)

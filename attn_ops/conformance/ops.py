@@ -49,7 +49,7 @@ class OpKit:
 
     # -- merging ----------------------------------------------------------------------------------------------------
 
-    def states(self, count: int, dim: int, tokens: int = 19, heads: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, count: int, dim: int, tokens: int = 7, heads: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (T, S, H, D) and lse (T, S, H), of which some are empty: -inf or +inf, with NaN as output."""
         out, lse = self.randn(tokens, count, heads, dim).to(self.dtype), 5 * self.randn(tokens, count, heads, seed=1)
         dice = self.randn(tokens, count, heads, seed=2)

@@ -53,7 +53,8 @@ def edges(kit: Kit, feature: str) -> str:
         options: dict[str, Any] = {feature: 3}
         return kit.refused(kit.site(**options))
     page = kit.usual_page_size
-    sizes = sorted({n for n in (1, page - 1, page, page + 1, 2 * page) if n > 0})
+    around = (page - 1, page, page + 1) if feature == "chunk" else (1, page - 1, page, page + 1, 2 * page)
+    sizes = sorted({n for n in around if n > 0})
     for size in sizes:
         lens = [n for n in (size - 1, size, size + 1, size + 2, 2 * size, 2 * size + 1) if n > 0]
         kit.exact([(1, n) for n in lens], [(min(3, n), n) for n in lens] + [(n, n) for n in lens], **{feature: size})

@@ -31,7 +31,7 @@ _EQUIVALENT = frozenset({None, NAME, "eager", "sdpa", "flex_attention", "flash_a
 _FLASH_KERNELS = re.compile(r"kernels-community/(vllm-)?flash-attn\d?(@\w+)?")  # of flash_attention_2, ...
 # Keyword arguments that do not change what a call computes: bookkeeping of transformers' caches and kernels. Any other that is
 # not None or False is refused.
-_HARMLESS = frozenset({
+HARMLESS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "deterministic",
     "output_router_logits", "position_embeddings", "past_key_values", "is_causal", "logits_to_keep",
@@ -56,7 +56,7 @@ def attention_function(
     if dropout:
         raise UnsupportedAttention(f"{where} has attention dropout {dropout}; call model.eval() first.")
     for name, val in kwargs.items():
-        if val is not None and val is not False and name not in _HARMLESS:
+        if val is not None and val is not False and name not in HARMLESS:
             raise UnsupportedAttention(f"{where} passes {name!r} to its attention, which quire does not know and will not "
                                        "ignore.")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -160,5 +160,5 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = name
 
 
-__all__ = ["ACTIVE", "NAME", "attention_function", "check_implementation", "configs_of", "interface_active", "register",
-           "uses_interface"]
+__all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "interface_active",
+           "register", "uses_interface"]

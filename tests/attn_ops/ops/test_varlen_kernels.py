@@ -1,0 +1,65 @@
+"""The Triton kernels of merge_state(s) and varlen attention in Triton's interpreter, through the kit for ops; and bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from quire.attn_ops.conformance import ops
+from quire.attn_ops.ops import merge_state, varlen
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(params=[torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+def kit(request, monkeypatch) -> ops.OpKit:
+    """The kit with the kernels' launchers in the place of the ops, which run eager code on a CPU."""
+    monkeypatch.setattr(ops, "varlen_attention", varlen.varlen_attention_cuda)
+    monkeypatch.setattr(ops, "merge_state", merge_state.merge_state_triton)
+    monkeypatch.setattr(ops, "merge_states", merge_state.merge_states_triton)
+    return ops.OpKit(torch.device("cpu"), request.param)
+
+
+def test_merging(kit: ops.OpKit) -> None:
+    kit.merge_two()
+    kit.merge_many()
+    kit.merge_empty()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"window": 7, "causal": True}, {"softcap": 4.0}], ids=str)
+def test_ragged_sequences(kit: ops.OpKit, options) -> None:
+    for lens, dims in zip(ops.ENCODERS, ((32, 32), (24, 40)), strict=True):
+        kit.check_varlen(kit.inputs(*lens, dims=dims), **options)
+
+
+def test_padding_and_merging(kit: ops.OpKit) -> None:
+    kit.varlen_padding()
+    kit.varlen_merges()
+
+
+def test_a_nan_stays_in_its_state(kit: ops.OpKit) -> None:
+    out, lse = torch.ones(2, 3, 1, 4), torch.zeros(2, 3, 1)
+    lse[0, 1] = float("nan")
+    merged, total = ops.merge_states(out, lse)
+    assert merged[0].isnan().all() and total[0].isnan().all() and merged[1].isfinite().all()
+
+
+def test_bad_input() -> None:
+    x, lse, cu = torch.randn(3, 4, 8), torch.randn(3, 4), torch.tensor([0, 3], dtype=torch.int32)
+    for arguments, message in (((x, lse.double()), "float32 lse"), ((x, lse[:2]), "float32 lse")):
+        with pytest.raises(ValueError, match=message):
+            quire.merge_state(*arguments, *arguments)
+    with pytest.raises(ValueError, match="same shape and dtype"):
+        quire.merge_state(x, lse, x[..., :4], lse)
+    with pytest.raises(ValueError, match=r"\(T, S, H, D\)"):
+        quire.merge_states(x, lse)
+    for options, message in ((dict(window=0), "window must be positive"), (dict(softcap=-1.0), "softcap must be positive"),
+                             (dict(implementation="fast"), "one of auto, eager, sdpa, kernel; got 'fast'"),
+                             (dict(implementation="sdpa", softcap=2.0), "has no softcap")):
+        with pytest.raises(ValueError, match=message):
+            quire.varlen_attention(x, x, x, cu, cu, scale=1.0, **options)
+    with pytest.raises(ValueError, match="H a multiple of Hkv"):
+        quire.varlen_attention(x, x[:, :3], x[:, :3], cu, cu, scale=1.0)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k \(B \+ 1,\)"):
+        quire.varlen_attention(x, x, x, cu, cu[:1], scale=1.0)

@@ -1,0 +1,96 @@
+"""Vision towers of transformers on quire's ragged attention: the numbers of their own attention, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+import quire
+from quire.passes.capture import encoder_attention as module
+
+SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=7)
+GRID = torch.tensor([[1, 4, 6], [1, 2, 2], [2, 4, 4]])  # images of 24, 4 and two times 16 patches
+
+
+def qwen2() -> torch.nn.Module:
+    return Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(
+        depth=2, embed_dim=32, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2))
+
+
+def qwen3() -> torch.nn.Module:
+    return Qwen3VLVisionModel(Qwen3VLVisionConfig(
+        depth=2, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32,
+        num_position_embeddings=64, deepstack_visual_indexes=[0]))
+
+
+def ragged(tower: torch.nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    pixels = torch.randn(int(GRID.prod(1).sum()), 3 * 2 * 4 * 4)
+    out = tower(pixels, GRID)
+    return out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0] if isinstance(out, tuple) else out
+
+
+def siglip() -> torch.nn.Module:
+    return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SIZES))
+
+
+def clip() -> torch.nn.Module:
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES))
+
+
+def images(tower: torch.nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    return tower(torch.randn(3, 3, 28, 28)).last_hidden_state
+
+
+@pytest.mark.parametrize("build, run", [(qwen2, ragged), (qwen3, ragged), (siglip, images), (clip, images)],
+                         ids=["qwen2_vl", "qwen3_vl", "siglip_of_gemma3", "clip_of_llava"])
+def test_vision_towers(build, run, monkeypatch) -> None:
+    torch.manual_seed(0)
+    tower = build().eval()
+    calls: list[int] = []
+    original = module.varlen_attention
+
+    def counted(q, k, v, cu_q, cu_k, **options):
+        calls.append(len(cu_q) - 1)
+        return original(q, k, v, cu_q, cu_k, **options)
+
+    monkeypatch.setattr(module, "varlen_attention", counted)
+    before = tower.config._attn_implementation
+    with torch.no_grad():
+        expected = run(tower)
+        for implementation in ("eager", "sdpa"):
+            with quire.encoder_attention(tower, implementation):
+                torch.testing.assert_close(run(tower), expected, rtol=1e-4, atol=1e-5)
+        assert calls == [4 if run is ragged else 3] * 4, "one call a layer, for all images"
+        assert tower.config._attn_implementation == before
+        torch.testing.assert_close(run(tower), expected, rtol=0, atol=0)
+
+
+def test_what_is_refused() -> None:
+    tower = siglip().eval()
+    attention = tower.vision_model.encoder.layers[0].self_attn if hasattr(tower, "vision_model") else None
+    x = torch.randn(1, 4, 5, 8)
+    with pytest.raises(RuntimeError, match="outside quire.encoder_attention"):
+        module.attention_function(attention, x, x, x, None)
+    with pytest.raises(ValueError, match="implementation must be one of auto, eager, sdpa, kernel; got 'fast'"), \
+            quire.encoder_attention(tower, "fast"):
+        pass
+    with pytest.raises(ValueError, match="Linear has no config of transformers"), \
+            quire.encoder_attention(torch.nn.Linear(1, 1)):
+        pass
+    with quire.encoder_attention(tower):
+        for options, what in ((dict(attention_mask=torch.ones(1)), "a mask"), (dict(dropout=0.1), "dropout"),
+                              (dict(is_causal=True), "causal"), (dict(sliding_window=4), "sliding_window")):
+            with pytest.raises(quire.UnsupportedAttention, match=what):
+                module.attention_function(attention, x, x, x, **{"attention_mask": None, **options})
+        with pytest.raises(quire.UnsupportedAttention, match="2 rows"):
+            cu = torch.tensor([0, 5], dtype=torch.int32)
+            module.attention_function(attention, *[x.repeat(2, 1, 1, 1)] * 3, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+        with pytest.raises(quire.UnsupportedAttention, match="no padding mask"):
+            module._no_mask(attention_mask=torch.tensor([[1, 0]]))
