@@ -151,7 +151,7 @@ def check_config(config: Any, max_length: int | None = None) -> None:
                "attention), which a packed batch would leak between sequences"] if state else []),
             *([f"{kind} has layers of type {sparse}: each token chooses by their content the keys that it attends to (sparse "
                "or indexed attention), and no backend of quire does"] if sparse else []),
-            f"quire serves {sorted(STATELESS_LAYERS)}"]) + ".")
+        ]) + f". quire serves {sorted(STATELESS_LAYERS)}.")
     if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": among tokens of images
         raise UnsupportedAttention(f"{kind} is configured with use_bidirectional_attention="
                                    f"{text.use_bidirectional_attention!r}; quire serves causal models.")
