@@ -136,12 +136,10 @@ class EngineCalls:
             use_tqdm: show a progress bar; None: on a terminal, where it takes longer than two seconds. Or a function that
                 makes one, such as ``tqdm``.
         """
-        events = self.stream(prompts, params, sampling_params=sampling_params, request_id=request_id, priority=priority,
-                             timeout=timeout, raise_on_error=raise_on_error)
-        count = len(as_prompts(prompts))
+        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout)
         done = []
-        with progress(count, use_tqdm) as advance:
-            for event in events:
+        with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
+            for event in self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error):
                 if event.finished:
                     done.append(event.output)
                     advance()
@@ -163,7 +161,7 @@ class EngineCalls:
                 yield event
         finally:
             if running is not None and not running.done():  # a generator cannot be closed while it runs
-                running.add_done_callback(lambda done: (done.cancelled() or done.exception(), events.close()))
+                running.add_done_callback(functools.partial(_close_after, events))
             else:
                 events.close()
 
@@ -210,6 +208,12 @@ class EngineCalls:
         if len(both) <= len(before):
             raise ValueError(f"the continuation {continuation!r} adds no token to the prompt; give token ids")
         return len(before), both
+
+
+def _close_after(events: Generator[StreamEvent, None, None], done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()  # nobody reads it any more
+    events.close()
 
 
 def _score(output: RequestOutput, start: int) -> Score:

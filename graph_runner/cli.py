@@ -6,14 +6,17 @@ Without --model the small model that ships with quire is used: no download, no G
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import logging
 import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from typing import Any
 DEMO = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,", '"Hello, Tom," said Mia.',
         "The moon is up,")
 REFRESH = 1 / 12  # seconds between two redraws
+ERROR_LINES = 9
 
 
 @dataclass
@@ -147,21 +151,32 @@ def generate(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)  # the model is so small that more threads only wait for each other
     console = Console()
     with Engine(model, tokenizer, **options) as engine:
-        if args.demo:
+        if args.demo and not args.json:
             from quire.passes.explain import Explanation
 
             runner = engine.runner
             print(f"{Explanation(type(model).__name__, runner.sites, runner.selection, None)}\n", flush=True)
         run = _Run(prompts or [DEMO[0]])
-        if console.is_terminal:
+        if args.json:
+            for event in engine.stream(run.prompts, params, raise_on_error=False):
+                run.take(event)
+        elif console.is_terminal:
             _stream_live(engine, run, params, console, args.stream)
         else:
             _stream_plain(engine, run, params, args.stream)
-        print(run.summary(engine))
+        if args.json:
+            print(json.dumps({"outputs": [_as_dict(o) for o in run.outputs if o is not None],
+                              "stats": dataclasses.asdict(engine.stats())}))
+        print(run.summary(engine), file=sys.stderr)
     failed = [o for o in run.outputs if o is not None and o.error]
     for output in failed:
         print(f"quire: prompt {output.index + 1}: {output.error}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _as_dict(output: Any) -> dict[str, Any]:
+    names = ("index", "prompt", "text", "prompt_token_ids", "token_ids", "finish_reason", "stop_reason", "error")
+    return {name: getattr(output, name) for name in names}
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -218,7 +233,7 @@ def explain(args: argparse.Namespace) -> int:
         _no_loading_bar()
         model, _ = _loaded(args.model or TINY_MODEL, lambda: load(args.model or TINY_MODEL, None))
         explanation = explain_model(model, attention=args.attention, page_size=args.page_size)
-    print(explanation)
+    print(json.dumps(explanation.as_dict()) if args.json else explanation.text(every=args.all))
     return 0 if explanation.supported else 1
 
 
@@ -277,9 +292,11 @@ def _parser() -> argparse.ArgumentParser:
     from quire.graph_runner.config import option_help
 
     parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    common.add_argument("--traceback", action="store_true", help="show the whole text of an error, and its traceback")
+    common.add_argument("-v", "--verbose", action="count", default=0, help="log what quire does to stderr; -vv: more of it")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=[common])
@@ -307,6 +324,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--engine", type=engine_option, action="append", default=[], metavar="KEY=VALUE",
                      help="an option of quire.Engine (see below), e.g. num_pages=512; may be repeated")
     sub.add_argument("--no-stream", dest="stream", action="store_false", help="print the texts when they are done")
+    sub.add_argument("--json", action="store_true", help="print one JSON object with the outputs and the engine's statistics")
     sub.formatter_class, sub.epilog = argparse.RawDescriptionHelpFormatter, "engine options:\n" + option_help(indent=2)
 
     sub = command("explain", explain, "say how each attention site of a model would run, or why it is refused")
@@ -317,6 +335,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--attention", **attention)
     sub.add_argument("--page-size", **page_size)
     sub.add_argument("--device", choices=("cpu", "cuda"), help="with --config: where it would run (default: a GPU)")
+    sub.add_argument("--all", action="store_true", help="one row per attention site, where equal ones share a row")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("backends", backends, "list the attention backends: usable here or why not, and what each can do")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
@@ -329,6 +349,30 @@ def _quieten() -> None:
     """transformers imports torchao where it is installed, which logs the extensions that it cannot load."""
     for name in ("torchao", "torch.utils._pytree", "quire.graph_runner.engine"):  # ours: failed prompts are reported at the end
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _logging(verbose: int) -> Iterator[None]:
+    """Log what quire does to stderr: 1: the main events, 2: more."""
+    logger, handler = logging.getLogger("quire"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    level = logger.level
+    if verbose:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _shortened(text: str) -> str:
+    """At most ``ERROR_LINES`` lines."""
+    lines = text.splitlines()
+    if len(lines) <= ERROR_LINES:
+        return text
+    return "\n".join([*lines[: ERROR_LINES - 1], f"... and {len(lines) - ERROR_LINES + 1} more lines; --traceback shows all"])
 
 
 def _reader_gone() -> bool:
@@ -353,7 +397,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = argv
     _quieten()
     try:
-        code = int(args.run(args))
+        with _logging(args.verbose):
+            code = int(args.run(args))
         sys.stdout.flush()  # to notice here that the reader is gone, not at exit
         return code
     except BrokenPipeError:
@@ -363,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:  # UnsupportedAttention is a ValueError
         if args.traceback:
             raise
-        print(f"quire {args.command}: error: {str(error).strip()}", file=sys.stderr)
+        print(_shortened(f"quire {args.command}: error: {str(error).strip()}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -38,7 +38,9 @@ class ScoredRows(NamedTuple):
         """The scored rows of a batch, or None."""
         if not batch.num_scored:
             return None
-        indices, targets, at = [], [], 0
+        indices: list[int] = []
+        targets: list[int] = []
+        at = 0
         for row in batch.rows:
             if row.num_scored:
                 first = row.request.num_scored - row.num_scored  # the first target
@@ -175,10 +177,10 @@ def _more(asks: Sequence[tuple[int, int, Sequence[int] | None]], logits: torch.T
           ) -> _More | None:
     """For each (row, k, ids): the k likeliest tokens of the row, and those with the ids. -1 is the whole vocabulary."""
     vocabulary = logits.shape[1]
-    asks = [(row, vocabulary if k < 0 else min(k, vocabulary), ids or ()) for row, k, ids in asks if k or ids]
-    if not asks:
+    wanted = [(row, vocabulary if k < 0 else min(k, vocabulary), list(ids or ())) for row, k, ids in asks if k or ids]
+    if not wanted:
         return None
-    rows = [row for row, _, _ in asks]
+    rows = [row for row, _, _ in wanted]
     at = to_device(np.array(rows, np.int64), logits.device)
     x, heat, norm = logits[at], temperature[at], normalizers[at]
     bound = None if threshold is None else threshold[at]
@@ -186,14 +188,14 @@ def _more(asks: Sequence[tuple[int, int, Sequence[int] | None]], logits: torch.T
     def values(of: torch.Tensor) -> torch.Tensor:
         return to_host(scaled(of, heat, bound) - norm[:, None])
 
-    counts = np.array([k for _, k, _ in asks], np.int64)
+    counts = np.array([k for _, k, _ in wanted], np.int64)
     top, tokens = x.topk(int(counts.max()), dim=-1)
     column = torch.arange(tokens.shape[1], device=x.device)
     beyond = column >= to_device(counts, x.device)[:, None]
-    most = max(len(ids) for _, _, ids in asks)
-    given = np.full((len(asks), most), -1, np.int64)
-    for i, (_, _, ids) in enumerate(asks):
-        given[i, : len(ids)] = ids
+    most = max(len(some) for _, _, some in wanted)
+    given = np.full((len(wanted), most), -1, np.int64)
+    for i, (_, _, some) in enumerate(wanted):
+        given[i, : len(some)] = some
     ids = to_device(given, x.device)
     chosen = x.gather(1, ids.clamp_min(0))
     ranks = [(x > chosen[:, j : j + 1]).sum(-1, keepdim=True) + 1 for j in range(most)]

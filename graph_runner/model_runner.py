@@ -267,7 +267,9 @@ class ModelRunner:
         v = self.buffers.views(shape)
         source = v["token_source"]
         ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
-        sampling = (v["temperature"], v["seed"], v["sample_position"]) if self.paged.draws else None
+        sampling: tuple[torch.Tensor, ...] | None = None
+        if self.paged.draws:
+            sampling = v["temperature"], v["seed"], v["sample_position"]
         indices = v["logits_indices"]
         if scored is not None:
             indices = torch.cat([indices, scored.indices])

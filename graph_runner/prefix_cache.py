@@ -30,12 +30,13 @@ from quire.passes.verify.quantized import parts
 
 
 class Match(NamedTuple):
-    """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``. ``coming``: a
-    running request is about to compute the next page."""
+    """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were
+    computed from step ``copied_since`` on. ``coming``: a running request is about to compute the next page."""
 
     pages: list[int]
     copy_from: int = -1
     copied: int = 0
+    copied_since: int = 0
     coming: bool = False
 
 
@@ -65,10 +66,10 @@ class PrefixCache:
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._step_of: dict[int, int] = {}  # page -> the step that computed it
+        self._since: dict[int, int] = {}  # page -> the first step that computed something in it or before it
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._coming: dict[bytes, Request] = {}  # keys that running requests will compute
-        self._tails: dict[bytes, tuple[Request, int]] = {}  # key before a computed prompt's last page -> request, step
+        self._tails: dict[bytes, Request] = {}  # key before the last page of a prompt -> request that has computed it
 
     @property
     def num_idle(self) -> int:
@@ -88,8 +89,8 @@ class PrefixCache:
             keys.append(hashlib.sha256((keys[-1] if keys else b"") + tokens).digest())
         return keys[:count]
 
-    def _fresh(self, step: int, request: Request) -> bool:
-        return self.lasting or step > request.arrived_at
+    def _fresh(self, since: int, request: Request) -> bool:
+        return self.lasting or since > request.arrived_at
 
     def match(self, request: Request) -> Match:
         """What a waiting request need not compute."""
@@ -101,7 +102,7 @@ class PrefixCache:
         pages: list[int] = []
         for key in keys[: most // size]:
             page = self._page_of.get(key)
-            if page is None or not self._fresh(self._step_of[page], request):
+            if page is None or not self._fresh(self._since[page], request):
                 return Match(pages, coming=key in self._coming)
             pages.append(page)
         begin, left = len(pages) * size, most - len(pages) * size
@@ -109,20 +110,22 @@ class PrefixCache:
             return Match(pages)
         if len(keys) > len(pages):  # the request's next page is full, and all but its last tokens may be read
             page = self._page_of.get(keys[-1])
-            if page is not None and self._fresh(self._step_of[page], request):
-                return Match(pages, page, left)
+            if page is not None and self._fresh(self._since[page], request):
+                return Match(pages, page, left, self._since[page])
             if keys[-1] in self._coming:
                 return Match(pages, coming=True)
-        other, step = self._tails.get(keys[len(pages) - 1] if pages else b"", (None, 0))
-        if other is not None and other.slot >= 0 and len(other.pages) > len(pages) and self._fresh(step, request):
+        other = self._tails.get(keys[len(pages) - 1] if pages else b"")
+        if other is not None and len(other.pages) > len(pages) and self._fresh(other.computed_since, request):
             known = other.token_ids[begin : min(begin + left, other.num_computed, len(other.prompt_token_ids))]
             same = next((i for i, t in enumerate(known) if t != ids[begin + i]), len(known))
             if same:
-                return Match(pages, other.pages[len(pages)], same)
+                return Match(pages, other.pages[len(pages)], same, other.computed_since)
         return Match(pages)
 
-    def admit(self, request: Request, match: Match) -> None:
-        """The request reads the pages of its match, and will compute the pages of its prompt that follow."""
+    def admit(self, request: Request, match: Match, step: int) -> None:
+        """The request reads the pages of its match, and will compute the pages of its prompt that follow, from ``step`` on."""
+        source = [match.copied_since] if match.copied else []
+        request.computed_since = min([step, *(self._since[page] for page in match.pages), *source])
         stats, saved = self.stats, len(match.pages) * self.page_size + match.copied
         stats.requests += 1
         stats.hits += saved > 0
@@ -139,7 +142,7 @@ class PrefixCache:
         for page in pages:
             self._idle.pop(page, None)
 
-    def computed(self, request: Request, step: int) -> None:
+    def computed(self, request: Request) -> None:
         """The request's tokens up to ``num_computed`` are in the cache, or will be before any later work: the step that
         computes them was launched. Those of a request from before ``clear`` stay its own."""
         if request.epoch != self.epoch:
@@ -153,12 +156,12 @@ class PrefixCache:
                 self._forget(old)
             if key not in self._page_of and page not in self._key_of:
                 self.allocator.share([page])
-                self._page_of[key], self._key_of[page], self._step_of[page] = page, key, step
+                self._page_of[key], self._key_of[page], self._since[page] = page, key, request.computed_since
         request.num_keyed = max(request.num_keyed, count)
         full = len(request.prompt_token_ids) // self.page_size
         if request.num_computed >= len(request.prompt_token_ids) and len(request.prompt_token_ids) % self.page_size:
             before = self._keys(request, full)
-            self._tails[before[-1] if before else b""] = request, step
+            self._tails[before[-1] if before else b""] = request
 
     def left(self, request: Request) -> None:
         """The request gives up its pages."""
@@ -167,7 +170,7 @@ class PrefixCache:
                 del self._coming[key]
         full = len(request.prompt_token_ids) // self.page_size
         key = request.page_keys[full - 1] if 0 < full <= len(request.page_keys) else b""
-        if self._tails.get(key, (None,))[0] is request:
+        if self._tails.get(key) is request:
             del self._tails[key]
         self.release(request.pages)
 
@@ -193,7 +196,7 @@ class PrefixCache:
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
-        del self._step_of[page]
+        del self._since[page]
         self._idle.pop(page, None)
         self.allocator.free([page])
 
@@ -201,8 +204,8 @@ class PrefixCache:
 def weights_version(model: torch.nn.Module | None) -> int:
     """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced.
 
-    Not noticed, since PyTorch does not count them: writes through ``p.data``, to inference tensors, and by kernels that only
-    have an address.
+    Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
+    address), and tensors that are neither parameters nor buffers.
     """
     if model is None:
         return 0

@@ -88,7 +88,9 @@ def pairs_of(prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequen
         TypeError: params of another type.
     """
     batch = as_prompts(prompts)
-    return list(zip(batch, [params_of(p) for p in each_of("SamplingParams", params, len(batch))], strict=True))
+    many = isinstance(params, Sequence) and not isinstance(params, str)
+    checked: Any = [params_of(p) for p in params] if many else params_of(params)  # type: ignore[union-attr,arg-type]
+    return list(zip(batch, each_of("SamplingParams", checked, len(batch)), strict=True))
 
 
 def text_of(prompt: Prompt) -> str | None:

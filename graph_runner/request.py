@@ -103,7 +103,7 @@ class Request:
     launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or
     will have when the launched steps are done. ``num_scored``: from which prompt token on log probabilities are still to be
     computed; the prompt's length if none. ``inbox``: where the events of the request go. The scheduler's step ``arrived_at`` is
-    the last that was launched before it came. ``page_keys``, ``num_keyed``, ``epoch``: see PrefixCache;
+    the last that was launched before it came. ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache;
     ``num_cached_tokens`` were read from others' pages.
     """
 
@@ -127,6 +127,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)
     num_keyed: int = 0
     epoch: int = 0
+    computed_since: int = 0
     num_cached_tokens: int = 0
     preemptions: int = 0
     finished: bool = False

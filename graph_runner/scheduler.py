@@ -99,12 +99,12 @@ class Scheduler:
         rows = decodes + prefills
         if not rows:
             return None
-        scored = 0
-        for request, _, count, samples, new in rows:
+        for request, _, count, samples, _ in rows:
             request.num_computed += count
             request.num_pending += samples
-            request.num_scored += new
-            scored += new
+        for row in prefills:
+            row.request.num_scored += row.num_scored
+        scored = sum(row.num_scored for row in prefills)
         self.num_steps += 1
         self._computed = [row.request for row in prefills]
         copies, self._copies = tuple(self._copies.values()), {}
@@ -135,7 +135,7 @@ class Scheduler:
             self.waiting.popleft()
             request.pages, request.slot = shared + pages, self.free_slots.pop()
             if self.prefixes is not None and match is not None:
-                self.prefixes.admit(request, match)
+                self.prefixes.admit(request, match, self.num_steps + 1)
                 if match.copied:
                     self._copies[request.request_id] = match.copy_from, pages[0]
             self.running.append(request)
@@ -174,7 +174,7 @@ class Scheduler:
         """The step launched last has computed pages that others may read."""
         for request in self._computed:
             if self.prefixes is not None and request.slot >= 0:
-                self.prefixes.computed(request, self.num_steps)
+                self.prefixes.computed(request)
         self._computed = []
 
     def _chunk(self, request: Request, budget: int) -> int:
@@ -233,7 +233,7 @@ class Scheduler:
             self.allocator.free(request.pages)
         else:
             if self.prefixes.lasting:
-                self.prefixes.computed(request, self.num_steps)
+                self.prefixes.computed(request)
             self.prefixes.left(request)
         self.free_slots.append(request.slot)
         request.pages, request.slot = [], -1

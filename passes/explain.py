@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +23,8 @@ from quire.passes.verify.sites import format_sites
 class Explanation:
     """What ``explain`` found: ``selection`` is None if no backend can serve the model, ``error`` if one can.
 
-    ``str()`` is a table with one row per attention site, then how the backend was chosen.
+    ``str()`` is a table of the attention sites, equal ones in one row, then how the backend was chosen; ``text(every=True)``
+    has a row for each site.
     """
 
     model_name: str
@@ -31,11 +36,13 @@ class Explanation:
     def supported(self) -> bool:
         return self.error is None
 
-    def __str__(self) -> str:
+    def text(self, *, every: bool = False) -> str:
+        """The table. ``every``: with a row for each site."""
         lines = [f"{self.model_name}: {len(self.sites)} attention sites"]
         if self.sites:
             op = f"{self.selection.backend.name}_paged_attention" if self.selection else "refused"
-            lines.append(format_sites(self.sites, [op] * len(self.sites)))
+            head, *rows = format_sites(self.sites, [op] * len(self.sites)).splitlines()
+            lines += [head, *rows] if every else _grouped(self.sites, op)
         if self.selection is not None:
             why = f", {self.selection.why}" if self.selection.why else ""
             lines.append(f"attention backend: {self.selection.backend.name}{why}")
@@ -44,7 +51,47 @@ class Explanation:
             lines.append(f"refused: {self.error}")
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.text()
+
     __repr__ = __str__
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "model": self.model_name, "supported": self.supported, "error": self.error,
+            "backend": self.selection.backend.name if self.selection else None,
+            "passed_over": dict(self.selection.passed_over) if self.selection else {},
+            "sites": [{"layer": s.layer, "module": s.name, "route": s.route, "needs": s.needs(), "scale": s.scale}
+                      for s in self.sites]}
+
+
+def _grouped(sites: Sequence[AttentionSite], op: str) -> list[str]:
+    """The table with one row for all sites that differ in nothing but their layer."""
+    groups: dict[tuple[str, ...], list[AttentionSite]] = {}
+    for site in sites:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.name)
+        groups.setdefault((pattern, site.route, site.needs(), f"{site.scale:.6g}"), []).append(site)
+    rows = [["layer", "module", "route", "needs", "scale", "lowered to"]]
+    for (pattern, *rest), equal in groups.items():
+        name = equal[0].name if len(equal) == 1 else pattern
+        rows.append([_ranges([site.layer for site in equal]), name or "-", *rest, op])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """"0-47"; "0-46 by 2" for a regular pattern; else "0-4, 6-10"."""
+    steps = {b - a for a, b in itertools.pairwise(layers)}
+    if len(layers) > 2 and len(steps) == 1 and steps != {1}:
+        return f"{layers[0]}-{layers[-1]} by {steps.pop()}"
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def explain(model: torch.nn.Module, *, attention: str = "auto", page_size: int = 16) -> Explanation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.graph_runner.cli import main
 from quire.graph_runner.loading import TINY_MODEL
 
@@ -48,28 +50,51 @@ def test_help_of_a_command(command: str, words: tuple[str, ...], capsys: pytest.
 @pytest.mark.parametrize("options", [[], ["--no-stream"]])
 def test_one_prompt_streams_plainly_into_a_log(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--max-tokens", "8", "The owl is", *options]) == 0
-    text, summary = capsys.readouterr().out.splitlines()
-    assert text == "The owl is a bird of the night that lives in"
+    said = capsys.readouterr()
+    assert said.out == "The owl is a bird of the night that lives in\n", "what a script reads is the text alone"
+    summary = said.err.splitlines()[-1]
     assert summary.startswith("1 request, 3 prompt and 8 new tokens; prefill ")
     assert "tokens/s; attention torch_native on cpu, page size 16; CUDA graphs: none on a CPU" in summary
 
 
 def test_demo_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--demo", "--max-tokens", "8"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("LlamaForCausalLM: 4 attention sites\n")
-    assert "torch_native_paged_attention" in said
-    assert "\n[1] Once upon a time, there was a little" in said and "\n[6] The moon is up," in said
-    assert "decode" in said.splitlines()[-1]
+    out, err = capsys.readouterr()
+    assert out.startswith("LlamaForCausalLM: 4 attention sites\n")
+    assert "torch_native_paged_attention" in out
+    assert "\n[1] Once upon a time, there was a little" in out and "\n[6] The moon is up," in out
+    assert "decode" in err.splitlines()[-1]
 
 
 def test_panels_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["generate", "--max-tokens", "8", "The owl is", "Dear Anna,", "--engine", "num_pages=32"]) == 0
-    said = capsys.readouterr().out
-    assert "╭─" in said and "bird of the night" in said and "length" in said
-    assert "2 requests" in said
+    said = capsys.readouterr()
+    assert "╭─" in said.out and "bird of the night" in said.out and "length" in said.out
+    assert "2 requests" in said.err
+
+
+def test_json_version_and_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--json", "-v", "--max-tokens", "4", "The owl is", "word " * 300, "--engine", "num_pages=10"]) == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert [o["finish_reason"] for o in found["outputs"]] == ["length", "error"]
+    assert found["outputs"][0]["text"].startswith(" a bird") and found["stats"]["generated_tokens"] == 4
+    assert "INFO quire.graph_runner.model_runner: attention: torch_native" in said.err
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"quire {quire.__version__}\n"
+
+
+def test_long_errors_are_shortened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses(*args: object, **kwargs: object) -> None:
+        raise quire.UnsupportedAttention("\n".join(f"reason {i}" for i in range(40)))
+
+    monkeypatch.setattr("quire.graph_runner.loading.load", refuses)
+    assert main(["generate", "hi"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 9 and said[-1] == "... and 32 more lines; --traceback shows all"
 
 
 def test_a_prompt_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +107,12 @@ def test_a_prompt_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureF
 def test_explain_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     said = capsys.readouterr().out
-    assert "3      model.layers.3.self_attn  interface  GQA 4:2x64, float32" in said
+    assert "0-3    model.layers.*.self_attn  interface  GQA 4:2x64, float32" in said
+    assert main(["explain", "--all"]) == 0
+    assert "3      model.layers.3.self_attn  interface  GQA 4:2x64, float32" in capsys.readouterr().out
+    assert main(["explain", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["supported"] and found["backend"] == "torch_native" and [s["layer"] for s in found["sites"]] == [0, 1, 2, 3]
     assert said.endswith("attention backend: torch_native\n")
 
 
@@ -137,7 +167,7 @@ def test_errors_are_one_message_and_exit_code_2(arguments: list[str], message: s
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"quire {arguments[0]}: error: {message}")
-    assert "Traceback" not in said
+    assert "Traceback" not in said and said.count("\n") < 10
 
 
 def test_traceback_shows_where_an_error_came_from() -> None:
@@ -150,7 +180,7 @@ def test_traceback_shows_where_an_error_came_from() -> None:
 def test_engine_options_are_as_good_as_those_of_their_own(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--engine", "gpu_memory_utilization=1", "--engine", "cudagraph_capture_sizes=None", "--engine", "fusions=['rope']"]
     assert main(["generate", "--max-tokens", "2", "The owl is", *options, *more]) == 0
-    assert "page size 8;" in capsys.readouterr().out
+    assert "page size 8;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("file", "text", "message"), [

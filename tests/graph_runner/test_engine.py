@@ -290,11 +290,11 @@ def test_abandoned_stream_that_only_the_collector_finds(engine, prompts, collect
     """It is frozen itself, in a cycle. Once the engine has not stepped for a while, its requests are aborted all the same."""
     monkeypatch.setattr(ServingFreeze, "STALE_SECONDS", 0.5)
 
-    class Prompts(list):
+    class Prompt(list):
         pass
 
-    asked = Prompts(prompts[:2])
-    asked.stream = engine.stream(asked, replace(GREEDY, max_tokens=100, ignore_eos=True))
+    asked = Prompt(prompts[0])
+    asked.stream = engine.stream([asked, prompts[1]], replace(GREEDY, max_tokens=100, ignore_eos=True))
     for _ in range(3 * ServingFreeze.TURNS):
         next(asked.stream)
     del asked

@@ -11,10 +11,11 @@ from quire.graph_runner.sampling_params import SamplingParams
 SUPPORTED = {
     "n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5, "seed": 1, "stop": "x", "stop_token_ids": [1],
     "ignore_eos": True, "max_tokens": None, "min_tokens": 3, "detokenize": False, "skip_special_tokens": False,
-    "include_stop_str_in_output": True,
+    "include_stop_str_in_output": True, "logprobs": 0, "prompt_logprobs": 1, "logprob_token_ids": [4],
+    "logprobs_mode": "processed_logprobs",
 }
 UNSUPPORTED = {
-    "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "logprobs": 0, "prompt_logprobs": 1,
+    "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "trace_decode_token_ids": [3],
     "spaces_between_special_tokens": False, "bad_words": ["x"], "logit_bias": {1: 2.0}, "truncate_prompt_tokens": 8,
 }
 
@@ -25,7 +26,8 @@ def test_defaults_are_vllms() -> None:
         "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "ignore_eos": False,
         "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
         "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
-        "bad_words": None, "logit_bias": None, "truncate_prompt_tokens": None,
+        "bad_words": None, "logit_bias": None, "truncate_prompt_tokens": None, "logprob_token_ids": None,
+        "logprobs_mode": "raw_logprobs", "trace_decode_token_ids": None,
     }
 
 
@@ -54,6 +56,11 @@ def test_unsupported_field_at_its_default_is_accepted() -> None:
     [
         ({"n": 0}, ValueError, "n must be at least 1, got 0"),
         ({"n": 1.0}, TypeError, "n must be an integer, got 1.0"),
+        ({"logprobs": -2}, ValueError, "logprobs must be at least 0, -1 for the whole vocabulary, or None for none, got -2"),
+        ({"prompt_logprobs": 1.5}, TypeError, "prompt_logprobs must be an integer or None, got 1.5"),
+        ({"logprob_token_ids": [-1]}, ValueError, "logprob_token_ids must not be negative, got -1"),
+        ({"logprob_token_ids": ["x"]}, TypeError, "every item of logprob_token_ids must be an integer, got 'x'"),
+        ({"logprobs_mode": "raw"}, ValueError, "logprobs_mode must be one of 'raw_logprobs', 'processed_logprobs', got 'raw'"),
         ({"n": True}, TypeError, "n must be an integer, got True"),
         ({"n": 2, "temperature": 0}, ValueError, "n must be 1 with temperature 0, got 2"),
         ({"temperature": -0.1}, ValueError, "temperature must be a finite number of at least 0 (0 means greedy), got"),
@@ -119,7 +126,7 @@ def test_numpy_values() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("logprobs", np.int64(0)), ("bad_words", np.array(["x", "y"])), ("bad_words", np.array([])),
+    ("trace_decode_token_ids", np.array([3])), ("bad_words", np.array(["x", "y"])), ("bad_words", np.array([])),
     ("presence_penalty", np.zeros(2)),
 ])
 def test_unsupported_numpy_value_is_refused_by_name(name, value) -> None:

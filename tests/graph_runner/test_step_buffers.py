@@ -19,7 +19,8 @@ PAGE, WIDTH, SLOTS = 4, 6, 8
 PARAMS = (
     SamplingParams(temperature=0),
     SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1),  # greedy: filters are off
-    SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_k=5), SamplingParams(top_p=0.6, min_p=0.2),
+    SamplingParams(temperature=0.7, logprobs=0), SamplingParams(temperature=1.3, top_k=5), SamplingParams(top_p=0.6, min_p=0.2),
+    SamplingParams(temperature=1.3, top_k=5, logprobs=2, logprobs_mode="processed_logprobs"),
 )
 
 
@@ -49,7 +50,8 @@ def reference(batch: ScheduledBatch, shape: BatchShape) -> dict[str, list]:
     """See NOTE [Padding]: field by field, in plain Python."""
     f: dict[str, list] = {name: [] for name in (
         "input_ids", "positions", "slot_mapping", "token_source", "logits_indices", "sample_slot", "seed",
-        "sample_position", "query_start_loc", "seq_lens", "top_k", "temperature", "top_p", "min_p", "row_slot", "resample")}
+        "sample_position", "query_start_loc", "seq_lens", "top_k", "temperature", "top_p", "min_p", "row_slot", "resample",
+        "logprob_temperature")}
     f["query_start_loc"] = [0]
     for r in batch.rows:
         q = r.request
@@ -73,13 +75,14 @@ def reference(batch: ScheduledBatch, shape: BatchShape) -> dict[str, list]:
         f["top_p"].append(q.params.top_p if draws else 1.0)
         f["min_p"].append(q.params.min_p if draws else 0.0)
         f["resample"].append(draws)
+        f["logprob_temperature"].append({None: 0, 0: 1, 2: q.params.temperature}[q.params.logprobs])
     for _ in range(shape.num_tokens - len(f["input_ids"])):
         for name, value in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1), ("token_source", -1)):
             f[name].append(value)
     for _ in range(shape.num_reqs - len(batch.rows)):
         for name, value in (("logits_indices", 0), ("sample_slot", SLOTS), ("seed", 0), ("sample_position", 0),
                             ("query_start_loc", batch.num_tokens), ("seq_lens", 0), ("top_k", 0), ("temperature", 0),
-                            ("top_p", 1), ("min_p", 0), ("row_slot", SLOTS), ("resample", 0)):
+                            ("top_p", 1), ("min_p", 0), ("row_slot", SLOTS), ("resample", 0), ("logprob_temperature", 0)):
             f[name].append(value)
     return f
 

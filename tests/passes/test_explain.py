@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,10 +68,28 @@ def test_explain_served(llama) -> None:
     assert_expected_inline(str(found), """\
 LlamaForCausalLM: 2 attention sites
 layer  module                    route      needs               scale     lowered to
+0-1    model.layers.*.self_attn  interface  GQA 4:2x8, float32  0.353553  torch_native_paged_attention
+attention backend: torch_native""")
+    assert repr(found) == str(found)
+    assert_expected_inline(found.text(every=True), """\
+LlamaForCausalLM: 2 attention sites
+layer  module                    route      needs               scale     lowered to
 0      model.layers.0.self_attn  interface  GQA 4:2x8, float32  0.353553  torch_native_paged_attention
 1      model.layers.1.self_attn  interface  GQA 4:2x8, float32  0.353553  torch_native_paged_attention
 attention backend: torch_native""")
-    assert repr(found) == str(found)
+
+
+def test_explain_equal_sites_that_do_not_follow_each_other(llama) -> None:
+    found = quire.explain(llama)
+    site = found.sites[0]
+
+    def rows(windows: list[int | None]) -> list[str]:
+        sites = [replace(site, layer=i, name=f"model.layers.{i}.self_attn", window=w) for i, w in enumerate(windows)]
+        return [line.split("model.")[0].strip() for line in str(replace(found, sites=sites)).splitlines()[2:-1]]
+
+    assert rows([None] * 48) == ["0-47"]
+    assert rows([8, None] * 4) == ["0-6 by 2", "1-7 by 2"]
+    assert rows([8, 8, None, 8, 8, None, 8]) == ["0-1, 3-4, 6", "2, 5"]
 
 
 def test_explain_windows_and_softcap(gemma2) -> None:

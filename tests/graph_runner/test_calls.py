@@ -1,0 +1,264 @@
+"""What users call on an engine: other forms of prompts and results, names, priorities, timeouts, a full queue, asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire.graph_runner.engine import Engine
+from quire.graph_runner.request import FinishReason
+from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens
+
+SHORT = replace(GREEDY, max_tokens=6, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def shared(model, tokenizer) -> Any:
+    with Engine(model, tokenizer, num_pages=120, max_num_seqs=2, max_model_len=300, max_waiting=6) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(shared) -> Iterator[Engine]:
+    yield shared
+    assert_idle(shared)
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts) -> list[list[int]]:
+    return [hf_greedy(model, p, SHORT.max_tokens, eos_token_id=None) for p in prompts]
+
+
+# -- prompts and results ---------------------------------------------------------------------------------------------------
+
+
+def test_code_written_for_vllm(engine, prompts, expected, tokenizer) -> None:
+    texts = [tokenizer.decode(p) for p in prompts[:2]]
+    asked = [{"prompt_token_ids": prompts[0]}, {"prompt": texts[1]}, {"prompt": texts[0], "prompt_token_ids": prompts[0]}]
+    results = engine.generate(asked, sampling_params=SHORT, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in results] == [expected[0], expected[1], expected[0]]
+    first = results[1]
+    assert first.outputs[0].text == first.text == tokenizer.decode(expected[1]) and first.prompt == texts[1]
+    assert first.finished and first.outputs[0].finish_reason == "length" and first.outputs[0].cumulative_logprob is None
+    several = engine.generate(prompts[0], sampling_params=replace(SAMPLED, n=3, max_tokens=3))
+    assert len({id(completion) for result in several for completion in result.outputs}) == 3
+    with pytest.raises(TypeError, match="params and sampling_params are two names of one argument"):
+        engine.generate(prompts[0], SHORT, sampling_params=SHORT)
+    with pytest.raises(ValueError, match="a prompt given as a dict has the key prompt or prompt_token_ids, got prompt, multi_"):
+        engine.generate({"prompt": "x", "multi_modal_data": {}}, SHORT)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_with_its_mask(side, engine, prompts, expected, tokenizer) -> None:
+    width = max(map(len, prompts[:3]))
+    ids, mask = torch.zeros(3, width, dtype=torch.int64), torch.zeros(3, width, dtype=torch.int64)
+    for i, p in enumerate(prompts[:3]):
+        at = slice(width - len(p), width) if side == "left" else slice(0, len(p))
+        ids[i, at], mask[i, at] = torch.tensor(p), 1
+    assert tokens(engine.generate({"input_ids": ids, "attention_mask": mask}, SHORT)) == expected[:3]
+    encoded = tokenizer([tokenizer.decode(p) for p in prompts[:3]], return_tensors="pt", padding=True)
+    assert tokens(engine.generate(encoded, SHORT)) == expected[:3]
+    mask[2, len(prompts[2]) // 2 if side == "right" else width - 2] = 0
+    with pytest.raises(ValueError, match="the attention_mask of row 2 has zeros between ones"):
+        engine.generate({"input_ids": ids, "attention_mask": mask}, SHORT)
+    with pytest.raises(ValueError, match="input_ids and attention_mask have different shapes"):
+        engine.generate({"input_ids": ids, "attention_mask": mask[:, 1:]}, SHORT)
+
+
+def test_chats(engine, tokenizer, monkeypatch) -> None:
+    chat = [{"role": "user", "content": "The owl"}, {"role": "assistant", "content": "is"}]
+    with pytest.raises(ValueError, match="is a list of messages, and the engine has no tokenizer with a chat template"):
+        engine.generate(chat, SHORT)
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }} {% endfor %}"
+                        "{% if add_generation_prompt %}a{% endif %}", raising=False)
+    found = engine.generate([chat, chat[:1]], SHORT)
+    plain = engine.generate([tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("The owl is a", "The owl a")], SHORT)
+    assert tokens(found) == tokens(plain)
+    assert tokens(engine.generate(chat, SHORT)) == [found[0].token_ids]
+
+
+def test_progress_bar(engine, prompts, capfd) -> None:
+    seen = []
+
+    class Bar:
+        def __init__(self, total: int, desc: str) -> None:
+            seen.append((total, desc))
+
+        def update(self, n: int) -> None:
+            seen.append(n)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    engine.generate(prompts[:3], SHORT, use_tqdm=Bar)
+    assert seen == [(3, "Generating"), 1, 1, 1, "closed"]
+    engine.generate(prompts[:3], SHORT)
+    assert capfd.readouterr().err == "", "no bar in a log"
+    engine.generate(prompts[:3], SHORT, use_tqdm=True)
+    assert "Generating" in capfd.readouterr().err
+
+
+# -- requests --------------------------------------------------------------------------------------------------------------
+
+
+def test_names(engine, prompts, expected) -> None:
+    outputs = engine.generate(prompts[:2], SHORT, request_id=["a", "b"])
+    assert [o.request_id for o in outputs] == ["a", "b"] and tokens(outputs) == expected[:2]
+    numbers = engine.add_request(prompts[0], replace(SAMPLED, n=2, max_tokens=50), request_id="a")
+    (other,) = engine.add_request(prompts[1], SHORT)
+    with pytest.raises(ValueError, match="a request with request_id 'a' is unfinished; give another one, or abort that one"):
+        engine.add_request(prompts[2], SHORT, request_id="a")
+    engine.abort("unknown")
+    engine.abort("a")
+    assert list(engine.requests) == [other] and other not in numbers
+    while engine.has_unfinished:
+        engine.step()
+    for bad, error in ((["a"], ValueError), (3, TypeError), ("a", ValueError)):
+        with pytest.raises(error, match="request_id"):
+            engine.generate(prompts[:2], SHORT, request_id=bad)
+    outputs = engine.generate(prompts[:3], SHORT, request_id=["a", "a", "b"])
+    assert [o.finish_reason for o in outputs] == ["length", "error", "length"]
+
+
+def test_priorities(engine, prompts, expected) -> None:
+    """With two slots the third and fourth wait; a lower number starts first, and equal ones in order."""
+    started: list[int] = []
+    priorities = [5, 5, 3, 1, 3, 1]
+    outputs = {}
+    for event in engine.stream([*prompts[:5], prompts[6]], SHORT, priority=priorities):
+        if event.index not in started:
+            started.append(event.index)
+        outputs[event.index] = event.output.token_ids
+    assert started == [3, 5, 2, 4, 0, 1]
+    assert [outputs[i] for i in range(6)] == [*expected[:5], expected[6]]
+    with pytest.raises(ValueError, match="6 prompts but 2 priorities; give one for all or one for each"):
+        engine.generate(prompts[:6], SHORT, priority=[1, 2])
+    with pytest.raises(TypeError, match="priority must be an integer, got 'high'"):
+        engine.generate(prompts[0], SHORT, priority="high")
+
+
+def test_the_lowest_priority_is_preempted(model, prompts) -> None:
+    with Engine(model, num_pages=20, page_size=4, max_num_seqs=4, max_model_len=70) as engine:
+        ids = [engine.add_request(prompts[1], replace(LONG, max_tokens=30), priority=p)[0] for p in (1, 9, 1)]
+        requests = [engine.requests[i] for i in ids]
+        while engine.has_unfinished:
+            engine.step()
+        assert [r.preemptions > 0 for r in requests] == [False, True, False]
+        expected = hf_greedy(model, prompts[1], 30, eos_token_id=None)
+        assert [r.output.token_ids for r in requests] == [expected] * 3
+
+
+def test_timeouts(engine, prompts, expected, monkeypatch) -> None:
+    """The late request fails with what it has, the others go on."""
+    now = [0.0]
+    monkeypatch.setattr("quire.graph_runner.admission.time.monotonic", lambda: now[0])
+    events = engine.stream(prompts[:2], [LONG, SHORT], timeout=5, raise_on_error=False)
+    ended = {}
+    for event in events:
+        now[0] += 0.1 if event.index in ended or len(ended) == 0 else 1.0
+        if event.finished:
+            ended[event.index] = event.output
+    assert ended[1].token_ids == expected[1] and ended[1].error is None
+    assert ended[0].finish_reason == FinishReason.ERROR and 0 < len(ended[0].token_ids) < 100
+    assert ended[0].error == f"timed out after 5 seconds with {len(ended[0].token_ids)} new tokens"
+    with pytest.raises(RuntimeError, match="request 0 failed: timed out after 0.25 seconds"):
+        for _ in engine.stream(prompts[0], LONG, timeout=0.25):
+            now[0] += 0.1
+    for bad, error in ((0, ValueError), (-1.0, ValueError), ("1s", TypeError), (float("nan"), ValueError)):
+        with pytest.raises(error, match="timeout must be"):
+            engine.generate(prompts[0], SHORT, timeout=bad)
+
+
+def test_a_full_queue(engine, prompts, expected, caplog) -> None:
+    """Two run and six wait; the ninth is refused, the others are served."""
+    outputs = engine.generate([prompts[i % 3] for i in range(9)], SHORT)
+    assert [o.finish_reason for o in outputs] == ["length"] * 8 + ["error"]
+    assert outputs[8].error.startswith("the queue is full: 6 requests wait for a slot, and max_waiting=6. Try again when some")
+    assert tokens(outputs[:8]) == [expected[i % 3] for i in range(8)]
+    for _ in range(8):
+        engine.add_request(prompts[0], SHORT)
+    with pytest.raises(quire.QueueFull, match="the queue is full"):
+        engine.generate(prompts[0], SHORT)
+    while engine.has_unfinished:
+        engine.step()
+    with pytest.raises(quire.QueueFull):
+        engine.add_request(prompts[0], replace(SAMPLED, n=9))
+    assert tokens(engine.generate(prompts[0], SHORT)) == [expected[0]]
+
+
+def test_stats(model, prompts) -> None:
+    with Engine(model, num_pages=40, max_num_seqs=2, max_model_len=100) as engine:
+        before = engine.stats()
+        assert (before.running, before.waiting, before.generated_tokens, before.pages_used) == (0, 0, 0, 0)
+        for p in prompts[:3]:
+            engine.add_request(p, SHORT)
+        engine.step()
+        middle = engine.stats()
+        assert (middle.running, middle.waiting, middle.finished) == (2, 1, 0) and middle.pages_used > 0
+        while engine.has_unfinished:
+            engine.step()
+        after = engine.stats()
+        assert (after.running, after.waiting, after.finished, after.pages_used) == (0, 0, 3, 0)
+        assert after.generated_tokens == 18 and after.prompt_tokens == sum(map(len, prompts[:3]))
+        assert after.tokens_per_second == pytest.approx(18 / after.busy_seconds)
+        assert after.weight_bytes == sum(p.numel() * 4 for p in model.parameters()) + sum(
+            b.numel() * b.element_size() for b in model.buffers())
+        assert after.kv_cache_bytes == engine.runner.cache.num_bytes and after.free_bytes is None
+        assert "0 running, 0 waiting, 3 finished; 18 new tokens" in str(after)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.stats()
+
+
+# -- asyncio ---------------------------------------------------------------------------------------------------------------
+
+
+def test_astream(engine, prompts, expected) -> None:
+    async def collect(i: int) -> list[int]:
+        found: list[int] = []
+        async for event in engine.astream(prompts[i], SHORT):
+            found += event.token_ids
+        return found
+
+    async def run() -> list[list[int]]:
+        return await asyncio.gather(*(collect(i) for i in range(3)))
+
+    assert asyncio.run(run()) == expected[:3]
+
+
+def test_astream_that_nobody_reads_on(engine, prompts, expected) -> None:
+    """Left early or cancelled, its requests are aborted; another goes on."""
+    async def leave() -> None:
+        stream = engine.astream(prompts[0], LONG)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    async def hang() -> None:
+        async for _ in engine.astream(prompts[1], LONG):
+            pass
+
+    async def run() -> list[int]:
+        await leave()
+        task = asyncio.create_task(hang())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return [t async for event in engine.astream(prompts[2], SHORT) for t in event.token_ids]
+
+    assert asyncio.run(run()) == expected[2]
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        asyncio.run(anext(engine.astream([[]], SHORT)))
