@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
         return "it was given an empty batch"
     if (found := training_difference(model)) is not None:
         return f"the model is in training mode, and {found}"
+    if any(_injects_rows(hook) for m in model.modules() for hook in m._forward_pre_hooks.values()):
+        return "each row has an adapter of its own (PEFT's adapter_names), and an engine has one for all rows"
     if (method := own_method(model, own_generate)) is not None:
         return f"{method} is the model's own, and not transformers'"
     if torch.is_autocast_enabled(model.device.type):
@@ -135,6 +138,12 @@ def prompts_of(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
         return ids.tolist()
     return [[t for t, k in zip(row, keep, strict=True) if k] for row, keep in
             zip(ids.tolist(), mask.bool().tolist(), strict=True)]
+
+
+def _injects_rows(hook: Any) -> bool:
+    """Whether a hook is one of PEFT's that hand each row of a batch to its layers."""
+    return isinstance(hook, functools.partial) and hook.func.__module__.startswith("peft.") and bool(
+        {"adapter_names", "alora_offsets"} & hook.keywords.keys())
 
 
 def _implied(positions: Any, keep: torch.Tensor) -> bool:

@@ -1,0 +1,191 @@
+"""What a paged model's ``generate`` does with each field of GenerationConfig and each argument: the rows of docs/generation.md.
+
+``python -m tests.generation.table`` writes the page. ``test_generation.py`` runs every row that has options.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "generation.md"
+SAME, DIFFERENT, FALLS_BACK = "same", "different", "falls back"
+#: The first token of the shipped model's continuation of "Once upon a time", and the one after it.
+FIRST, SECOND = 12, 358
+SCORES = dict(return_dict_in_generate=True, output_scores=True)
+
+
+class Row(NamedTuple):
+    """``acts``: the options change the tokens of the test's prompts, so that ignoring them would be seen."""
+
+    status: str
+    options: dict[str, Any] | None = None
+    note: str = ""
+    acts: bool = False
+
+
+class Recorder:
+    """A streamer that takes batches."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def _stop_at_18(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.full((len(ids),), ids.shape[1] >= 12, device=ids.device)
+
+
+def same(note: str = "", acts: bool = False, **options: Any) -> Row:
+    return Row(SAME, options, note, acts)
+
+
+def back(note: str, **options: Any) -> Row:
+    return Row(FALLS_BACK, options or None, note)
+
+
+_BEAMS = "beams share and reorder their caches; transformers' own loop runs"
+_GONE = "not a decoding mode of transformers itself any more"
+_SPEED = "speed or memory of transformers' own caches; no effect on tokens"
+_ASSISTED = "speed only: with the same tokens, each step of the engine samples one"
+
+FIELDS: dict[str, Row] = {
+    "max_length": same("counts the prompt, as in transformers", True, max_length=14, max_new_tokens=None),
+    "max_new_tokens": same("", True, max_new_tokens=3),
+    "min_length": same("", True, min_length=16, eos_token_id=FIRST),
+    "min_new_tokens": same("", True, min_new_tokens=4, eos_token_id=FIRST),
+    "early_stopping": same("acts with num_beams only, which falls back", early_stopping=True),
+    "max_time": same("checked once a step", max_time=60.0),
+    "stop_strings": same("needs tokenizer=", True, stop_strings=["e"], tokenizer=...),
+    "do_sample": Row(DIFFERENT, dict(do_sample=True, top_k=1), (
+        "the same distribution, and torch.manual_seed decides, but other random numbers: each request draws its own, whatever "
+        "else is in the batch. With a processor, a criterion or scores asked for, transformers' own numbers, token for token")),
+    "num_beams": back(_BEAMS, num_beams=2),
+    "use_mtp": same(_ASSISTED, use_mtp=False),
+    "use_cache": same("the engine caches in any case", use_cache=False),
+    "cache_implementation": same(f"{_SPEED}; \"paged\" goes to generate_batch, which runs on the engine",
+                                 cache_implementation="dynamic"),
+    "cache_config": same(_SPEED),
+    "max_cache_len": same(_SPEED),
+    "temperature": same("", True, do_sample=True, temperature=3.0, **SCORES),
+    "top_k": same("50 by default, as in transformers", True, do_sample=True, top_k=3, temperature=3.0, **SCORES),
+    "top_p": same("", True, do_sample=True, top_p=0.5, temperature=3.0, **SCORES),
+    "min_p": same("", True, do_sample=True, min_p=0.2, temperature=3.0, **SCORES),
+    "top_h": same("", True, do_sample=True, top_h=0.4, temperature=2.0),
+    "typical_p": same("", True, do_sample=True, typical_p=0.5, temperature=2.0),
+    "epsilon_cutoff": same("", True, do_sample=True, epsilon_cutoff=0.05, temperature=2.0),
+    "eta_cutoff": same("", True, do_sample=True, eta_cutoff=0.1, temperature=2.0),
+    "repetition_penalty": same("", True, repetition_penalty=3.0),
+    "encoder_repetition_penalty": same("", True, encoder_repetition_penalty=0.01),
+    "length_penalty": same("acts with num_beams only, which falls back", length_penalty=2.0),
+    "no_repeat_ngram_size": same("", True, no_repeat_ngram_size=1),
+    "bad_words_ids": same("", True, bad_words_ids=[[FIRST]]),
+    "renormalize_logits": same("", renormalize_logits=True, **SCORES),
+    "forced_bos_token_id": same("acts on prompts of one token", forced_bos_token_id=5),
+    "forced_eos_token_id": same("", True, forced_eos_token_id=7),
+    "remove_invalid_values": same("", remove_invalid_values=True),
+    "exponential_decay_length_penalty": same("", True, exponential_decay_length_penalty=(1, 50.0)),
+    "suppress_tokens": same("", True, suppress_tokens=[FIRST, SECOND]),
+    "begin_suppress_tokens": same("", True, begin_suppress_tokens=[FIRST]),
+    "sequence_bias": same("", True, sequence_bias=[[[FIRST], -50.0]]),
+    "token_healing": same("needs tokenizer=, and a bos and a pad token"),
+    "guidance_scale": same("the processor's own forward of the model is not paged", True, guidance_scale=8.0),
+    "watermarking_config": same("", True, watermarking_config={"bias": 30.0}),
+    "num_return_sequences": same("", True, num_return_sequences=2, do_sample=True, temperature=3.0, **SCORES),
+    "output_attentions": back("the engine's kernels make no attention matrices", output_attentions=True,
+                              return_dict_in_generate=True),
+    "output_hidden_states": back("the engine's graphs keep no hidden states", output_hidden_states=True,
+                                 return_dict_in_generate=True),
+    "output_scores": same("", **SCORES),
+    "output_logits": same("", return_dict_in_generate=True, output_logits=True),
+    "return_dict_in_generate": Row(DIFFERENT, dict(return_dict_in_generate=True), (
+        "past_key_values is None: keys and values are in the engine's pages")),
+    "pad_token_id": same("", True, pad_token_id=9, eos_token_id=FIRST),
+    "bos_token_id": same("used without a prompt, which falls back", bos_token_id=4),
+    "eos_token_id": same("one, several, None or a tensor", True, eos_token_id=[FIRST, 9]),
+    "encoder_no_repeat_ngram_size": same("", encoder_no_repeat_ngram_size=1),
+    "decoder_start_token_id": same("of encoder-decoders, which quire does not serve", decoder_start_token_id=3),
+    "is_assistant": back("stops early, at an uncertain token"),
+    "num_assistant_tokens": same(_ASSISTED, num_assistant_tokens=5),
+    "num_assistant_tokens_schedule": same(_ASSISTED, num_assistant_tokens_schedule="constant"),
+    "assistant_confidence_threshold": same(_ASSISTED, assistant_confidence_threshold=0.4),
+    "prompt_lookup_num_tokens": same(_ASSISTED),
+    "max_matching_ngram_size": same(_ASSISTED, max_matching_ngram_size=2),
+    "assistant_early_exit": same(_ASSISTED),
+    "assistant_lookbehind": same(_ASSISTED, assistant_lookbehind=10),
+    "target_lookbehind": same(_ASSISTED, target_lookbehind=10),
+    "assistant_ensemble_weight": back("speculation that changes the distribution"),
+    "speculation_type": same(_ASSISTED),
+    "compile_config": same(_SPEED),
+    "disable_compile": same(_SPEED, disable_compile=True),
+    "continuous_batching_config": same("read by generate_batch"),
+    "low_memory": same(_SPEED),
+    "penalty_alpha": back(f"contrastive search: {_GONE}"),
+    "dola_layers": back(_GONE),
+    "diversity_penalty": back(f"with groups of beams: {_GONE}"),
+    "num_beam_groups": back(_GONE),
+    "constraints": back(_GONE),
+    "force_words_ids": back(_GONE),
+    "prefill_chunk_size": same(f"{_SPEED}; the engine's own option has the same name", prefill_chunk_size=4),
+    "transformers_version": same("no effect"),
+}
+
+ARGUMENTS: dict[str, Row] = {
+    "inputs": same("(batch, length) token ids"),
+    "input_ids": same("the same; both is transformers' error"),
+    "attention_mask": Row(DIFFERENT, None, (
+        "padding on the left, holes, and 3 forms of dtype: same. Padding on the right: the row goes on where its prompt ends, "
+        "with a warning; transformers goes on from the padding. Holes in models with windows fall back")),
+    "position_ids": same("those of the mask; others fall back"),
+    "generation_config": same(""),
+    "logits_processor": same("gets the whole batch, once a step; an error in it is the caller's, other requests go on", True,
+                             logits_processor=LogitsProcessorList([lambda ids, scores: -scores])),
+    "stopping_criteria": same("gets the whole batch and the scores, once a step", True,
+                              stopping_criteria=StoppingCriteriaList([_stop_at_18])),
+    "prefix_allowed_tokens_fn": same("", True, prefix_allowed_tokens_fn=lambda row, ids: [5 + row, 8, 9]),
+    "synced_gpus": same("False; True falls back", synced_gpus=False),
+    "assistant_model": back("transformers' own assisted decoding runs", assistant_model=...),
+    "streamer": same("batches too", streamer=...),
+    "negative_prompt_ids": same("with guidance_scale", True, negative_prompt_ids=torch.tensor([[5, 6], [7, 8]]),
+                                guidance_scale=8.0),
+    "negative_prompt_attention_mask": same("with guidance_scale"),
+    "custom_generate": back("the caller's own loop runs", custom_generate=lambda model, input_ids, **kwargs: input_ids),
+    "tokenizer": same("for stop_strings and token_healing"),
+    "inputs_embeds": back("a prompt is token ids"),
+    "past_key_values": back("the engine's keys and values are in its pages"),
+}
+
+
+def page() -> str:
+    """The text of docs/generation.md."""
+    rows = list(FIELDS.values())
+    share = sum(row.status == SAME for row in rows) / len(rows)
+    lines = [
+        "# generate, argument by argument", "",
+        "What `model.generate` does after `quire.paged(model)`, for each field of transformers' `GenerationConfig` and each",
+        "argument. *same*: the result is that of transformers' own `generate` (tested, where a plain call can show it).",
+        "*different*: paged, and the note says how it differs. *falls back*: transformers' own code runs, with one warning",
+        "that gives the reason. This page is generated: `python -m tests.generation.table`.", "",
+        "Calls whose tokens follow from greedy decoding, temperature, top_k, top_p, min_p, lengths and end tokens run with",
+        "continuous batching. Calls with anything else marked *same* advance in lockstep, one step for all rows, with the",
+        "logits processors and stopping criteria that transformers makes. The whole batch must then fit in the engine at once.",
+        "",
+        "These calls always fall back: a model in training mode with dropout, `torch.autocast`, a model class with generation",
+        "methods of its own, embeddings as input, and sequences longer than the engine's `max_model_len`.", "",
+        f"Of {len(rows)} fields {share:.0%} are *same*.", ""]
+    for title, table in (("Fields of GenerationConfig", FIELDS), ("Arguments of generate", ARGUMENTS)):
+        lines += [f"## {title}", "", "| | | |", "|---|---|---|"]
+        lines += [f"| `{name}` | {row.status} | {row.note} |" for name, row in table.items()] + [""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,111 @@
+"""docs/generation.md is true: each row marked "same" gives what transformers gives, paged; each fall-back warns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+import quire
+from tests.generation.table import ARGUMENTS, DIFFERENT, FALLS_BACK, FIELDS, PAGE, SAME, Recorder, Row, page
+from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
+
+ROWS = {name: row for name, row in (FIELDS | ARGUMENTS).items() if row.options is not None}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def models():
+    both = load_model(), quire.paged(load_model(), num_pages=80, max_num_seqs=8, max_model_len=120, cudagraph_capture_sizes=[])
+    for model in both:
+        model.generation_config.max_new_tokens = None
+    yield both
+    assert_idle(both[1].generate.engine)
+    both[1].generate.close()
+
+
+def run(model: Any, tokenizer: Any, row: Row) -> tuple[Any, Any, list[str]]:
+    """The result, what the streamer saw, and quire's warnings."""
+    options = {k: v for k, v in (row.options or {}).items() if v is not ...}
+    options = {"max_new_tokens": 8, **copy.deepcopy({k: v for k, v in options.items() if not callable(v)}),
+               **{k: v for k, v in options.items() if callable(v)}}
+    given = [k for k, v in (row.options or {}).items() if v is ...]
+    recorder = Recorder()
+    more = {"tokenizer": tokenizer, "streamer": recorder, "assistant_model": model}
+    options |= {k: more[k] for k in given}
+    rows = 1 if "assistant_model" in given else 2
+    batch = tokenizer(list(PROMPTS[:rows]), return_tensors="pt", padding=True)
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        out = model.generate(**batch, **options)
+    return out, recorder.seen, [str(w.message) for w in seen if str(w.message).startswith("quire:")]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name, models, tokenizer) -> None:
+    row, (plain, model) = ROWS[name], models
+    model.generate.warned.clear()
+    want, want_seen, _ = run(plain, tokenizer, row)
+    got, got_seen, said = run(model, tokenizer, row)
+    assert [text for text in said if "not paged" in text] == said
+    assert bool(said) == (row.status == FALLS_BACK), said
+    assert type(got) is type(want)
+    if isinstance(want, torch.Tensor):
+        assert torch.equal(got, want)
+    else:
+        assert torch.equal(got.sequences, want.sequences)
+        for mine, theirs in ((got.scores, want.scores), (got.logits, want.logits)):
+            assert (mine is None) == (theirs is None)
+            for a, b in zip(mine or (), theirs or (), strict=True):
+                torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
+    assert got_seen == want_seen
+    if row.acts:
+        neutral = run(plain, tokenizer, Row(SAME, {}))[0]
+        tokens = want if isinstance(want, torch.Tensor) else want.sequences
+        assert tokens.shape != neutral.shape or not torch.equal(tokens, neutral), "the options change nothing here"
+
+
+def test_every_field_and_argument_has_a_row() -> None:
+    """When this fails, transformers has a new one: give it a row, and write the page again."""
+    assert FIELDS.keys() == {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"} <= ARGUMENTS.keys()
+
+
+def test_the_page_is_the_table() -> None:
+    assert PAGE.read_text() == page(), "run python -m tests.generation.table"
+    statuses = [row.status for row in FIELDS.values()]
+    assert set(statuses) <= {SAME, DIFFERENT, FALLS_BACK} and statuses.count(SAME) >= 0.8 * len(statuses)
+
+
+def test_a_processor_that_raises_hurts_nobody_else(models, tokenizer) -> None:
+    """The caller gets the error; the engine's pages come back, and its other requests go on."""
+    model = models[1]
+    engine = model.generate.engine
+    want = engine.generate([[5, 6, 7]], quire.SamplingParams(temperature=0, max_tokens=9))[0].token_ids
+    stream = engine.stream([[5, 6, 7]], quire.SamplingParams(temperature=0, max_tokens=9))
+    got = next(stream).token_ids
+    calls = []
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape[1])
+        if len(calls) == 3:
+            raise KeyError("mine")
+        return scores
+
+    with pytest.raises(KeyError, match="mine"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, logits_processor=[fails])
+    assert calls == [3, 4, 5]  # once a step
+    for event in stream:
+        got = got + event.token_ids
+    assert got == want
+    assert_idle(engine)

@@ -1,0 +1,138 @@
+"""transformers' continuous batching after ``quire.paged``: the same tokens and outputs, from the engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+import quire
+from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
+
+GREEDY = dict(max_new_tokens=9, eos_token_id=0, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    tokenizer = load_tokenizer()
+    return [tokenizer(p)["input_ids"] for p in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = quire.paged(load_model(num_layers=2), num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[])
+    yield model
+    model.generate.close()
+
+
+@pytest.fixture
+def manager(model):
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
+    manager.start()
+    yield manager
+    manager.stop()
+    assert not manager.is_running()
+    assert_idle(model.generate.engine)
+
+
+def test_generate_batch(model, ids) -> None:
+    """What a library that calls transformers' own names gets."""
+    def outputs(of) -> dict:
+        config = ContinuousBatchingConfig(page_size=16, num_blocks=60, max_batch_tokens=64, return_logprobs=True)
+        return of.generate_batch(ids, generation_config=GenerationConfig(**GREEDY), continuous_batching_config=config)
+
+    want, got = outputs(load_model(num_layers=2)), outputs(model)
+    assert list(got) == list(want)
+    for mine, theirs in zip(got.values(), want.values(), strict=True):
+        assert isinstance(mine, GenerationOutput) and mine.status == RequestStatus.FINISHED and mine.error is None
+        assert (mine.generated_tokens, mine.prompt_ids) == (theirs.generated_tokens, theirs.prompt_ids)
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    config = model.generate.engine.config
+    assert (config.page_size, config.num_pages, config.max_num_batched_tokens) == (16, 61, 64)
+    sampled = model.generate_batch(ids[:2], generation_config=GenerationConfig(
+        **GREEDY, do_sample=True, num_return_sequences=2), record_timestamps=True)
+    assert list(sampled) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
+    assert all(len(o.timestamps) == len(o.generated_tokens) for o in sampled.values())
+
+
+def test_results_as_they_come(manager, ids) -> None:
+    streamed = manager.add_request(ids[0], streaming=True)
+    assert [len(o.generated_tokens) for o in manager.request_id_iter(streamed)] == list(range(1, 10))
+    many = manager.add_requests(ids[:3], max_new_tokens=2)
+    assert {manager.get_result(timeout=20).request_id for _ in many} == set(many)
+    named = manager.add_request(ids[1], request_id="mine")
+    with pytest.raises(ValueError, match="request_id 'mine' is in use"):
+        manager.add_request(ids[1], request_id=named)
+    assert manager.get_result("mine", timeout=20).is_finished() and manager.get_result(timeout=0.01) is None
+
+
+def test_a_handler_gets_each_result_in_its_event_loop(manager, ids) -> None:
+    async def main() -> list[int]:
+        found: asyncio.Queue = asyncio.Queue()
+        manager.register_result_handler("x", found.put_nowait)
+        manager.add_request(ids[1], request_id="x", streaming=True)
+        lengths = []
+        while True:
+            output = await asyncio.wait_for(found.get(), 20)
+            lengths.append(len(output.generated_tokens))
+            if output.is_finished():
+                return lengths
+
+    assert asyncio.run(main()) == list(range(1, 10))
+
+
+def test_pause_cancel_and_failures(manager, ids) -> None:
+    with manager.pause():
+        waiting = manager.add_request(ids[0])
+        assert manager.get_result(timeout=0.1) is None
+        with pytest.raises(RuntimeError, match="cannot stop the manager inside a pause"):
+            manager.stop()
+    assert manager.get_result(waiting, timeout=20).status == RequestStatus.FINISHED
+    with manager.pause():  # so that it cannot end before it is cancelled
+        cancelled = manager.add_request(ids[0], max_new_tokens=200)
+        manager.cancel_request(cancelled)
+    output = manager.get_result(cancelled, timeout=20)
+    assert (output.status, output.error) == (RequestStatus.FAILED, "the request was cancelled")
+    manager.add_request([])
+    output = manager.get_result(timeout=20)
+    assert output.status == RequestStatus.FAILED and "the prompt is empty" in output.error
+
+
+def test_a_hard_stop_fails_what_is_left(model, ids) -> None:
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
+    request = manager.add_request(ids[0], max_new_tokens=250)
+    manager.start()
+    manager.stop(hard_stop=True)
+    assert manager.get_result(request).error == "the manager was stopped"
+    model.generate.engine.step()
+    assert_idle(model.generate.engine)
+
+
+@pytest.mark.parametrize(("generation", "config", "message"), [
+    (dict(repetition_penalty=1.2), {}, "quire does not have repetition_penalty in continuous batching; model.generate does"),
+    (dict(stop_strings=["a"]), {}, "quire does not have stop_strings in continuous batching"),
+    ({}, dict(scheduler_type="prefill_first"), "quire has no scheduler_type='prefill_first'; leave them at their defaults"),
+    ({}, dict(cpu_offload_space=1.0, safety_margin=0.2), "quire has no safety_margin=0.2, cpu_offload_space=1.0"),
+    ({}, dict(page_size=0), "page_size must be at least 1"),
+])
+def test_what_quire_does_not_have_is_named(generation, config, message, model, ids) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate_batch(ids[:1], GenerationConfig(**GREEDY, **generation), ContinuousBatchingConfig(**config))
+
+
+def test_parameters_of_a_request(model, ids) -> None:
+    config = GenerationConfig(**GREEDY, do_sample=True)
+    manager = model.init_continuous_batching(config, ContinuousBatchingConfig(per_request_processors=True))
+    manager.add_request(ids[0], top_k=1)
+    with pytest.raises(ValueError, match="quire does not have typical_p for a request; it has temperature, top_k, top_p"):
+        manager.add_request(ids[0], typical_p=0.5)
+    manager.start()
+    got = manager.get_result(timeout=20)
+    manager.stop()
+    greedy = model.generate_batch(ids[:1], GenerationConfig(**GREEDY))
+    assert got.generated_tokens == greedy["req_0"].generated_tokens
+    with pytest.raises(ValueError, match="top_k for a request needs per_request_processors=True"):
+        model.init_continuous_batching(config).add_request(ids[0], top_k=1)
