@@ -38,6 +38,8 @@ def cross_attention(
         raise UnsupportedAttention(f"cross attention: backend {backend.name} plans on the host for self-attention; use one "
                                    "that does not")
     k_cache, v_cache, k_scale, v_scale = cache.of_layer(layer)
+    if v_cache is None:
+        raise UnsupportedAttention(f"cross attention: layer {layer} of the cache is a latent one, without values of its own")
     site = AttentionSite(layer, q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, scale, softcap=softcap)
     why = backend.capabilities.reasons_against(site, device=q.device, page_size=cache.page_size, kv_dtype=cache.dtype,
                                                layout=cache.layout)
