@@ -9,6 +9,7 @@ before each replay. Not yet run on a GPU; its calls are tested against the signa
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -141,7 +142,9 @@ def available(device: torch.device) -> str | None:
     """Imports nothing."""
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    if importlib.util.find_spec("flashinfer") is None:
+    try:
+        importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
         return "flashinfer is not installed: pip install 'quire[flashinfer]'"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # FlashInfer's own order
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
