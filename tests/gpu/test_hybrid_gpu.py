@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not torch.cu
 
 @pytest.mark.parametrize("name", ["hybrid:flashinfer+triton", "hybrid:torch_native+triton"])
 def test_hybrid_engine(name: str) -> None:
-    """Steps in graphs go to the part that decodes: the same tokens, bit for bit. Without graphs for prompts these go through
-    the other part, and the first token after a prompt is as likely as the best."""
+    """Steps in graphs go to the part that decodes: the same tokens, bit for bit. Without graphs prompts go through the
+    other part, and the first token after a prompt is as likely as the best."""
     if why := get_backend(name).available(torch.device("cuda")):
         pytest.skip(why)
     model, tokenizer = load_model("cuda", torch.float16), load_tokenizer()
