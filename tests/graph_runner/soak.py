@@ -120,7 +120,7 @@ class Soak:
     def change(self, choose: random.Random) -> None:
         """The model, under the running engine."""
         what = choose.choice(("weights", "weights", "parameters", "train", "checkpointing", "plain forward"))
-        with self._making:  # a model that is being traced is nobody else's
+        with self._making, self.engine.lock.hold():  # between steps: a model that is being traced is nobody else's
             self._change(what, choose)
         self.counts[f"changes: {what}"] += 1
         time.sleep(choose.random() * 0.6)
@@ -128,15 +128,14 @@ class Soak:
     def _change(self, what: str, choose: random.Random) -> None:
         model = self.model
         if what in ("weights", "parameters"):
-            with self.engine.lock.hold():  # between steps, as a trainer in the same process does it
-                self.version += 1
-                self.current = choose.randrange(len(self.weights))
-                if what == "weights":
-                    model.load_state_dict(self.weights[self.current])
-                else:
-                    for name, parameter in model.named_parameters():
-                        parameter.data = self.weights[self.current][name].clone()
-                self.version += 1
+            self.version += 1
+            self.current = choose.randrange(len(self.weights))
+            if what == "weights":
+                model.load_state_dict(self.weights[self.current])
+            else:
+                for name, parameter in model.named_parameters():
+                    parameter.data = self.weights[self.current][name].clone()
+            self.version += 1
         elif what == "train":
             model.train(not model.training)
         elif what == "checkpointing":
@@ -145,8 +144,7 @@ class Soak:
             else:
                 model.gradient_checkpointing_enable(CHECKPOINTING)
         else:
-            with self.engine.lock.hold():  # no step may trace the model again meanwhile
-                model(input_ids=torch.tensor([self.prompts[0]]), use_cache=False).logits.sum().backward()
+            model(input_ids=torch.tensor([self.prompts[0]]), use_cache=False).logits.sum().backward()
             model.zero_grad(set_to_none=True)
 
     def reopen(self, choose: random.Random) -> None:

