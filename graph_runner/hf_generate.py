@@ -111,7 +111,7 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
         "own generate goes on from the masked token (set tokenizer.padding_side = 'left')")
     prompts, streamer = prompts_of(ids, mask), given.get("streamer")
     tiny_top_p = params is not None and 0 < params.top_p < torch.finfo(torch.float32).tiny  # 0 in float32
-    together = names or odd or tiny_top_p or any(k in _MAKE_PROCESSORS for k in given) or (
+    together = names or odd or tiny_top_p or any(given.get(k) for k in _MAKE_PROCESSORS) or (
         params is not None and bool(params.stop)) or (streamer is not None and len(ids) * (params.n if params else 2) > 1)
     if together or params is None:
         if not isinstance(model, OwnCopies):

@@ -84,7 +84,7 @@ FIELDS: dict[str, Row] = {
     "epsilon_cutoff": same("", True, do_sample=True, epsilon_cutoff=0.05, temperature=2.0),
     "eta_cutoff": same("", True, do_sample=True, eta_cutoff=0.1, temperature=2.0),
     "repetition_penalty": same("", True, repetition_penalty=3.0),
-    "encoder_repetition_penalty": same("", True, encoder_repetition_penalty=0.01),
+    "encoder_repetition_penalty": same("", encoder_repetition_penalty=0.01),
     "length_penalty": same("acts with num_beams only, which falls back", length_penalty=2.0),
     "no_repeat_ngram_size": same("", True, no_repeat_ngram_size=1),
     "bad_words_ids": same("", True, bad_words_ids=[[FIRST]]),

@@ -109,3 +109,20 @@ def test_a_processor_that_raises_hurts_nobody_else(models, tokenizer) -> None:
         got = got + event.token_ids
     assert got == want
     assert_idle(engine)
+
+
+def test_the_pipeline_with_a_chat(models, tokenizer) -> None:
+    """transformers' pipeline calls generate with arguments of its own."""
+    from transformers import pipeline
+
+    chatty = copy.copy(tokenizer)
+    chatty.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = [{"role": "user", "content": "Once upon a time"}]
+    texts = []
+    for model in models:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not paged.*")
+            pipe = pipeline("text-generation", model=model, tokenizer=chatty)
+            texts.append([pipe(chat, max_new_tokens=8, do_sample=False),
+                          pipe(list(PROMPTS[:2]), max_new_tokens=8, do_sample=False, return_full_text=False)])
+    assert texts[0] == texts[1] and texts[0][0][0]["generated_text"][-1]["role"] == "assistant"
