@@ -40,8 +40,8 @@ class Recorder:
         self.seen.append("end")
 
 
-def _stop_at_18(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.full((len(ids),), ids.shape[1] >= 12, device=ids.device)
+def _stop_at_8(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.full((len(ids),), ids.shape[1] >= 8, device=ids.device)
 
 
 def same(note: str = "", acts: bool = False, **options: Any) -> Row:
@@ -149,7 +149,7 @@ ARGUMENTS: dict[str, Row] = {
     "logits_processor": same("gets the whole batch, once a step; an error in it is the caller's, other requests go on", True,
                              logits_processor=LogitsProcessorList([lambda ids, scores: -scores])),
     "stopping_criteria": same("gets the whole batch and the scores, once a step", True,
-                              stopping_criteria=StoppingCriteriaList([_stop_at_18])),
+                              stopping_criteria=StoppingCriteriaList([_stop_at_8])),
     "prefix_allowed_tokens_fn": same("", True, prefix_allowed_tokens_fn=lambda row, ids: [5 + row, 8, 9]),
     "synced_gpus": same("False; True falls back", synced_gpus=False),
     "assistant_model": back("transformers' own assisted decoding runs", assistant_model=...),
