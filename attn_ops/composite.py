@@ -94,14 +94,14 @@ class Composite:
         name: of the composite backend.
         parts: without repetition.
         choose: (tokens, rows of the batch, window, chunk) -> the part that attends.
-        planned: (tokens, rows) -> the parts whose plan a step needs.
+        planned: (tokens, rows, whether the step runs as a CUDA graph) -> the parts whose plan a step needs.
         site_parts: the parts that may serve a site.
     """
 
     name: str
     parts: tuple[AttentionBackend, ...]
     choose: Callable[[int, int, int | None, int | None], AttentionBackend]
-    planned: Callable[[int, int], Iterable[AttentionBackend]]
+    planned: Callable[[int, int, bool], Iterable[AttentionBackend]]
     site_parts: Callable[[AttentionSite], Sequence[AttentionBackend] | str]
     slices: dict[str, slice] = dataclasses.field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Composite:
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
         step.states.update(step.states.get(self.name, {}))
-        for part in self.planned(metadata.num_tokens, metadata.seq_lens.shape[0]):
+        for part in self.planned(metadata.num_tokens, metadata.seq_lens.shape[0], step.graph_key is not None):
             if part.plan is not None:
                 part.plan(metadata, step)
 

@@ -1,7 +1,7 @@
 """Log probabilities of a step: computed on the device, copied to the host, and given to the requests.
 
-The sampled token's are computed in the step's graph, for the rows that want them (``attn_ops/ops/logprobs.py``). What few steps
-need comes after it: the likeliest tokens (``topk``), other tokens by id, rows with filters, and prompt tokens. Nothing waits
+They are computed after the step's graph, from its logits, so steps that want none pay nothing: the sampled token's in two
+launches (``attn_ops/ops/logprobs.py``), the likeliest tokens (``topk``), other tokens by id, and prompt tokens. Nothing waits
 for the device before ``StepLogprobs.rows``.
 
 Prompt tokens need logits at every position, which the LM head gives only where it is asked to: a step with *scored* rows passes
@@ -129,7 +129,7 @@ def _dicts(tokens: Sequence[int], of_token: TokenLogprobs | None, more: _More | 
     return found
 
 
-def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Tensor, in_graph: TokenLogprobs,
+def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Tensor,
                   temperature: torch.Tensor, sampled: Sampled | None, scored: ScoredRows | None, *,
                   to_host: Callable[[torch.Tensor], torch.Tensor]) -> StepLogprobs | None:
     """Compute what the batch wants and start copying it to the host; None if it wants nothing.
@@ -137,7 +137,6 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
     Args:
         logits: (B + N, V) of the padded batch's B rows, then of the N scored ones.
         tokens: (B,) sampled.
-        in_graph: of these tokens, without filters.
         temperature: (B,) ``SamplingParams.logprob_temperature`` of each row.
         sampled: what rows with filters were drawn from, if there are any.
         to_host: starts copying a tensor.
@@ -146,7 +145,7 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
     wanting = [i for i, row in enumerate(batch.rows) if row.samples and row.request.params.wants_logprobs]
     found = StepLogprobs(batch, to_host(tokens), None, None, None, None, None)
     if wanting:
-        own, threshold, of_token = logits[: len(tokens)], None, in_graph
+        own, threshold = logits[: len(tokens)], None
         if sampled is not None:
             processed = np.zeros((len(tokens), 1), np.bool_)
             processed[wanting, 0] = [batch.rows[i].request.params.logprobs_mode == "processed_logprobs" for i in wanting]
@@ -154,7 +153,7 @@ def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Ten
             own = torch.where(on, sampled.logits, own)
             if sampled.threshold is not None:
                 threshold = torch.where(on[:, 0], sampled.threshold, float("-inf"))
-            of_token = token_logprobs(own, tokens, temperature, threshold)
+        of_token = token_logprobs(own, tokens, temperature, threshold)
         found.sampled = TokenLogprobs(*(to_host(t) for t in of_token))
         asks = [(i, p.logprobs or 0, p.logprob_token_ids) for i in wanting for p in (batch.rows[i].request.params,)]
         found.sampled_more = _more(asks, own, temperature, of_token.normalizers, threshold, to_host)

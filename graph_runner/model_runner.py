@@ -21,7 +21,6 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
-from quire.attn_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
@@ -62,12 +61,10 @@ class StagedStep:
 
 
 class StepResults(NamedTuple):
-    """Of a forward, padding rows included: logits (B + N, V) of B rows and then of N scored prompt tokens, tokens (B,) int64,
-    and their log probabilities in the rows that want them."""
+    """Of a forward, padding rows included: logits (B + N, V) of B rows, then of N scored prompt tokens; tokens (B,) int64."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
-    logprobs: TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -284,7 +281,7 @@ class ModelRunner:
         logits, tokens = self.paged.run(step, ids, v["positions"], indices, sampling)
         tokens = tokens[: shape.num_reqs]
         self._store(shape, tokens)
-        return StepResults(logits, tokens, token_logprobs(logits[: shape.num_reqs], tokens, v["logprob_temperature"]))
+        return StepResults(logits, tokens)
 
     def _store(self, shape: BatchShape, tokens: torch.Tensor) -> None:
         """Put each row's token where the next step reads it; padding rows write to the dummy slot."""
@@ -350,7 +347,7 @@ class ModelRunner:
             pages = to_device(np.array(batch.copies, np.int64), self.device)
             self.cache.copy_pages(pages[:, 0], pages[:, 1])
         staged = self.stage(batch, self.bucket_for(batch))
-        logits, tokens, in_graph = self.forward(staged)
+        logits, tokens = self.forward(staged)
         shape, rows, sampled = staged.shape, len(batch.rows), None
         self.buffers.table.commit()
         sampling = self.buffers.sampling(shape, staged.host, batch)
@@ -361,7 +358,7 @@ class ModelRunner:
             self._store(shape, tokens)
         found = None
         if batch.num_scored or staged.host["logprob_temperature"][:rows].any():
-            found = step_logprobs(batch, logits, tokens, in_graph, self.buffers.views(shape)["logprob_temperature"], sampled,
+            found = step_logprobs(batch, logits, tokens, self.buffers.views(shape)["logprob_temperature"], sampled,
                                   staged.scored, to_host=self._to_host)
         host_tokens = self._host_tokens[self._next_host_tokens]
         self._next_host_tokens = (self._next_host_tokens + 1) % len(self._host_tokens)

@@ -131,7 +131,9 @@ def paged_attention(
     inside = torch.arange(pages.shape[1] * k_cache.shape[1], device=q.device) < seq_lens[:, None]
     keys, finite_keys = gather(k_cache, k_scale, pages, inside, q.dtype)
     values, finite_values = gather(v_cache, v_scale, pages, inside, q.dtype)
-    width = keys.shape[2]
+    width, group = keys.shape[2], heads // keys.shape[1]
+    if group & (group - 1):  # Inductor's kernel for few queries takes powers of two only
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
 
     def seen(query: Any, key: Any) -> torch.Tensor:
         return visible(pos[query], key, window=window, chunk=chunk, causal=True) & live[query]

@@ -25,14 +25,17 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     parts = (decode,) if decode is prefill else (decode, prefill)
     check_parts(name, parts)
 
-    def choose(tokens: int, rows: int, window: int | None = None, chunk: int | None = None) -> AttentionBackend:
+    def part(tokens: int, rows: int, captured: bool) -> AttentionBackend:
+        return decode if tokens <= rows or captured else prefill
+
+    def choose(tokens: int, rows: int, window: int | None, chunk: int | None) -> AttentionBackend:
         step = current_step()
-        return decode if tokens <= rows or (step is not None and step.graph_key is not None) else prefill
+        return part(tokens, rows, step is not None and step.graph_key is not None)
 
     def serving(site: AttentionSite) -> tuple[AttentionBackend, ...]:
         return parts
 
-    composite = Composite(name, parts, choose, lambda tokens, rows: (choose(tokens, rows),), serving)
+    composite = Composite(name, parts, choose, lambda *of_step: (part(*of_step),), serving)
     return composite.backend(common_capabilities(parts, serving, decode.capabilities.cudagraph_support),
                              lambda site: f"{prefill.serves(site)} / {decode.serves(site)}")
 

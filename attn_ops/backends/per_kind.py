@@ -33,7 +33,7 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
 
     features = {kind: kind in chosen and getattr(chosen[kind].capabilities, kind) for kind in KINDS if kind != "full"}
     support = min(part.capabilities.cudagraph_support for part in parts)
-    return Composite(name, parts, choose, lambda tokens, rows: parts, serving).backend(
+    return Composite(name, parts, choose, lambda *of_step: parts, serving).backend(
         common_capabilities(parts, serving, support, **features),
         lambda site: chosen[kind_of(site.window, site.chunk)].serves(site))
 

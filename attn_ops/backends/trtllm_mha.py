@@ -102,5 +102,4 @@ BACKEND = AttentionBackend(
         "trtllm_mha_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
         "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
     packages=("flashinfer-python",),
-    verified=False,
 )

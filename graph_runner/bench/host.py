@@ -127,8 +127,7 @@ class _Timer:
         self.engine, self.seconds = engine, dict.fromkeys(PHASES, 0.0)
         runner = engine.runner
         logits = torch.zeros(runner.limits.max_num_seqs, 8, device=runner.device)
-        no_logprobs: Any = None
-        result = StepResults(logits, torch.full((logits.shape[0],), 17, device=runner.device), no_logprobs)  # any token
+        result = StepResults(logits, torch.full((logits.shape[0],), 17, device=runner.device))  # any token
         stub: Callable[..., Any] = lambda *args: result  # noqa: E731
         # On the instances, so that nothing outside this engine is touched.
         runner.forward = stub

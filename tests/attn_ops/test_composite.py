@@ -82,16 +82,18 @@ def test_prefill_and_decode() -> None:
 
 
 def test_a_step_with_a_graph_goes_to_the_part_that_decodes() -> None:
-    """Else a mixed batch would be captured with kernels whose plan cannot be replayed."""
-    from quire.attn_ops.conformance.batches import lay_out, planned, prepared
+    """Else a mixed batch would be captured with kernels whose plan cannot be replayed. The other part does not even plan."""
+    from quire.attn_ops.conformance.batches import lay_out, prepared
+    from quire.attn_ops.conformance.batches import planned as in_step
 
     backend = get_backend("hybrid:plain_part+fast_part")
     batch = lay_out(SITE, [3, 1], [5, 4], page_size=4)
     for key, part in (("a graph", "fast_part"), (None, "plain_part")):
         calls.clear()
-        with planned(backend, batch, graph_key=key):
+        planned.clear()
+        with in_step(backend, batch, graph_key=key):
             backend.op(*batch.arguments(prepared(backend, batch)), **batch.options)
-        assert calls == [part]
+        assert calls == [part] and bool(planned) == (part == "plain_part")
 
 
 def test_kernels_of_all_parts_are_compiled_ahead() -> None:

@@ -34,7 +34,7 @@ BFLOAT16 = {
                                           layer_types=["sliding_attention"] * 2)),
 }
 # What FlashInfer has no kernel for, and a word of the reason.
-REFUSED_BY_FLASHINFER = {"gpt_oss": "no sinks", "llama4": "no chunk", "deepseek_v3": "no MLA on the latent cache"}
+REFUSED_BY_FLASHINFER = {"llama4": "no chunk", "deepseek_v3": "no MLA on the latent cache"}
 
 
 def entry_of(entries: dict[str, Served], name: str) -> Served:
