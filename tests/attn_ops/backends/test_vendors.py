@@ -237,12 +237,13 @@ def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
 
 @pytest.mark.parametrize("module", [trtllm_mha, flash_attention, aiter, ascend, intel_amx])
 def test_why_it_is_not_usable(module) -> None:
-    """One reason, with what to do about it; and tables say that nobody has run it."""
+    """One reason, with what to do about it; and tables say where nobody has run it."""
     devices = {"ascend": "npu", "intel_amx": "cpu"}
     why = module.BACKEND.available(SimpleNamespace(type=devices.get(module.NAME, "cuda")))
     assert why and ("GPU" in why or "install" in why or "AMX" in why)
-    assert not module.BACKEND.verified
-    assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]
+    if module is not trtllm_mha:  # the kit passed on an H200
+        assert not module.BACKEND.verified
+        assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]
 
 
 def test_missing_packages_are_named_with_their_install_line() -> None:
