@@ -7,6 +7,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), lon
     found = []
     for guard in env.guards:
         expr = env.replace(guard.expr)  # two inputs of one length have become one symbol
-        if symbol not in expr.free_symbols:
+        if symbol not in expr.free_symbols or _of_layout(guard):
             continue
         of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
         numbers = {int(n) for n in of_size.atoms() if n.is_Integer}
@@ -201,6 +202,14 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), lon
         if not all(holds(n) for n in tried if n >= 2 and (below is None or n < below) and (longest is None or n <= longest)):
             found.append(str(expr))
     return found
+
+
+def _of_layout(guard: Any) -> bool:
+    """Whether an operator's meta function made the guard to tell whether a tensor is contiguous. It says how a result lies in
+    memory (a slice that takes all of a stored tensor does), not what is computed."""
+    made_by = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+    return (Path(getattr(made_by, "filename", "")).parts[-2:] == ("_prims_common", "__init__.py")
+            and "contiguous" in made_by.name)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

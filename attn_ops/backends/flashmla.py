@@ -92,5 +92,5 @@ BACKEND = AttentionBackend(
     prepare=define_op(
         f"{NAME}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
         "Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
-    packages=("sgl-flash-mla",),
+    packages=("sgl-flash-mla",), verified=False,
 )

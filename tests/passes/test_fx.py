@@ -95,6 +95,7 @@ def test_shape_conditions() -> None:
     assert found.endswith("<= 64")
     assert conditions(lambda x: x + 1 if x.shape[0] > 1 else x, torch.zeros(23)) == []  # holds for all that are traced
     assert conditions(lambda x: x * 2, torch.zeros(23)) == []
+    assert len(conditions(lambda x: x * 2 if x.shape[0] == 64 else x, torch.zeros(23), limits=[64])) == 1
     assert shape_conditions(fx.Graph(), 23) == []  # a number, and no symbol
 
 
