@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from quire.attn_ops.ops.experts import Tile, _Pairs, expert_swiglu
-from quire.graph_runner.bench.attention_op import median_us
+from quire.graph_runner.bench.attention_op import on_the_device
 from quire.graph_runner.bench.report import environment
 from quire.graph_runner.bench.roofline import copy_bandwidth
 
@@ -37,18 +37,11 @@ TILES = {
         (16, 64, 128, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 8, 3), (32, 128, 64, 4, 4), (32, 128, 64, 8, 4),
         (64, 128, 64, 4, 3), (64, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4))],
 }
-CALLS = 10
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Microseconds of one call, replayed from a CUDA graph of ``CALLS``."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return median_us(graph.replay, CALLS, 5)
+    """Microseconds of one call, in a CUDA graph."""
+    return on_the_device(lambda _: call()).us
 
 
 def main() -> None:
