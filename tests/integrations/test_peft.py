@@ -58,7 +58,7 @@ def test_dora_is_refused_until_it_is_merged() -> None:
     model.generate.close()
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "lora")) for k in ADAPTERS])
 def test_a_life_with_adapters(kind) -> None:
     """A trainer's model and its reference policy are one model: an engine that missed a switch would sample the wrong one."""
     plain = load_model(num_layers=1)
