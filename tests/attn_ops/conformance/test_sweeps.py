@@ -151,7 +151,8 @@ def test_json_and_page(tmp_path, capsys) -> None:
     record = json.loads(file.read_text())
     runs = {run["backend"]: run for run in record["runs"]}
     assert runs["torch_native"]["dtype"] == "float32" and record["environment"]["versions"]["torch"] == torch.__version__
-    assert {r["check"]: r["status"] for r in runs["torch_native"]["results"]} == {"layout NHD": "ok", "layout HND": "ok"}
+    assert {r["check"]: r["status"] for r in runs["torch_native"]["results"]} == {
+        "layout NHD": "ok", "layout HND": "ok", "MLA: layouts": "ok"}
     assert runs["flashinfer"]["reason"] == "runs on cuda" and "flashinfer: not checked: runs on cuda" in capsys.readouterr().out
     text = page.page([record])
     assert "| `torch_native` | cpu, cuda |" in text and "| layouts | " in text and "ok 2 of 2, " in text
