@@ -81,7 +81,7 @@ class PagedModel:
                 f"{type(model).__name__}.forward takes no {' and no '.join(missing)}; a ragged batch cannot be given to it. "
                 "quire serves causal LMs whose forward takes input_ids and position_ids.")
         needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
-                  and p.kind is not p.VAR_POSITIONAL and p.name not in ("input_ids", "position_ids")]
+                  and p.kind is not p.VAR_POSITIONAL and p.name not in ("input_ids", "position_ids", "logits_to_keep")]
         if needed:
             raise UnsupportedAttention(f"{type(model).__name__}.forward cannot do without {' and '.join(needed)}; quire gives "
                                        "a model token ids and positions.")
