@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("quire", "attn_ops", "passes", "graph_runner", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("quire", "attn_ops", "passes", "graph_runner", "integrations", "pyproject.toml", "README.md", "LICENSE")
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "-q")
 
 #: torch.compile finds the backend by its entry point.
@@ -149,7 +149,7 @@ def project(tmp_path: Path) -> Path:
 
 def test_wheel_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    tree = {f"quire/{path.relative_to(ROOT)}" for name in ("attn_ops", "passes", "graph_runner")
+    tree = {f"quire/{path.relative_to(ROOT)}" for name in ("attn_ops", "passes", "graph_runner", "integrations")
             for path in (ROOT / name).rglob("*")
             if path.is_file() and (path.suffix in (".py", ".json") or "assets" in path.parts)
             and "__pycache__" not in path.parts}

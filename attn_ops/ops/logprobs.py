@@ -3,7 +3,8 @@
 Legend: B rows, V the vocabulary.
 
 A row whose temperature is 0 is not wanted and costs nothing. On CUDA two Triton kernels (``attn_ops/kernels/logprobs.py``)
-read each wanted row once, in parts, with the running maximum and sum of Milakov and Gimelshein ("Online normalizer calculation for softmax", 2018); nothing of size (B, V) is written.
+read each wanted row once, in parts, with the running maximum and sum of Milakov and Gimelshein ("Online normalizer calculation
+for softmax", 2018); nothing of size (B, V) is written.
 """
 
 from __future__ import annotations

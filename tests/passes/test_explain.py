@@ -85,7 +85,8 @@ def test_explain_equal_sites_that_do_not_follow_each_other(llama) -> None:
 
     def rows(windows: list[int | None]) -> list[str]:
         sites = [replace(site, layer=i, name=f"model.layers.{i}.self_attn", window=w) for i, w in enumerate(windows)]
-        return [line.split("model.")[0].strip() for line in str(replace(found, sites=sites)).splitlines()[2:-1]]
+        changed = replace(found, sites=sites, selection=replace(found.selection, sites=tuple(sites)))
+        return [line.split("model.")[0].strip() for line in str(changed).splitlines()[2:-1]]
 
     assert rows([None] * 48) == ["0-47"]
     assert rows([8, None] * 4) == ["0-6 by 2", "1-7 by 2"]
