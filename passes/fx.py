@@ -207,7 +207,7 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), lon
 def _of_layout(guard: Any) -> bool:
     """Whether an operator's meta function made the guard to tell whether a tensor is contiguous. It says how a result lies in
     memory (a slice that takes all of a stored tensor does), not what is computed."""
-    made_by = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+    made_by: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
     return (Path(getattr(made_by, "filename", "")).parts[-2:] == ("_prims_common", "__init__.py")
             and "contiguous" in made_by.name)
 
