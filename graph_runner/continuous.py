@@ -40,12 +40,11 @@ _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "use_async_batching": lambda v: {"async_stepping": v},
     "use_cuda_graph": lambda v: _graphs(*(v if isinstance(v, tuple) else (v, v))),
 }
-# Read by the manager, or about something that quire has no need of: it moves no pages to the host, chooses its kernel by
-# ``attention=``, refuses processors instead of dropping them, and runs in one process.
-_READ = frozenset((
-    "return_logprobs", "seed", "max_queue_size", "per_request_processors", "drop_unsupported_processors",
-    "auto_switch_to_flash", "cpu_offload_space_safety_threshold", "disable_nccl_graph_mixing", "cpu_group_timeout",
-    "max_blocks_per_request"))
+_READ = frozenset(("return_logprobs", "seed", "max_queue_size", "per_request_processors"))  # by the manager
+# About something that quire does not do: it moves no pages to the host, chooses its kernel by ``attention=``, refuses
+# processors instead of dropping them, and runs in one process. Setting one is logged.
+_NO_EFFECT = frozenset(("drop_unsupported_processors", "auto_switch_to_flash", "cpu_offload_space_safety_threshold",
+                        "disable_nccl_graph_mixing", "cpu_group_timeout", "max_blocks_per_request"))
 
 
 def _graphs(varlen: bool | None, decode: bool | None) -> dict[str, Any]:
@@ -67,6 +66,8 @@ def engine_options(config: Any) -> dict[str, Any]:
             continue
         if field.name in _OPTIONS:
             found |= _OPTIONS[field.name](value)
+        elif field.name in _NO_EFFECT:
+            logger.warning("continuous_batching_config: %s=%r has no effect in quire", field.name, value)
         else:
             refused.append(f"{field.name}={value!r}")
     if refused:

@@ -31,8 +31,8 @@ from quire.attn_ops.kernels.host import next_power_of_2, rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
 
-#: Maximum pairs for one launch per product. Sorting takes two launches, 10 us on an H200; above, every program would search
-#: the ids for longer: 64 tokens of Qwen3-30B-A3B (512 pairs) take 286 us by pairs and 283 us sorted, 128 take 310 and 292.
+#: Maximum pairs for one launch per product. Above, every program would search the ids for longer than the two launches that
+#: sort them take (`benchmarks/experts.py --tiles` compares the paths).
 MAX_PAIRS = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Elements of weights that the definition gathers at a time.
@@ -133,8 +133,7 @@ def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: boo
 
     An H200 needs about 30 KiB of loads in flight on each of its 132 multiprocessors (4.8 TB/s times 0.8 us). 64 outputs are the
     fewest rows of Hopper's tensor core instructions. block_m is twice the average number of pairs per expert, so that most
-    experts' weights are read for one tile of pairs. Within 6 % of the best of eleven tiles on average (benchmarks/experts.py:
-    8 to 128 experts, up to 256 pairs).
+    experts' weights are read for one tile of pairs. ``benchmarks/experts.py --tiles`` compares others.
     """
     block_m = min(64, max(16, next_power_of_2(-(-2 * pairs // experts))))
     if dtype == torch.float32:  # without tensor cores: for the numbers, not for speed
@@ -147,8 +146,7 @@ def decode_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: boo
 def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bool = False) -> Tile:
     """The tile of ``sorted_kernel``: large where arithmetic is the bottleneck, but not much larger than the pairs per expert.
 
-    A gated product has half the outputs per tile, as it computes two. Best or within 3 % of the best of twenty tiles for 8 to
-    128 experts and 8 to 4096 pairs per expert (benchmarks/experts.py).
+    A gated product has half the outputs per tile, as it computes two. ``benchmarks/experts.py --tiles`` compares others.
     """
     each = pairs / experts
     if dtype == torch.float32:

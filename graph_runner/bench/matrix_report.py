@@ -129,8 +129,9 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
     versions = ", ".join(sorted({f"{name} {e['versions'][name]}" for e in environments
                                  for name in ("torch", "triton", "transformers", "vllm") if e["versions"].get(name)}))
     commits = ", ".join(sorted({str(e.get("commit"))[:9] for e in environments}))
-    text = [f"{devices}; {versions}; quire {commits}. Each entry: quire / {rival} in ms, and the share of the roofline that "
-            "quire reaches; bold where quire is slower.", ""]
+    beside = any(row.get("system") == rival for row in result["rows"])
+    text = [f"{devices}; {versions}; quire {commits}. Each entry: quire {f'/ {rival} ' if beside else ''}in ms, and the "
+            f"share of the roofline that quire reaches{'; bold where quire is slower' if beside else ''}.", ""]
     if shapes:
         text += ["| decode, ms per step | context | " + " | ".join(f"B={b}" for b in batches) + " |",
                  "|---|---|" + "---|" * len(batches)]

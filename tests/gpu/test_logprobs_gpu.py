@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda, token_logprobs_eager
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
-from tests.tiny import GREEDY, PROMPTS, assert_idle, load_model, load_tokenizer, tokens
+from tests.tiny import GREEDY, assert_idle, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,25 +21,6 @@ pytestmark = [
 OPTIONS: dict[str, Any] = dict(num_pages=400, max_num_seqs=8, compiler="eager", cudagraph_capture_sizes=[1, 2, 8],
                                cudagraph_token_sizes=[16, 64])
 TOLERANCE = 5e-4  # logits of up to 30 agree to 1e-5 of that
-
-
-@pytest.fixture(autouse=True)
-def no_tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model("cuda")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer()
-    return [tokenizer(p)["input_ids"] for p in PROMPTS]
 
 
 @pytest.mark.parametrize("pdl", [False, True])

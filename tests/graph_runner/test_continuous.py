@@ -10,6 +10,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import quire
+from quire.graph_runner.continuous import engine_options
 from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
 
 GREEDY = dict(max_new_tokens=9, eos_token_id=0, pad_token_id=0)
@@ -121,6 +122,14 @@ def test_a_hard_stop_fails_what_is_left(model, ids) -> None:
 def test_what_quire_does_not_have_is_named(generation, config, message, model, ids) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate_batch(ids[:1], GenerationConfig(**GREEDY, **generation), ContinuousBatchingConfig(**config))
+
+
+def test_what_has_no_effect_is_logged(caplog) -> None:
+    """Accepted in silence, a limit of pages per request would be taken for one."""
+    assert engine_options(ContinuousBatchingConfig(max_blocks_per_request=3)) == {}
+    assert "max_blocks_per_request=3 has no effect" in caplog.text
+    caplog.clear()
+    assert engine_options(ContinuousBatchingConfig(page_size=8)) == {"page_size": 8} and not caplog.text
 
 
 def test_parameters_of_a_request(model, ids) -> None:

@@ -256,7 +256,7 @@ def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int)
         block_m, block_n, warps, stages = 16, 64 if widest <= 128 else 32, 4, 3
     elif rows <= 128:
         block_m, block_n, warps, stages = 64, 64 if widest <= 128 else 32, 4, 3
-    else:  # four warps of 128 rows and 64 keys read each key from shared memory half as often as eight (444 to 346 TFLOP/s)
+    else:  # four warps of 128 rows read each key from shared memory half as often as eight
         block_m, block_n, warps, stages = (128, 64, 4, 3) if widest <= 128 else (128, 32, 8, 3)
     return tuned(ExtendConfig(block_m, block_n, warps, stages, 512, 32))
 
@@ -268,7 +268,7 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     dims = host.next_power_of_2(layout.dim, 16), host.next_power_of_2(layout.dim_v, 16)
     group = heads // layout.heads
     params = config(*dims, dtype.itemsize, group, -(-num_tokens // max(num_reqs, 1)))
-    fold = fold and max(dims) <= 128  # 3 to 8 % faster; slower with wider heads, which leave no registers
+    fold = fold and max(dims) <= 128  # wider heads leave no registers for it
     blocks, per_block = host.head_blocks(group, params.block_m)
     full_blocks = num_tokens // (params.block_m // per_block)
     slots = (full_blocks + num_reqs + 1) * layout.heads * blocks
