@@ -26,8 +26,8 @@ import torch
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel: registers and spilled bytes per thread, bytes of shared memory per program, and instructions of the
-    longest loop (0: not counted)."""
+    """A compiled kernel: registers and spilled bytes per thread, bytes of shared memory per program, instructions of the
+    longest loop (0: not counted), and the share of loads and stores of spilled registers in the loop that runs most."""
 
     name: str
     registers: int
@@ -35,6 +35,7 @@ class Compiled:
     shared: int
     warps: int
     loop: int = 0
+    reloads: float = 0.0
 
 
 @contextlib.contextmanager
@@ -50,8 +51,9 @@ def compiling(loops: bool = False) -> Iterator[list[Compiled]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel is not None:
             registers, spilled = _resources(kernel.asm["cubin"])
+            code = _loops(kernel.asm["cubin"]) if loops or spilled > 16 else []
             found.append(Compiled(self.__name__, registers, spilled, kernel.metadata.shared, kernel.metadata.num_warps,
-                                  _loop(kernel.asm["cubin"]) if loops else 0))
+                                  max(map(len, code), default=0) if loops else 0, _reloads(code)))
         return kernel
 
     fake = SimpleNamespace(
@@ -76,13 +78,22 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1])
 
 
-def _loop(cubin: bytes) -> int:
-    """Instructions of the longest backward jump."""
+def _loops(cubin: bytes) -> list[list[str]]:
+    """Instructions of each loop: from the target of a backward jump to the jump."""
     found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", _dump(cubin, "--dump-sass"))
     code = [(int(m[1], 16), m[2], m[3]) for m in found]
     each = code[1][0] - code[0][0]
-    targets = [(at, re.search(r"0x([0-9a-f]+)", rest)) for at, name, rest in code if name.startswith("BRA")]
-    return max([(at - int(to[1], 16)) // each + 1 for at, to in targets if to and int(to[1], 16) < at], default=0)
+    targets = [(i, re.search(r"0x([0-9a-f]+)", rest)) for i, (_, name, rest) in enumerate(code) if name.startswith("BRA")]
+    starts = [(i, int(to[1], 16) // each - code[0][0] // each) for i, to in targets if to]
+    return [[name for _, name, _ in code[start : i + 1]] for i, start in starts if 0 <= start < i]
+
+
+def _reloads(loops: list[list[str]]) -> float:
+    """Share of local loads and stores in the loop that runs most: the shortest with matrix products (those with a mask, which
+    run for a row's last blocks, are longer); without matrix products the worst."""
+    shares = {id(loop): sum(name.startswith(("LDL", "STL")) for name in loop) / len(loop) for loop in loops}
+    matrix = [loop for loop in loops if any("MMA" in name for name in loop)]
+    return shares[id(min(matrix, key=len))] if matrix else max(shares.values(), default=0.0)
 
 
 def _dump(cubin: bytes, what: str) -> str:

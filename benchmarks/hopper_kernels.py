@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def describe(name: str, kernel: Compiled) -> str:
-    spilled = f", SPILLED {kernel.spilled} bytes" if kernel.spilled else ""
+    spilled = f", SPILLED {kernel.spilled} bytes ({kernel.reloads:.1%} of the loop)" if kernel.spilled else ""
     loop = f", {kernel.loop} instructions per iteration" if kernel.loop else ""
     return (f"{name:34s} {kernel.name:20s} {kernel.registers:3d} registers, {kernel.warps} warps, "
             f"{kernel.shared / 1024:5.1f} KiB shared{spilled}{loop}")

@@ -27,6 +27,7 @@ from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.registry import get_backend
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead
+from quire.passes.compile.inductor import SETTINGS
 from quire.passes.compile.regions import compile_by_regions
 from quire.passes.compile.size_guards import watched
 from quire.passes.fx import copy_graph
@@ -127,7 +128,7 @@ def collecting() -> Iterator[list[str]]:
         found.append(self.codegen()[0].value)
         raise _Generated
 
-    patched = config.patch({"fx_graph_cache": False, "triton.cudagraphs": False, "compile_threads": 1})
+    patched = config.patch({**SETTINGS, "fx_graph_cache": False, "compile_threads": 1})
     with mock.patch.object(GraphLowering, "compile_to_module", keep), patched:
         yield found
 
@@ -144,7 +145,8 @@ def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", 
           mock.patch("quire.passes.capture.hf_experts.wanted", lambda model: not own_experts)):
         paged = PagedModel(model, QuireOptions(compiler="eager", fusions=fusions), draws=True)
     try:
-        lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), fusions, small)
+        with mock.patch("quire.passes.fusions.routing.DEVICES", ("cpu",)):
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), fusions, small)
         with collecting() as found, torch.no_grad():
             compile_by_regions(lowered, generate)
     finally:

@@ -29,18 +29,20 @@ def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -
     return compile_by_regions(lowered, inductor, look=look)
 
 
-def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile for fake ``inputs``, without two features of Inductor: its CUDA graphs, which would record again for every new
-    cache, and the padding of weights, for which Inductor of torch 2.11 makes an assumption about the number of tokens.
+#: Inductor's options. Its CUDA graphs would record again for every new cache; the padding of weights makes Inductor of torch
+#: 2.11 assume something about the number of tokens. Sums of eight terms are unrolled, as those of fewer are: as a reduction,
+#: the weighted sum of eight experts took 40 us per layer for 32 tokens on an H200
+#: (benchmarks/results/h200_profile_qwen3-30b-a3b.json).
+SETTINGS = {"triton.cudagraphs": False, "shape_padding": False, "unroll_reductions_threshold": 9}
 
-    Sums of eight terms are unrolled, as those of fewer are: as a reduction, the weighted sum of eight experts took 40 us
-    per layer for 32 tokens on an H200 (benchmarks/results/h200_profile_qwen3-30b-a3b.json)."""
+
+def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile for fake ``inputs`` with ``SETTINGS``."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch._inductor.compile_fx import compile_fx
 
-    settings = {"triton.cudagraphs": False, "shape_padding": False, "unroll_reductions_threshold": 9}
-    compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches=settings)
+    compiled: Any = functools.partial(compile_fx, gm, inputs, config_patches=SETTINGS)
     before = set(TensorifyState.force_specializations)
     try:
         return compiled()
@@ -52,4 +54,4 @@ def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         TensorifyState.force_specializations.intersection_update(before)
 
 
-__all__ = ["COMPILERS", "compile_lowered", "inductor"]
+__all__ = ["COMPILERS", "SETTINGS", "compile_lowered", "inductor"]
