@@ -84,11 +84,6 @@ def all_backends() -> dict[str, AttentionBackend]:
     return REGISTRY.load()[0]
 
 
-def broken_backends() -> dict[str, str]:
-    """Entry points that did not load, with the reason."""
-    return REGISTRY.load()[1]
-
-
 def get_backend(name: str | Mapping[str, str]) -> AttentionBackend:
     """The backend of that name (or of these, by kind of layer), made now if it is a family's. Raises ValueError that lists the
     names there are."""
@@ -163,5 +158,5 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
 
 
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "get_backend",
            "register_backend"]

@@ -138,6 +138,25 @@ def check_implementation(name: str | None) -> None:
 
 
 @contextlib.contextmanager
+def implementation_set(configs: list[Any], name: str) -> Iterator[None]:
+    """While inside, transformers' configs have the attention implementation ``name``.
+
+    Raises:
+        UnsupportedAttention: the user chose an implementation of their own.
+    """
+    before = [c._attn_implementation_internal for c in configs]
+    for found in before:
+        check_implementation(found)
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, found in zip(configs, before, strict=True):
+            config._attn_implementation_internal = found
+
+
+@contextlib.contextmanager
 def interface_active(model: torch.nn.Module) -> Iterator[None]:
     """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards.
 
@@ -145,20 +164,13 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
         UnsupportedAttention: the user chose an implementation of their own.
     """
     register()
-    configs = configs_of(model)
-    before = [c._attn_implementation_internal for c in configs]
-    for name in before:
-        check_implementation(name)
-    for config in configs:
-        config._attn_implementation_internal = NAME
-    token = ACTIVE.set(True)
-    try:
-        yield
-    finally:
-        ACTIVE.reset(token)
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+    with implementation_set(configs_of(model), NAME):
+        token = ACTIVE.set(True)
+        try:
+            yield
+        finally:
+            ACTIVE.reset(token)
 
 
-__all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "interface_active",
-           "register", "uses_interface"]
+__all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "implementation_set",
+           "interface_active", "register", "uses_interface"]

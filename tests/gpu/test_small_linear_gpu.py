@@ -13,8 +13,9 @@ from quire.attn_ops.ops.small_linear import (
     small_linear_cuda,
     small_linear_eager,
 )
-from quire.attn_ops.tuning.launch_config import STORE, parsed
+from quire.attn_ops.tuning.launch_config import STORE
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
+from tests.attn_ops.cases import shape_of_key
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +50,7 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
 @pytest.mark.parametrize("key", sorted({k for configs in STORE.load(STORE.shipped).values() for k in configs}))
 def test_every_parameter_set(key) -> None:
     """No further from fp64 than twice the separate bf16 kernels are."""
-    padded, n, k, swiglu, codes = parsed(key)
+    padded, n, k, swiglu, codes = shape_of_key(key)
     for tokens in {padded, max(1, padded - 3)}:
         args = arguments(tokens, n, k, swiglu) if codes is None else quantised(tokens, n, k, swiglu, codes)
         truth = small_linear_eager(*[wide(a) for a in args])

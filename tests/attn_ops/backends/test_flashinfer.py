@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import logging
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -72,7 +73,7 @@ def site(**changes) -> AttentionSite:
 ])
 def test_available(monkeypatch, installed, nvcc, reason) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
-    monkeypatch.setattr(flashinfer.shutil, "which", lambda *args, **kwargs: "nvcc" if nvcc else None)
+    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: "nvcc" if nvcc else None)
     found = BACKEND.available(CUDA)
     assert found == reason or found.startswith(reason)
     assert BACKEND.available(torch.device("cpu")) == "runs on cuda, not cpu"
