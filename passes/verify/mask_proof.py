@@ -126,7 +126,7 @@ class MaskProver:
         return StoredMasks([(k, self.inputs[n.name]) for k, n in enumerate(placeholders(self.graph)) if n.name in self.used])
 
     def erase_dead_writes(self) -> None:
-        """Erase what is only written to, in place, and read by nobody now that the masks are gone."""
+        """Erase what is written in place and, now that the masks are gone, never read."""
         for storage in self._read_from & set(self._writes):
             group = {n for n in self.graph.nodes if isinstance(value(n), torch.Tensor) and _storage(n) == storage}
             group |= set(self._writes[storage])

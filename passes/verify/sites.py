@@ -129,7 +129,7 @@ def _argument(node: fx.Node, index: int, name: str) -> Any:
 
 
 def check_config(config: Any, max_length: int | None = None) -> None:
-    """What can be told from a transformers config before any tracing.
+    """The checks that need a transformers config only, before any tracing.
 
     Args:
         max_length: no sequence will be longer than this; None: unknown.

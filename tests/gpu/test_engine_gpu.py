@@ -233,7 +233,7 @@ def test_bfloat16(backend, fusions, half, tokenizer, prompts, long_prompt) -> No
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_quantised_weights(config, half, tokenizer, prompts, long_prompt, caplog) -> None:
+def test_quantized_weights(config, half, tokenizer, prompts, long_prompt, caplog) -> None:
     """torchao's, in quire's kernels: each token is the likeliest of torchao's own layers, up to the rounding of bfloat16."""
     torchao = pytest.importorskip("torchao.quantization")
     ours = copy.deepcopy(half)
@@ -316,13 +316,13 @@ def test_step_by_hand(backend, compiler, model, prompts) -> None:
     assert (got - want).abs().max() <= 2e-5 * want.abs().max()
 
 
-# -- quantised caches
+# -- quantized caches
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e5m2"])
-def test_quantised_cache(kind, model, prompts, expected) -> None:
+def test_quantized_cache(kind, model, prompts, expected) -> None:
     """In float32: compiled, captured, preempted and cut in pieces, on both backends, one text. int8 and e4m3 leave that of
-    transformers as it is (tests/graph_runner/test_kv_quantised.py has the same on a CPU)."""
+    transformers as it is (tests/graph_runner/test_kv_quantized.py has the same on a CPU)."""
     wanted = None
     for attention, options in (("torch_native", QUICK), ("triton", SMALL), ("triton", {**QUICK, "num_pages": 7}),
                                ("triton", {**QUICK, "prefill_chunk_size": 3, "kv_layout": "HND", "page_size": 4})):
@@ -335,8 +335,8 @@ def test_quantised_cache(kind, model, prompts, expected) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_quantised_cache_in_bfloat16(kind, half, prompts) -> None:
-    """Compiled and captured, the texts start as those of the unquantised cache: sensible, if not the same to the end."""
+def test_quantized_cache_in_bfloat16(kind, half, prompts) -> None:
+    """Compiled and captured, the texts start as those of the unquantized cache: sensible, if not the same to the end."""
     found = []
     for name in ("auto", kind):
         with Engine(half, attention=need("triton"), kv_cache_dtype=name, **SMALL) as engine:

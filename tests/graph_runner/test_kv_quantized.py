@@ -1,4 +1,4 @@
-"""Quantised KV caches through the engine and through steps by hand, on the model that ships.
+"""Quantized KV caches through the engine and through steps by hand, on the model that ships.
 
 A key is rounded to a code where a difference of 1e-7, of float32 sums in another order, may carry it over the middle
 between two codes: then one number of one key is a whole step off. So between schedulings logits agree to float32's rounding but
@@ -19,7 +19,7 @@ from tests.steps import serve
 from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, tokens
 
 NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-#: Mean Kullback-Leibler divergence from the unquantised model, in nats a token: eight times what was measured.
+#: Mean Kullback-Leibler divergence from the unquantized model, in nats a token: eight times what was measured.
 DIVERGENCE = {"int8": 1e-3, "fp8": 1e-2, "fp8_e5m2": 1e-1}
 #: What a few numbers that were rounded the other way may change logits by, which are numbers up to 20.
 FEW_STEPS = 5e-2
@@ -118,14 +118,14 @@ def logits_of(model, text, size: int, dtype: torch.dtype | None, page_size: int 
 
 
 def test_logits(kind, text) -> None:
-    """Near those of the unquantised model, and the same however the sequence is cut."""
+    """Near those of the unquantized model, and the same however the sequence is cut."""
     model = load_model()
     with torch.no_grad():
         plain = model(text[None]).logits[0].log_softmax(-1)
     model = quire.paged(model)
     first = logits_of(model, text, len(text), NAMES[kind])
     divergence = (plain.exp() * (plain - first.log_softmax(-1))).sum(-1)
-    assert 1e-6 < divergence.mean() <= DIVERGENCE[kind]  # more than rounding of float32 (1e-9): it was quantised
+    assert 1e-6 < divergence.mean() <= DIVERGENCE[kind]  # more than rounding of float32 (1e-9): it was quantized
     for size, page_size, layout in ((1, 16, "NHD"), (3, 4, "HND"), (16, 1, "NHD")):
         again = logits_of(model, text, size, NAMES[kind], page_size, layout)
         assert (again - first).abs().max() <= FEW_STEPS
