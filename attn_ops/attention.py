@@ -50,7 +50,7 @@ class AttentionSite:
     """What one attention site needs. Static facts only: this is what backends are checked against.
 
     Args:
-        layer: the model's number of the layer; unique in a model.
+        layer: the layer's number in the model; unique.
         name: the module path of the attention module, for messages.
         num_heads, num_kv_heads, head_dim, head_dim_v: H, Hkv, D, Dv.
         dtype: of q, k and v.

@@ -36,9 +36,9 @@ scale, ...         as in ``attention.py``
 Rules:
 
 * Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
-  raises UnsupportedAttention for a feature that it has not, and changes no input.
+  raises UnsupportedAttention for a feature that it lacks, and changes no input.
 * Write the mapped slots and nothing else. See NOTE [Padding]: rows may be empty, padding tokens give zeros.
-* Read nothing on the host in the op: work on the host is ``plan``'s, which finds its state in ``current_step()``.
+* Read nothing on the host in the op: host work belongs in ``plan``, which finds its state in ``current_step()``.
 * For ``attention="auto"``, set ``priority`` for each device type, and ``packages`` to the distributions that the speed depends
   on: times that ``quire bench attention --save`` measured with other versions do not count.
 """
@@ -83,7 +83,7 @@ class AttentionCapabilities:
     Args:
         devices: torch device types.
         dtypes: of q, k and v.
-        kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, for messages.
+        kv_dtypes: of the cache, besides the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
         head_dims: predicate on (D, Dv).  mla_dims: on (rank, R).  page_sizes: on tokens per page.  *_note: for messages.
         layouts: memory layouts of the cache.
@@ -185,7 +185,7 @@ class AttentionBackend:
             Tensor[]`` recorded in the graph once per forward; every layer gets the result as ``prepared``. Device work only:
             no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
-        packages: distributions, beside torch, that its speed depends on.
+        packages: distributions, besides torch, that its speed depends on.
         verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
             the signatures that its package publishes; tables say so.
         route: for a backend made of backends: site -> which of them serve it, as text.

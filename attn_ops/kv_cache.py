@@ -19,7 +19,7 @@ site_finders: list[SiteFinder] = []
 
 
 def register_site_finder(find: Finder) -> Finder:
-    """Decorator: ``PagedKVCache.for_model`` finds a model's attention sites with ``find``; the last one registered counts."""
+    """Decorator: ``PagedKVCache.for_model`` finds a model's attention sites with ``find``; the last one registered is used."""
     site_finders.append(find)
     return find
 
@@ -36,7 +36,7 @@ class PagedKVCache:
     (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), in either layout with the heads outside the
     tokens in memory: a kernel reads the scales of one head. Else both lists hold None.
 
-    Of a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
+    In a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
     rank of them: ``of_layer`` gives None for it.
 
     Args:

@@ -67,7 +67,7 @@ class CudaGraphRunner:
         lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
         pool: memory shared with other runners; one of its own by default.
         keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool.
-        hidden_mode: the hidden states that ``run`` returns. A batch that wants more runs without a graph.
+        hidden_mode: the hidden states that ``run`` returns. A batch that needs more runs without a graph.
         inputs: shape -> the tensors that ``run`` reads, to check that they are where they were (debugging).
 
     Attributes:
@@ -101,7 +101,7 @@ class CudaGraphRunner:
         Args:
             shape: of the live batch.
             decode: every row has one token.
-            hidden: the hidden states that the batch wants.
+            hidden: the hidden states that the batch needs.
         """
         if not self._entries and not self.lazy:
             return self._no(shape, "nothing is captured")

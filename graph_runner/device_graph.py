@@ -102,7 +102,7 @@ class CudaGraphs:
 
 class NpuGraphs:
     """Ascend's graphs, by torch_npu's published names. Never run on hardware, and no attention backend here runs on an NPU yet:
-    the class is for who adds one. Lengths that a kernel reads from the host (``actual_seq_lengths_kv``) must be updated at each
+    the class is for adding one. Lengths that a kernel reads from the host (``actual_seq_lengths_kv``) must be updated at each
     replay by that backend's ``plan``."""
 
     verified: ClassVar[bool] = False

@@ -30,7 +30,7 @@ class ForwardBatch:
         metadata: lengths, block table and slots.
         input_ids, positions: (T,) int64.
         mrope_positions: (3, T) int64 for models with positions in time, height and width; None for the others.
-        capture_hidden_mode: hidden states that the batch wants.
+        capture_hidden_mode: hidden states to return.
         prefix_chunks: see ``prepare_chunked_prefix_cache_info``.  prefix_chunk_idx: the chunk at work.
         attn_attend_prefix_cache: True: attend to that chunk; False: to the new tokens; None: to all at once.
     """

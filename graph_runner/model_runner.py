@@ -70,7 +70,7 @@ class StepResults(NamedTuple):
 @dataclass(frozen=True)
 class Launched:
     """A launched step. ``tokens()`` waits for it and returns the sampled token of each row; -1 where the logits had NaN. After
-    that ``logprobs()`` has what each row wanted, or None."""
+    that ``logprobs()`` has what each row asked for, or None."""
 
     batch: ScheduledBatch
     host_tokens: torch.Tensor

@@ -51,8 +51,8 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Which pages hold which tokens. Holds a reference to each of its pages; those that nobody else holds are *idle*, and given
-    back, least recently used first, when pages are needed.
+    """Which pages hold which tokens. Holds a reference to each of its pages; those without another owner are *idle*, and
+    freed, least recently used first, when pages are needed.
 
     Args:
         model: whose weights are followed.

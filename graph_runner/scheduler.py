@@ -203,8 +203,8 @@ class Scheduler:
         return ScheduledRow(request, request.num_computed, count, end == request.num_tokens, scored)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Free pages, those that running requests need no more, or those of the prefix cache that nobody reads; None if there
-        are too few."""
+        """Free pages, pages that running requests no longer need, or idle pages of the prefix cache; None if there are too
+        few."""
         if count > self.allocator.num_free and self.reach is not None:
             for request in self.running:
                 self.reach.free_behind(request, self._free, self.page_size)

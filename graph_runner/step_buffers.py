@@ -22,7 +22,7 @@ from quire.graph_runner.sampler import SamplingTensors
 # Sampling parameters: name, type, value for padding rows.
 _PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0),
            ("logprob_temperature", "f4", 0))
-#: Bytes. Inductor copies inputs that are not aligned so, at every call of every compiled piece.
+#: Bytes. Inductor copies inputs with less alignment, at every call of every compiled piece.
 ALIGNMENT = 16
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 

@@ -1,4 +1,4 @@
-"""``quire bench attention``: every usable backend's paged op, by head shape and batch. ``attention="auto"`` goes by its times.
+"""``quire bench attention``: every usable backend's paged op, by head shape and batch. ``attention="auto"`` uses its times.
 
 A row has these columns beside those of ``graph_runner/bench/report.py``: ``kind`` ("decode" or "extend"), ``point`` (its name),
 ``needs`` (heads and features), ``page_size``, ``us`` and ``host_us`` of one call, ``how`` it was timed

@@ -122,7 +122,7 @@ class Matrix(Run):
                 lane.result()
 
     def _lane(self, gpu: int, pending: list[tuple[str, str]]) -> None:
-        """Work of one GPU: a rival of the model it just measured first, for the same GPU and the same load."""
+        """Work of one GPU. The rivals of a model follow it at once: on the same GPU, with the same load."""
         last = ""
         while task := self._next(pending, last):
             last, system = task

@@ -166,7 +166,7 @@ class PagedModel:
         check_side_effects()
         self._graph = TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True,
                                   ahead=self._ahead, row_data="L['sampling']")
-        # For owners that never call ``close``. Not at exit: nobody saves a model after it.
+        # For owners that never call ``close``. Not at exit: no model is saved after it.
         weakref.finalize(self, _restore, self._graph).atexit = False
         if self.options.page_size is not None:  # compiled before the cache exists
             self._graph.compiled()

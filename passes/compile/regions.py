@@ -161,7 +161,7 @@ def _symbols(x: Any) -> set[Any]:
 
 
 class _Values:
-    """The fake value of every node, computed anew: those that passes left behind may have other strides.
+    """The fake value of every node, computed again: those that passes left behind may have other strides.
 
     Of equal pieces only the first is computed, and of the others what later pieces read is copied (``copies``): computing with
     symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers.

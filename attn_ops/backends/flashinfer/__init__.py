@@ -109,7 +109,7 @@ class FlashInferState:
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
         """Plan every known group, after the copies of the last plan are done. The GPU makes those before the forward that
-        follows, so the host can prepare one step while the GPU runs the one before."""
+        follows, so the host can prepare one step while the GPU runs the previous one."""
         self.step = None
         starts = metadata.query_start_loc_cpu.numpy()
         self.metadata, self.num_tokens, self.key, self.capturing = (
