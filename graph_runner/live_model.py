@@ -98,7 +98,7 @@ class LiveModel:
                                  "there is")
         except Exception as error:
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
-                               f"now: {error}. Undo the change, or close the engine") from error
+                               f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
         self._stale = None
 
 

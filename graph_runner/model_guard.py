@@ -25,7 +25,7 @@ import torch
 from torch.nn.modules import module as global_hooks
 
 from quire.graph_runner.on_instance import OnInstance
-from quire.passes.capture.hf_interface import NAME
+from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.capture.reads import values_of
 from quire.passes.verify.quantized import addresses as addresses_of
 
@@ -250,7 +250,13 @@ class ModelGuard:
             *((cls.__name__, {k: f for k, v in vars(cls).items() if (k in _CALLS or k[:2] != "__" and self._read(k))
                               and (f := _fact(v)) is not _OTHER}) for cls in self._classes),
             ("torch", _global_hooks()),
+            ("transformers", self._attention_functions()),
             ("the code", {name: _fact(v) for name, v in values_of(self._of_modules).items()})]
+
+    def _attention_functions(self) -> dict[str, Any]:
+        """Those that the implementations of the configs mean, which quire's attention stands for."""
+        names = {vars(config).get(_IMPLEMENTATIONS[0]) for _, config in self._configs} - {None, NAME}
+        return {what: _Same(f) for name in names for what, f in functions_of(name, self._model).items()}
 
     def _is_field(self, name: str, value: Any) -> bool:
         if name in _IMPLEMENTATIONS:
