@@ -13,8 +13,10 @@ from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
 from quire.graph_runner.window_pages import Reach, fit_requests
+from quire.passes.capture.evaluating import ChangedWhileTraced
 
 logger = logging.getLogger(__name__)
+_ATTEMPTS = 8  # to trace a model that other threads change meanwhile
 
 
 class LiveModel:
@@ -36,11 +38,36 @@ class LiveModel:
         self._longest = self.limits()[0]
 
     def _trace(self) -> None:
-        versions = buffer_versions(self.model)
-        with own_forward(self.model):
-            self.runner = ModelRunner(self.model, self.config)
-        self._guard = ModelGuard(self.model, addresses=self.runner.device.type == "cuda", reads=self.runner.paged.reads or None,
-                                 buffer_values=any(site.route != "interface" for site in self.runner.sites), versions=versions)
+        """Make the runner, again where another thread changed the model while it was traced.
+
+        Raises:
+            RuntimeError: the model changed each time.
+        """
+        changed: str | None = None
+        for _ in range(_ATTEMPTS):
+            before, versions = ModelGuard(self.model, addresses=False), buffer_versions(self.model)
+            try:
+                with own_forward(self.model):
+                    self.runner = ModelRunner(self.model, self.config)
+            except ChangedWhileTraced as error:
+                changed = str(error)
+                continue
+            except Exception:
+                seen = before.changed_meanwhile(())
+                if seen is None or seen == changed:  # the same twice: it is the forward that does it
+                    raise
+                changed = seen
+                continue
+            paged = self.runner.paged
+            if (changed := before.changed_meanwhile(paged.reads)) is None:
+                self._guard = ModelGuard(
+                    self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads or None,
+                    of_modules=paged.reads_of_modules, versions=versions,
+                    buffer_values=any(site.route != "interface" for site in self.runner.sites))
+                return
+            self.runner.close()
+        raise RuntimeError(f"other threads changed the model each of the {_ATTEMPTS} times it was traced ({changed}). Change "
+                           "it before the engine is made, or between its steps: with engine.lock.hold(): ...")
 
     def change(self, everything: bool = True) -> str | None:
         """Describes a change of the model since it was traced, or None. ``everything``: compare the whole model, else the next
@@ -71,7 +98,7 @@ class LiveModel:
                                  "there is")
         except Exception as error:
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
-                               f"now: {error}. Undo the change, or close the engine") from error
+                               f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
         self._stale = None
 
 

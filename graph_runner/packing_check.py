@@ -27,6 +27,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.graph_runner.step_buffers import BatchShape
+from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> 
     and without positions, so a difference is not rounding."""
     try:
         own = paged.by_itself(ids, None).float()
+    except ChangedWhileTraced:
+        raise
     except Exception as error:  # it may need them, or something else that the engine does without
         logger.info("packing check: the model does not run by itself without positions: %s: %s", type(error).__name__, error)
         return

@@ -31,6 +31,7 @@ from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
+from quire.passes.verify.breaks import check_names
 from quire.passes.verify.positions import use_short_frequencies
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
@@ -52,6 +53,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         UnsupportedAttention: the model cannot be served.
     """
     gm = copy_graph(traced)
+    check_names(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
         gm.graph.erase_node(node)  # steps have no gradients, and leaving a no_grad of the model would turn them on
     real = dict(zip(placeholders(gm.graph), inputs, strict=True))
