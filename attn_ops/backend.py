@@ -189,6 +189,8 @@ class AttentionBackend:
         verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
             the signatures that its package publishes; tables say so.
         route: for a backend made of backends: site -> which of them serve it, as text.
+        approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
+        every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
     """
 
     name: str
@@ -205,6 +207,12 @@ class AttentionBackend:
     packages: tuple[str, ...] = ()
     verified: bool = True
     route: Callable[[AttentionSite], str] | None = None
+    approximate: str = ""
+    every_step: bool = False
+
+    def __post_init__(self) -> None:
+        if self.approximate and self.priority:
+            raise ValueError(f"attention backend {self.name!r} is approximate and has a priority: attention=\"auto\" is exact")
 
     def serves(self, site: AttentionSite) -> str:
         """What a site becomes, as text."""

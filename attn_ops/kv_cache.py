@@ -86,6 +86,7 @@ class PagedKVCache:
         self.k = [self._allocate(h, d) for h, d in zip(heads, dims, strict=True)]
         self.v = [k[..., :d] if is_latent else self._allocate(h, d)
                   for k, h, d, is_latent in zip(self.k, heads, dims_v, self.latent, strict=True)]
+        self.beside: dict[str, list[torch.Tensor]] = {}  # by backend: what it keeps of keys, (num_pages, page_size, ...)
         self.k_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
         self.v_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
 
@@ -154,9 +155,9 @@ class PagedKVCache:
         return self.latent[self.index(layer)]
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy pages ``source`` to pages ``target``, both (n,) int64 on the cache's device, with their scales. All are read
-        before any is written."""
-        for t in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+        """Copy pages ``source`` to pages ``target``, both (n,) int64 on the cache's device, with their scales and what
+        backends keep beside them. All are read before any is written."""
+        for t in (*self.k, *self.v, *self.k_scale, *self.v_scale, *(t for kept in self.beside.values() for t in kept)):
             if t is not None:
                 codes = t.view(torch.uint8) if t.element_size() == 1 else t  # float8 cannot be indexed
                 codes.index_copy_(0, target, codes.index_select(0, source))
