@@ -26,6 +26,7 @@ from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
 from quire.passes.fx import copy_graph, erase_dead, placeholders, shape_conditions, source_name, symbolic, value
+from quire.passes.rewrite.length_rope import choose_per_sequence
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
@@ -72,7 +73,9 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         _check_one_row(gm, sites)
     if config is not None:
         use_given_positions(gm, tokens)
-        use_short_frequencies(gm, config)
+        if max_length is not None:
+            use_short_frequencies(gm, config, max_length)
+    choose_per_sequence(gm, tokens)
     check_positions(gm.graph, tokens, config is not None)
     check_tokens(gm.graph, tokens, [n for n in placeholders(gm.graph) if row_data and source_name(n).startswith(row_data)])
     check_rows(gm.graph, real)
