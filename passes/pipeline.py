@@ -106,11 +106,13 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
         earlier: guards of earlier compilations of the same traced graph; see ``watched``.
         ahead: compiles kernels in other processes meanwhile, those for steps that ``fits`` accepts.
     """
-    inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
+    # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
+    inputs = [value(n) for n in placeholders(lowered.gm.graph)]
+    dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]
     with torch.no_grad(), _traced_in(context), watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
         look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
         run = compile_lowered(lowered, compiler, look)
-    _check_still_dynamic(inputs)
+    _check_still_dynamic(dynamic)
     return checked(run, assumed), assumed
 
 
@@ -148,16 +150,18 @@ def _traced_in(context: TracingContext | None) -> Any:
     return tracing(context)
 
 
-def _check_still_dynamic(inputs: Sequence[Any]) -> None:
+def _settled(size: Any) -> bool:
+    return size.node.shape_env.replace(size.node.expr).is_number
+
+
+def _check_still_dynamic(sizes: Sequence[Any]) -> None:
     """Refuse a compilation that fixed a dynamic size, as Python code of tensor subclasses (quantized weights) or custom ops
     may do while it is traced: no guard would notice another size."""
-    for x in inputs:
-        size: Any
-        for size in x.shape if isinstance(x, torch.Tensor) else ():
-            if symbolic(size) and size.node.shape_env.replace(size.node.expr).is_number:
-                raise UnsupportedAttention(
-                    f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
-                    "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
+    for size in sizes:
+        if _settled(size):
+            raise UnsupportedAttention(
+                f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
+                "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
 
 
 __all__ = ["compile_graph", "lower_graph", "raise_graph"]
