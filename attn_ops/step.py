@@ -36,6 +36,7 @@ class Step:
     Args:
         states: the backends' own states, by name (``AttentionBackend.make_state``).
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
+        by_hand: of ``quire.step``, and not of an engine, whose scheduler knows what the model needs.
         served: layers whose attention has run.  planned: backends that have planned.
     """
 
@@ -45,6 +46,7 @@ class Step:
     states: dict[str, Any] = field(default_factory=dict)
     graph_key: Any = None
     capturing: bool = False
+    by_hand: bool = False
     served: set[int] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)
 

@@ -30,7 +30,7 @@ class LiveModel:
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
-        loading.check_model(model, self.config.max_model_len)
+        loading.check_model(model)
         self._stale: str | None = None  # a change after which the model could not be traced
         self._trace()
         self.num_pages = self.runner.cache.num_pages
@@ -76,11 +76,12 @@ class LiveModel:
             return self._stale or "torch._dynamo.reset() dropped its trace"
         return self._guard.change() if everything else self._guard.next_change()
 
-    def limits(self) -> tuple[int, int | None, Reach | None]:
-        """The maximum length of a request, the maximum chunk of a prefill, and how far back attention reaches."""
+    def limits(self) -> tuple[int, int | None, Reach | None, tuple[int, ...]]:
+        """The maximum length of a request, the maximum chunk of a prefill, how far back attention reaches, and the lengths
+        beyond which a sequence has other keys."""
         config, reach = self.config, self.runner.reach
         return *fit_requests(reach, self.num_pages, config.page_size, config.prefill_chunk_size,
-                             config.max_num_batched_tokens, self.runner.max_model_len), reach
+                             config.max_num_batched_tokens, self.runner.max_model_len), reach, self.runner.length_limits
 
     def trace_again(self, change: str) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight.

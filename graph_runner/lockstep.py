@@ -137,6 +137,8 @@ class Rows:
         engine, rows = self.engine, []
         budget = engine.config.max_num_batched_tokens
         for row in self._rows:
+            if engine.scheduler.set_length_kind(row):
+                row.num_computed = 0
             count = min(row.num_uncomputed, budget)
             missing = pages_for(row.num_computed + count, engine.config.page_size) - len(row.pages)
             if missing > 0:

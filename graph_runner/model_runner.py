@@ -138,6 +138,7 @@ class ModelRunner:
         self.selection = self.paged.selection
         self.sites: list[AttentionSite] = list(self.selection.sites)  # as the backend serves them
         self.backend, self.reach = self.selection.backend, Reach.of(self.sites)
+        self.length_limits = self.paged.graph.length_limits
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():
             with start_times.timed("autotune"):
@@ -151,7 +152,8 @@ class ModelRunner:
         self.paged.check_sizes(*largest)
         self.limits = StepLimits(largest.num_reqs, largest.num_tokens, width)
         self.buffers = StepBuffers(largest, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
-                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws)
+                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws,
+                                   total_lens=bool(self.length_limits))
         self._host_tokens = [torch.zeros(config.max_num_seqs, dtype=torch.int64, pin_memory=cuda) for _ in range(4)]
         self._next_host_tokens = 0
         self._states: dict[str, Any] = {}

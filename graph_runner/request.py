@@ -105,7 +105,7 @@ class Request:
     computed; the prompt's length if none. ``inbox``: where the events of the request go. The scheduler's step ``arrived_at`` is
     the last that was launched before it came. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``).
     ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache; ``num_cached_tokens`` were read from others'
-    pages.
+    pages. ``length_kind``: how many of the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind.
     """
 
     request_id: int
@@ -128,6 +128,7 @@ class Request:
     num_behind: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     num_keyed: int = 0
+    length_kind: int = 0
     epoch: int = 0
     computed_since: int = 0
     num_cached_tokens: int = 0

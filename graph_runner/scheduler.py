@@ -35,6 +35,8 @@ class Scheduler:
 
     Attributes:
         reach: of the model's attention; pages behind it are freed. None: all of a request's pages are needed.
+        length_limits: numbers of tokens beyond which all keys of a sequence are others (longrope): a request that grows past
+            one is preempted, and computed again.
     """
 
     def __init__(self, allocator: BlockAllocator, *, page_size: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -42,6 +44,7 @@ class Scheduler:
         self.allocator, self.page_size, self.prefixes = allocator, page_size, prefixes
         self._free = allocator.free if prefixes is None else prefixes.release
         self.reach: Reach | None = None
+        self.length_limits: tuple[int, ...] = ()
         self.max_num_batched_tokens, self.prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
         self.max_scored = self._scores_left = max_scored
         self.waiting: deque[Request] = deque()
@@ -89,6 +92,11 @@ class Scheduler:
             start, total = request.num_computed, len(request.token_ids) + request.num_pending
             if request.slot < 0 or request.finished or total >= request.max_total_tokens:
                 continue
+            if self.length_limits and self.length_kind(total) != request.length_kind:
+                if request.num_pending:
+                    raise NeedsDrain
+                self._preempt(request)
+                continue
             if total - start == 1:  # a decode: the fast path of the loop
                 if start < len(request.pages) * self.page_size or self._make_room(request, 1):
                     budget -= 1
@@ -123,6 +131,7 @@ class Scheduler:
             self.prefixes.follow_weights()
         while self.waiting and budget and self.free_slots:
             request = self.waiting[0]
+            self.set_length_kind(request)
             match = self.prefixes.match(request) if self.prefixes is not None else None
             if match is not None and match.coming:
                 passed.append(self.waiting.popleft())
@@ -148,6 +157,19 @@ class Scheduler:
             budget -= count
             prefills.append(self._row(request, count))
         self.waiting.extendleft(reversed(passed))
+
+    def length_kind(self, num_tokens: int) -> int:
+        """How many of the limits a sequence of ``num_tokens`` tokens exceeds."""
+        return sum(num_tokens > limit for limit in self.length_limits)
+
+    def set_length_kind(self, request: Request) -> bool:
+        """Note the kind that a request without keys has now. Returns whether it is another one."""
+        kind = self.length_kind(request.num_tokens)
+        if kind == request.length_kind:
+            return False
+        request.length_kind = kind
+        request.page_keys.clear()
+        return True
 
     def take_back(self, batch: ScheduledBatch) -> None:
         """Undo the last ``schedule``: its batch did not run."""

@@ -42,8 +42,9 @@ def _fields(shape: BatchShape, page_size: int) -> list[tuple[str, str, tuple[int
         ("input_ids", "i8", (t,)), ("positions", "i8", (t,)), ("slot_mapping", "i8", (t,)), ("token_source", "i8", (t,)),
         ("logits_indices", "i8", (b,)), ("row_slot", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)),
         ("sample_position", "i8", (b,)), ("change_at", "i8", (changes,)), ("change_page", "i4", (changes,)),
-        ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
-        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)), ("logprob_temperature", "f4", (b,)),
+        ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("total_lens", "i4", (b,)), ("top_k", "i4", (b,)),
+        ("temperature", "f4", (b,)), ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)),
+        ("logprob_temperature", "f4", (b,)),
     ]
 
 
@@ -89,13 +90,14 @@ class StepBuffers:
         max_pages_per_seq: width of a block table row.
         max_num_seqs: slots; the table of newest tokens has one more, which padding rows write.
         device: where the step runs.
+        total_lens: whether the model reads ``total_lens``; see CommonAttentionMetadata.
         graph_draws: whether the model's graph samples rows with a temperature; then only filters need the sampler.
     """
 
     def __init__(self, max_shape: BatchShape, *, max_pages_per_seq: int, max_num_seqs: int, page_size: int,
-                 device: torch.device, graph_draws: bool = False) -> None:
+                 device: torch.device, graph_draws: bool = False, total_lens: bool = False) -> None:
         self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
-        self.dummy_slot = max_num_seqs
+        self.dummy_slot, self.total_lens = max_num_seqs, total_lens
         # The largest mixed shape has both the most tokens and the most rows, so it bounds every layout.
         num_bytes = StepLayout.of(max_shape, page_size).num_bytes
         pin = device.type == "cuda"
@@ -165,6 +167,9 @@ class StepBuffers:
         a["slot_mapping"][:t], a["slot_mapping"][t:] = pages_of.astype(np.int64) * page + positions % page, PAD_SLOT_ID
         a["query_start_loc"][0], a["query_start_loc"][1 : n + 1], a["query_start_loc"][n + 1 :] = 0, ends, t
         a["seq_lens"][:n], a["seq_lens"][n:] = total, 0
+        if self.total_lens:  # without the token that the row samples
+            a["total_lens"][:n] = np.fromiter((r.request.num_tokens - r.samples for r in rows), np.int64, n)
+            a["total_lens"][n:] = 0
         a["logits_indices"][:n], a["logits_indices"][n:] = ends - 1, 0
         a["row_slot"][:n], a["row_slot"][n:] = slots, self.dummy_slot
         a["sample_slot"][:n], a["sample_slot"][n:] = sample_slot, self.dummy_slot
@@ -235,7 +240,7 @@ class StepBuffers:
             query_start_loc=v["query_start_loc"], query_start_loc_cpu=torch.from_numpy(start), seq_lens=v["seq_lens"],
             seq_lens_cpu=torch.from_numpy(lens), block_table_tensor=self.table.rows[: shape.num_reqs],
             slot_mapping=v["slot_mapping"], num_reqs=reqs, num_actual_tokens=tokens, max_query_len=longest_query,
-            max_seq_len=longest, page_size=self.page_size)
+            max_seq_len=longest, page_size=self.page_size, total_lens=v["total_lens"] if self.total_lens else None)
 
     def update_table(self, shape: BatchShape) -> None:
         """Device work: update the block table and gather the batch's rows for ``metadata``."""

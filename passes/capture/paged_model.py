@@ -71,9 +71,9 @@ class PagedModel:
             get_backend(self.options.attention)  # here, and not inside Dynamo
         self.model, self.config, self.draws, self.weights = model, getattr(model, "config", None), draws, FusedWeights()
         if self.config is not None:
-            check_config(self.config, self.options.max_model_len)
+            check_config(self.config)
             check_checkpoint(model)
-        check_model(model, self.options.max_model_len)
+        check_model(model)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]

@@ -31,6 +31,7 @@ from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
+from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
 from quire.passes.verify.breaks import check_whole, note_breaks
 from quire.passes.verify.positions import check_model
@@ -123,6 +124,8 @@ class TracedGraph:
         if tokens is not None:
             check_step(step, tokens)
         self.raised.meta["quire_stored_masks"].check(args)
+        if step.by_hand and self.length_limits:
+            check_lengths(step, self.length_limits)
         if not compiled.fused.hold(args):
             if not self._warned:
                 self._warned = True
@@ -216,6 +219,11 @@ class TracedGraph:
     def sites(self) -> list[AttentionSite]:
         """The attention sites in graph order. Raises UnsupportedAttention."""
         return self._raised[1]
+
+    @property
+    def length_limits(self) -> tuple[int, ...]:
+        """Lengths beyond which a sequence has other rotary frequencies, so that all its keys must be computed again."""
+        return self.raised.meta.get(LIMITS, ())
 
     @functools.cached_property
     def _query(self) -> torch.Tensor:

@@ -42,6 +42,7 @@ from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fx import add_input, fake_mode, placeholders, value
+from quire.passes.rewrite.length_rope import LIMITS, lower_lengths
 from quire.passes.rewrite.raise_mla import raise_mla
 from quire.passes.verify.sites import site_nodes, site_of
 
@@ -61,15 +62,18 @@ class LoweringTarget:
 
 @dataclass(frozen=True)
 class LoweredInputs:
-    """The inputs that lowering adds to a graph: the four metadata tables, then K and V (and their scales) of each layer."""
+    """The inputs that lowering adds to a graph: the four metadata tables, K and V (and their scales) of each layer, and with
+    ``lengths`` those of whole sequences (``length_rope.py``)."""
 
     layers: tuple[int, ...]
+    lengths: bool = False
 
     def of(self, step: Step) -> list[torch.Tensor]:
         """Their values in ``step``, in the graph's order."""
         meta, cache = step.metadata, step.cache
         tensors = [meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens]
-        return tensors + [tensor for layer in self.layers for tensor in cache.of_layer(layer) if tensor is not None]
+        tensors += [tensor for layer in self.layers for tensor in cache.of_layer(layer) if tensor is not None]
+        return tensors + ([meta.seq_lens if meta.total_lens is None else meta.total_lens] if self.lengths else [])
 
 
 @dataclass(frozen=True)
@@ -121,13 +125,17 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     names = ("k_cache", "v_cache", "k_scale", "v_scale")
     caches = [[None if like is None else new_input(f"{name}_{site.layer}", like, (True, *[False] * (like.dim() - 1)))
                for name, like in zip(names, shapes.of_layer(site.layer), strict=True)] for site in sites]
+    limits = gm.meta.get(LIMITS)
+    if limits:
+        lower_lengths(gm, tables[2], table("total_lens", torch.int32, reqs))
     prepared = _prepare(gm.graph, target, tables, fake)
     for node, site, cache in zip(nodes, sites, caches, strict=True):
         (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, tables, cache, prepared)
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)
-    return Lowered(gm, target, LoweredInputs(tuple(s.layer for s in sites)), tuple(sites), tuple(map(value, added)))
+    inputs = LoweredInputs(tuple(s.layer for s in sites), bool(limits))
+    return Lowered(gm, target, inputs, tuple(sites), tuple(map(value, added)))
 
 
 def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node], fake: FakeTensorMode) -> list[fx.Node]:
