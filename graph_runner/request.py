@@ -153,10 +153,6 @@ class Request:
         return len(self.token_ids) + self.num_pending
 
     @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - len(self.prompt_token_ids)
-
-    @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
 

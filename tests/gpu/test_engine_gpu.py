@@ -27,6 +27,7 @@ from tests.tiny import (
     hf_greedy,
     tokens,
     unchanged,
+    with_other_weights,
 )
 
 pytestmark = [
@@ -262,11 +263,7 @@ def test_auto_takes_a_gpu_backend(half, tokenizer, prompts) -> None:
 
 
 def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
-    ours, donor = copy.deepcopy(model), copy.deepcopy(model)
-    with torch.no_grad():
-        for name, p in donor.named_parameters():
-            if "q_proj" in name or "gate_proj" in name:
-                p.mul_(0.5)
+    ours, donor = copy.deepcopy(model), with_other_weights(model)
     changed = [hf_greedy(donor, p, GREEDY.max_tokens) for p in prompts]
     assert changed != expected
     with Engine(ours, attention=need("triton"), **QUICK) as engine:

@@ -158,7 +158,7 @@ def test_clear() -> None:
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model()
+    return load_model(num_layers=2)
 
 
 @pytest.fixture(scope="module")

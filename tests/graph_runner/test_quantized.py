@@ -171,7 +171,9 @@ def test_engine_compiled(way: str, prompts: list[list[int]]) -> None:
         assert_greedy(model, way, prompts, tokens(engine.generate(prompts, GREEDY)))
 
 
-@pytest.mark.parametrize(("way", "compiler"), [(way, "eager") for way in WAYS] + [
+@pytest.mark.parametrize(("way", "compiler"), [
+    pytest.param(way, "eager", marks=[pytest.mark.slow] * (way in ("torchao int4", "torchao float8", "dynamic int8 modules")))
+    for way in WAYS] + [
     pytest.param(way, "inductor", marks=pytest.mark.slow) for way in ("torchao int8", "torchao dynamic int8")])
 def test_logits_are_those_of_forwards_of_each_sequence_alone(way: str, compiler: str) -> None:
     model = quantized(way)

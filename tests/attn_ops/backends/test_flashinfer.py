@@ -162,7 +162,7 @@ def test_the_kit_passes_on_the_stand_ins(on_cpu) -> None:
         BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}),
         head_dims=lambda d, dv: d == dv == 16, page_sizes=lambda size: size in (1, 4, 32))
     backend = dataclasses.replace(on_cpu, capabilities=capabilities, available=lambda device: None)
-    results = [r for r in check_backend(backend, "cpu") if r.check != "opcheck"]  # the op here is a plain function
+    results = [r for r in check_backend(backend, "cpu", quick=True) if r.check != "opcheck"]  # the op here is a plain function
     assert len(results) > 30 and not [r for r in results if r.status == "FAIL"]
 
 

@@ -56,7 +56,7 @@ def test_measured_once_and_kept() -> None:
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
 
 
-@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("codes", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
 def test_codes_are_measured_apart(codes: torch.dtype) -> None:
     """For more tokens too: those run without what is folded in for few (passes/fusions/small_linear.py)."""
     shape = SHAPE._replace(n=64, residual=True, swiglu=True, norm=False, codes=codes)
