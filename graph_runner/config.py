@@ -128,6 +128,7 @@ class EngineConfig:
         on_gpu = device.type == "cuda"
         return QuireOptions(
             attention=self.attention, page_size=self.page_size, layout=self.kv_layout, max_model_len=self.max_model_len,
+            window_tables=True,
             kv_cache_dtype=kv_dtype(self.kv_cache_dtype),
             compiler=("inductor" if on_gpu else "eager") if self.compiler == "auto" else self.compiler,
             fusions=("all" if on_gpu else "none") if self.fusions == "auto" else self.fusions)

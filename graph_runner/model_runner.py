@@ -27,6 +27,7 @@ from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.buckets import decode_buckets, token_buckets
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
 from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
@@ -34,7 +35,7 @@ from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers
-from quire.graph_runner.window_pages import Reach
+from quire.graph_runner.window_pages import Reach, WindowPages
 from quire.passes import start_times
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
@@ -50,9 +51,11 @@ FEW_ROWS, FEW_ROWS_FROM = 16, 128
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A batch on the device, padded to ``shape``; ``bucket`` is the captured graph that runs it, or None."""
+    """A batch on the device, padded to ``shape``; ``bucket`` is the captured graph that runs it, or None. ``host``: what was
+    staged, on the host."""
 
     batch: ScheduledBatch
+    forward_batch: ForwardBatch
     shape: BatchShape
     bucket: BatchShape | None
     host: dict[str, np.ndarray]
@@ -138,6 +141,9 @@ class ModelRunner:
         self.selection = self.paged.selection
         self.sites: list[AttentionSite] = list(self.selection.sites)  # as the backend serves them
         self.backend, self.reach = self.selection.backend, Reach.of(self.sites)
+        # Layers with a window have pages of their own, beside others that see everything.
+        own = self.paged.graph.compiled().lowered.inputs.window_tables
+        self.window_reach = Reach.of(s for s in self.sites if s.bounded) if own else None
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():
             with start_times.timed("autotune"):
@@ -151,7 +157,8 @@ class ModelRunner:
         self.paged.check_sizes(*largest)
         self.limits = StepLimits(largest.num_reqs, largest.num_tokens, width)
         self.buffers = StepBuffers(largest, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
-                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws)
+                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws,
+                                   windows=self.window_reach is not None)
         self._host_tokens = [torch.zeros(config.max_num_seqs, dtype=torch.int64, pin_memory=cuda) for _ in range(4)]
         self._next_host_tokens = 0
         self._states: dict[str, Any] = {}
@@ -182,7 +189,16 @@ class ModelRunner:
 
     def _new_cache(self, num_pages: int) -> PagedKVCache:
         return PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=self.config.page_size, device=self.device,
-                                      dtype=self._kv_dtype, layout=self.config.kv_layout)
+                                      dtype=self._kv_dtype, layout=self.config.kv_layout,
+                                      window_pages=self.window_pages(num_pages))
+
+    def window_pages(self, num_pages: int) -> int | None:
+        """Pages of layers with a window, where those of the others are ``num_pages``; None: all layers have the same."""
+        if self.window_reach is None:
+            return None
+        config = self.config
+        return min(num_pages, WindowPages.useful_pages(self.window_reach, config.max_num_seqs, self._largest.num_tokens,
+                                                       config.page_size, config.enable_prefix_caching is True))
 
     def _progress(self, description: str) -> Callable[[Sequence[Any]], Iterator[Any]]:
         return (lambda items: progress_bar(items, description)) if self.device.type == "cuda" else iter
@@ -228,21 +244,21 @@ class ModelRunner:
     def _pages_that_fit(self, largest: BatchShape) -> int:
         """Pages for the KV cache: CPU_KV_BYTES' worth on a CPU, what the largest step leaves free on a GPU."""
         config = self.config
-        page = bytes_per_page(self.sites, config.page_size, self._kv_dtype)
         useful = config.max_num_seqs * self.buffers.width + 1
         if self.reach is not None and not config.enable_prefix_caching:  # a lasting cache keeps what requests gave back
             useful = min(useful, self.reach.useful_pages(config.max_num_seqs, largest.num_tokens, config.page_size))
         if self.device.type != "cuda":
-            return max(2, min(useful, CPU_KV_BYTES // page))
+            return max(2, min(useful, self._pages_in(CPU_KV_BYTES)))
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self.device)[0]
         cache = self._new_cache(2)
         self._new_states(cache)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.buffers.stage_padding(largest)
-        step = Step(cache, self.buffers.metadata(largest, None, None), self.backend, self._states)
+        batch = self.buffers.forward_batch(largest)
+        step = self._step(batch, cache)
         allocated = torch.cuda.memory_allocated(self.device)
-        self._compute(step, largest)
+        self._compute(step, batch)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
         self._states.clear()
@@ -251,7 +267,7 @@ class ModelRunner:
         total = torch.cuda.get_device_properties(self.device).total_memory
         free = torch.cuda.mem_get_info(self.device)[0]
         spare = total * (1 - config.gpu_memory_utilization)
-        pages = int((free - peak - spare) // page)
+        pages = self._pages_in(int(free - peak - spare))
         logger.info("KV cache: %.1f GiB free of %.1f, the largest step needs %.1f GiB, %d pages fit (%.1f GiB free before)",
                     free / 2**30, total / 2**30, peak / 2**30, pages, free_before / 2**30)
         if pages < 2:
@@ -261,59 +277,73 @@ class ModelRunner:
                 f"{config.gpu_memory_utilization}). Raise gpu_memory_utilization or lower max_num_batched_tokens.")
         return min(useful, pages)
 
+    def _pages_in(self, num_bytes: int) -> int:
+        """Pages for which ``num_bytes`` suffice. Layers with a window have no more than they can use, and the rest goes to the
+        others; where there is not even memory for those, all layers have the same."""
+        size, dtype = self.config.page_size, self._kv_dtype
+        same = num_bytes // bytes_per_page(self.sites, size, dtype)
+        windows = self.window_pages(num_bytes)  # of any number of other pages
+        if windows is None or windows > same:
+            return same
+        taken = windows * bytes_per_page([s for s in self.sites if s.bounded], size, dtype)
+        return (num_bytes - taken) // bytes_per_page([s for s in self.sites if not s.bounded], size, dtype)
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _compute(self, step: Step, shape: BatchShape, scored: ScoredRows | None = None) -> StepResults:
-        """Results of the batch in the static buffers; stores the tokens too."""
+    def _step(self, batch: ForwardBatch, cache: PagedKVCache | None = None, **graph: Any) -> Step:
+        """The batch as attention sees it."""
+        return Step(self.cache if cache is None else cache, batch.metadata, self.backend, self._states,
+                    window_metadata=batch.window_metadata, **graph)
+
+    def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
+        """Results of the staged batch; stores the tokens too."""
+        v, rows = batch.inputs, batch.seq_lens.shape[0]
         if not self.plans:
-            self.buffers.update_table(shape)
-        v = self.buffers.views(shape)
-        source = v["token_source"]
-        ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
+            self.buffers.update_table(batch)
+        ids, indices = batch.token_ids(self.buffers.last_tokens), v["logits_indices"]
         sampling: tuple[torch.Tensor, ...] | None = None
         if self.paged.draws:
             sampling = v["temperature"], v["seed"], v["sample_position"]
-        indices = v["logits_indices"]
         if scored is not None:
             indices = torch.cat([indices, scored.indices])
             if sampling is not None:
                 sampling = tuple(torch.cat([t, t.new_zeros(len(scored.indices))]) for t in sampling)
-        logits, tokens = self.paged.run(step, ids, v["positions"], indices, sampling)
-        tokens = tokens[: shape.num_reqs]
-        self._store(shape, tokens)
+        logits, tokens = self.paged.run(step, ids, batch.positions, indices, sampling)
+        tokens = tokens[:rows]
+        self._store(batch, tokens)
         return StepResults(logits, tokens)
 
-    def _store(self, shape: BatchShape, tokens: torch.Tensor) -> None:
+    def _store(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
         """Put each row's token where the next step reads it; padding rows write to the dummy slot."""
-        self.buffers.last_tokens[self.buffers.views(shape)["sample_slot"]] = tokens.clamp_min(0)
+        self.buffers.last_tokens[batch.inputs["sample_slot"]] = tokens.clamp_min(0)
 
     def _before_capture(self, bucket: BatchShape) -> None:
         """Stage an all-padding batch and plan for it, so that the capture has no host work."""
         self.buffers.stage_padding(bucket)
-        step = Step(self.cache, self.buffers.metadata(bucket, None, None), self.backend, self._states, graph_key=bucket,
-                    capturing=True)
+        step = self._step(self.buffers.forward_batch(bucket), graph_key=bucket, capturing=True)
         ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
     def _run_captured(self, bucket: BatchShape) -> StepResults:
         step = self._capture_steps.get(bucket) or self._replaying
         assert step is not None
-        return self._compute(step, bucket)
+        return self._compute(step, self.buffers.forward_batch(bucket))
 
     def bucket_for(self, batch: ScheduledBatch) -> BatchShape | None:
         """The captured graph that runs the batch, or None. Captured steps have logits for one token per row only."""
         if batch.num_scored:
             return None
         live = BatchShape(batch.num_tokens, len(batch.rows))
-        bucket = self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
+        bucket = self.graphs.can_run(live, batch.forward_mode.is_decode()) if self.graphs.buckets else None
         self._capture_steps.clear()  # of a late capture
         return bucket
 
     def _inputs(self, bucket: BatchShape) -> list[torch.Tensor]:
         """What a graph reads beside the weights."""
         cache, buffers = self.cache, self.buffers
-        return [*buffers.views(bucket).values(), buffers.last_tokens, buffers.table.device, buffers.table.rows, *cache.k,
-                *cache.v, *self.paged.model.parameters()]
+        tables = [table for t in (buffers.table, buffers.window_table) if t is not None for table in (t.device, t.rows)]
+        return [*buffers.views(bucket).values(), buffers.last_tokens, *tables, *cache.k, *cache.v,
+                *self.paged.model.parameters()]
 
     def stage(self, batch: ScheduledBatch, bucket: BatchShape | None) -> StagedStep:
         """Copy the batch's inputs to the device, padded to ``bucket`` if one is given, and plan its replay."""
@@ -323,18 +353,18 @@ class ModelRunner:
         if self.config.cudagraph_debug:
             self.buffers.poison_padding(shape, len(batch.rows), batch.num_tokens, self.vocab_size - 1,
                                         self.max_model_len - 1)
+        made = self.buffers.forward_batch(shape, host, batch)
         if self.plans:
-            self.buffers.update_table(shape)
-        metadata = self.buffers.metadata(shape, host, batch)
-        step = Step(self.cache, metadata, self.backend, self._states, graph_key=bucket)
+            self.buffers.update_table(made)
+        step = self._step(made, graph_key=bucket)
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
-        return StagedStep(batch, shape, bucket, host, step, ScoredRows.of(batch, self.device))
+        return StagedStep(batch, made, shape, bucket, host, step, ScoredRows.of(batch, self.device))
 
     def forward(self, staged: StagedStep) -> StepResults:
         """Results of the batch staged last; writes the KV cache."""
         if staged.bucket is None:
-            return self._compute(staged.step, staged.shape, staged.scored)
+            return self._compute(staged.step, staged.forward_batch, staged.scored)
         self._replaying = staged.step
         return self.graphs.replay(staged.bucket)
 
@@ -343,22 +373,25 @@ class ModelRunner:
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
-        if batch.copies:
-            pages = to_device(np.array(batch.copies, np.int64), self.device)
-            self.cache.copy_pages(pages[:, 0], pages[:, 1])
+        windows = self.window_reach is not None
+        for copies, bounded in ((batch.copies, False), (batch.window_copies, True)):
+            if copies:
+                pages = to_device(np.array(copies, np.int64), self.device)
+                layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
+                self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
         staged = self.stage(batch, self.bucket_for(batch))
         logits, tokens = self.forward(staged)
-        shape, rows, sampled = staged.shape, len(batch.rows), None
-        self.buffers.table.commit()
+        shape, made, rows, sampled = staged.shape, staged.forward_batch, len(batch.rows), None
+        self.buffers.commit()
         sampling = self.buffers.sampling(shape, staged.host, batch)
         if sampling is not None:
             # The other rows keep the graph's token, which does not depend on the rest of the batch.
             sampled = self.sampler.draw(logits[: shape.num_reqs], sampling)
-            tokens = torch.where(self.buffers.views(shape)["resample"] != 0, sampled.tokens, tokens)
-            self._store(shape, tokens)
+            tokens = torch.where(made.inputs["resample"] != 0, sampled.tokens, tokens)
+            self._store(made, tokens)
         found = None
         if batch.num_scored or staged.host["logprob_temperature"][:rows].any():
-            found = step_logprobs(batch, logits, tokens, self.buffers.views(shape)["logprob_temperature"], sampled,
+            found = step_logprobs(batch, logits, tokens, made.inputs["logprob_temperature"], sampled,
                                   staged.scored, to_host=self._to_host)
         host_tokens = self._host_tokens[self._next_host_tokens]
         self._next_host_tokens = (self._next_host_tokens + 1) % len(self._host_tokens)
@@ -381,7 +414,7 @@ class ModelRunner:
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run a step whose rows sample nothing. (rows, V): logits of each row's last token, valid until the next step."""
         logits = self.forward(self.stage(batch, self.bucket_for(batch)))[0]
-        self.buffers.table.commit()
+        self.buffers.commit()
         return logits[: len(batch.rows)]
 
     def close(self) -> None:
