@@ -39,13 +39,14 @@ FIRST_WARMUPS, WARMUPS = 2, 1
 @dataclass
 class GraphStats:
     """Counts so far. ``fell_back``: steps that ran without a graph, by reason; ``replays``: by bucket; ``padding_tokens``: by
-    which batches were padded."""
+    which batches were padded; ``estimated_bytes``: what ``estimate`` found, before ``capture_bytes`` were measured."""
 
     captured: int = 0
     replayed: int = 0
     fell_back: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     capture_bytes: int = 0
+    estimated_bytes: int = 0
     replays: Counter[BatchShape] = field(default_factory=Counter)
     padding_tokens: int = 0
 
@@ -156,15 +157,28 @@ class CudaGraphRunner:
         if self.lazy:
             return
         try:
-            self._capture(self.buckets)
+            self._capture(self._progress(self.buckets))
         except RuntimeError:
             self.clear()
             raise
 
-    def _capture(self, buckets: Sequence[BatchShape]) -> None:
+    def estimate(self) -> int:
+        """About how many bytes capturing all buckets will take: the two largest are captured, measured and dropped. The first
+        has the memory of its step, which later ones of the pool use again; each further one takes what a graph itself needs."""
+        costs: list[int] = []
+        for bucket in self.buckets[:2]:
+            before = self.stats.capture_bytes
+            self._capture([bucket])
+            costs.append(self.stats.capture_bytes - before)
+        self.clear()
+        self._graphs.release()
+        self.stats = GraphStats(estimated_bytes=sum(costs) + max(0, len(self.buckets) - 2) * (costs[-1] if costs else 0))
+        return self.stats.estimated_bytes
+
+    def _capture(self, buckets: Iterable[BatchShape]) -> None:
         began, before = time.perf_counter(), self._graphs.free_bytes()
         with freeze_gc():
-            for bucket in self._progress(buckets):
+            for bucket in buckets:
                 try:
                     self._capture_one(bucket)
                 except torch.OutOfMemoryError as error:

@@ -1,6 +1,6 @@
 """How a device records a step and replays it: all that ``CudaGraphRunner`` needs of one.
 
-A new device is one class with the four methods of ``DeviceGraphs``, registered for its torch device type. On a CPU there is
+A new device is one class with the five methods of ``DeviceGraphs``, registered for its torch device type. On a CPU there is
 nothing to record: a step is kept as a callable, so that buckets, padding and fallback are tested without an accelerator.
 """
 
@@ -44,6 +44,9 @@ class DeviceGraphs(Protocol):
     def free_bytes(self) -> int:
         """Free device memory; 0 where that has no meaning."""
 
+    def release(self) -> None:
+        """Give the memory of dropped graphs back to the device."""
+
 
 class CpuGraphs:
     """Keeps callables. Their outputs are new at every replay."""
@@ -64,6 +67,9 @@ class CpuGraphs:
 
     def free_bytes(self) -> int:
         return 0
+
+    def release(self) -> None:
+        pass
 
 
 class CudaGraphs:
@@ -98,6 +104,10 @@ class CudaGraphs:
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
 
 class NpuGraphs:
@@ -135,6 +145,9 @@ class NpuGraphs:
 
     def free_bytes(self) -> int:
         return self._npu.mem_get_info(self.device)[0]
+
+    def release(self) -> None:
+        self._npu.empty_cache()
 
 
 _DEVICES: dict[str, type[DeviceGraphs]] = {"cpu": CpuGraphs, "cuda": CudaGraphs, "npu": NpuGraphs}

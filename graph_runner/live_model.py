@@ -52,7 +52,7 @@ class LiveModel:
 
     def limits(self) -> tuple[int, int | None]:
         """The maximum length of a request, and the maximum chunk of a prefill."""
-        config, runner, windows = self.config, self.runner, self.runner.window_pages(self.num_pages)
+        config, runner, windows = self.config, self.runner, self.runner.sizes.window_pages(self.num_pages)
         length, chunk = fit_requests(runner.reach, self.num_pages, config.page_size, config.prefill_chunk_size,
                                      config.max_num_batched_tokens, runner.max_model_len)
         if windows is not None:
@@ -62,7 +62,7 @@ class LiveModel:
 
     def fit(self, scheduler: Scheduler) -> int:
         """Give a scheduler of which no request runs the limits of the latest trace; returns the maximum length of a request."""
-        runner, pages = self.runner, self.runner.window_pages(self.num_pages)
+        runner, pages = self.runner, self.runner.sizes.window_pages(self.num_pages)
         length, scheduler.prefill_chunk_size = self.limits()
         scheduler.reach, scheduler.windows = runner.reach, None
         if runner.window_reach is not None and pages is not None:

@@ -20,7 +20,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
-from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
+from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
@@ -32,10 +32,11 @@ from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
 from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
 from quire.graph_runner.packing_check import TRIAL, check_packing
+from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers
-from quire.graph_runner.window_pages import Reach, WindowPages
+from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
@@ -164,15 +165,19 @@ class ModelRunner:
         self._states: dict[str, Any] = {}
         self._capture_steps: dict[BatchShape, Step] = {}
         self._replaying: Step | None = None
-        self.cache = self._new_cache(self._pages_that_fit(largest) if config.num_pages is None else config.num_pages)
-        check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
-                      layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
-                      max_model_len=self.max_model_len)
-        self._new_states(self.cache)
+        self.sizes = PoolSizes(
+            self.sites, config.page_size, self._kv_dtype, config.max_num_seqs, largest.num_tokens, width, self.reach,
+            self.window_reach, config.enable_prefix_caching is True)
         buckets = self._buckets(self.backend.capabilities.cudagraph_support)
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
             progress=self._progress("Capturing CUDA graphs"), inputs=self._inputs if config.cudagraph_debug else None)
+        self.step_bytes = 0  # not measured
+        self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
+        check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
+                      layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
+                      max_model_len=self.max_model_len)
+        self._new_states(self.cache)
         if self.graphs.buckets:
             with start_times.timed("capture"):
                 self.graphs.capture()
@@ -190,15 +195,7 @@ class ModelRunner:
     def _new_cache(self, num_pages: int) -> PagedKVCache:
         return PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=self.config.page_size, device=self.device,
                                       dtype=self._kv_dtype, layout=self.config.kv_layout,
-                                      window_pages=self.window_pages(num_pages))
-
-    def window_pages(self, num_pages: int) -> int | None:
-        """Pages of layers with a window, where those of the others are ``num_pages``; None: all layers have the same."""
-        if self.window_reach is None:
-            return None
-        config = self.config
-        return min(num_pages, WindowPages.useful_pages(self.window_reach, config.max_num_seqs, self._largest.num_tokens,
-                                                       config.page_size, config.enable_prefix_caching is True))
+                                      window_pages=self.sizes.window_pages(num_pages))
 
     def _progress(self, description: str) -> Callable[[Sequence[Any]], Iterator[Any]]:
         return (lambda items: progress_bar(items, description)) if self.device.type == "cuda" else iter
@@ -241,59 +238,42 @@ class ModelRunner:
                           if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
         return found
 
-    def _pages_that_fit(self, largest: BatchShape) -> int:
-        """Pages for the KV cache: CPU_KV_BYTES' worth on a CPU, what the largest step leaves free on a GPU."""
-        config = self.config
-        useful = config.max_num_seqs * self.buffers.width + 1
-        if self.reach is not None and not config.enable_prefix_caching:  # a lasting cache keeps what requests gave back
-            useful = min(useful, self.reach.useful_pages(config.max_num_seqs, largest.num_tokens, config.page_size))
+    def _pages_that_fit(self) -> int:
+        """Pages for the KV cache: CPU_KV_BYTES' worth on a CPU, what the largest step and the graphs leave free on a GPU."""
         if self.device.type != "cuda":
-            return max(2, min(useful, self._pages_in(CPU_KV_BYTES)))
+            return max(2, min(self.sizes.useful, self.sizes.pages_in(CPU_KV_BYTES)))
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self.device)[0]
-        cache = self._new_cache(2)
-        self._new_states(cache)
+        self.cache = self._new_cache(2)
+        self._new_states(self.cache)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.buffers.stage_padding(largest)
-        batch = self.buffers.forward_batch(largest)
-        step = self._step(batch, cache)
+        self.buffers.stage_padding(self._largest)
+        batch = self.buffers.forward_batch(self._largest)
         allocated = torch.cuda.memory_allocated(self.device)
-        self._compute(step, batch)
+        self._compute(self._step(batch), batch)
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - allocated
+        self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated
+        with start_times.timed("graph memory"):
+            graphs = self.graphs.estimate()
         self._states.clear()
-        del step, cache
+        self._capture_steps.clear()
+        del self.cache
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        free = torch.cuda.mem_get_info(self.device)[0]
-        spare = total * (1 - config.gpu_memory_utilization)
-        pages = self._pages_in(int(free - peak - spare))
-        logger.info("KV cache: %.1f GiB free of %.1f, the largest step needs %.1f GiB, %d pages fit (%.1f GiB free before)",
-                    free / 2**30, total / 2**30, peak / 2**30, pages, free_before / 2**30)
+        plan = MemoryPlan(torch.cuda.get_device_properties(self.device).total_memory,
+                          torch.cuda.mem_get_info(self.device)[0], self.config.gpu_memory_utilization, self.step_bytes, graphs)
+        pages = self.sizes.pages_in(plan.cache)
+        logger.info("KV cache: %s; %d pages fit (%.1f GiB free before)", plan, pages, free_before / 2**30)
         if pages < 2:
-            raise RuntimeError(
-                f"no GPU memory is left for the KV cache: {free / 2**30:.1f} GiB free, the largest step needs "
-                f"{peak / 2**30:.1f} GiB and {spare / 2**30:.1f} GiB stay unused (gpu_memory_utilization="
-                f"{config.gpu_memory_utilization}). Raise gpu_memory_utilization or lower max_num_batched_tokens.")
-        return min(useful, pages)
-
-    def _pages_in(self, num_bytes: int) -> int:
-        """Pages for which ``num_bytes`` suffice. Layers with a window have no more than they can use, and the rest goes to the
-        others; where there is not even memory for those, all layers have the same."""
-        size, dtype = self.config.page_size, self._kv_dtype
-        same = num_bytes // bytes_per_page(self.sites, size, dtype)
-        windows = self.window_pages(num_bytes)  # of any number of other pages
-        if windows is None or windows > same:
-            return same
-        taken = windows * bytes_per_page([s for s in self.sites if s.bounded], size, dtype)
-        return (num_bytes - taken) // bytes_per_page([s for s in self.sites if not s.bounded], size, dtype)
+            raise RuntimeError(f"no GPU memory is left for the KV cache: {plan}. Raise gpu_memory_utilization, lower "
+                               "max_num_batched_tokens, or capture fewer graphs (cudagraph_capture_sizes, "
+                               "cudagraph_token_sizes).")
+        return min(self.sizes.useful, pages)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: ForwardBatch, cache: PagedKVCache | None = None, **graph: Any) -> Step:
+    def _step(self, batch: ForwardBatch, **graph: Any) -> Step:
         """The batch as attention sees it."""
-        return Step(self.cache if cache is None else cache, batch.metadata, self.backend, self._states,
-                    window_metadata=batch.window_metadata, **graph)
+        return Step(self.cache, batch.metadata, self.backend, self._states, window_metadata=batch.window_metadata, **graph)
 
     def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
         """Results of the staged batch; stores the tokens too."""
