@@ -70,6 +70,9 @@ class EngineConfig:
     cudagraph_lazy: bool = _option(False, "capture a batch size when the first batch of it comes, and not at the start")
     cudagraph_debug: bool = _option(
         False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
+    cudagraph_piecewise: bool = _option(
+        False, "capture batches for which the attention backend allows no CUDA graph (flashinfer's with prompts) in pieces, "
+        "between its attention calls")
     compiler: str = _option(
         "auto", '"inductor", "inductor-whole", "eager", or "auto": inductor on a GPU, eager on a CPU, where compiling takes '
         "longer than it saves")
@@ -151,6 +154,7 @@ class EngineOptions(TypedDict, total=False):
     cudagraph_token_sizes: Sequence[int] | Policy | None
     cudagraph_lazy: bool
     cudagraph_debug: bool
+    cudagraph_piecewise: bool
     compiler: str
     fusions: str | Sequence[str]
     enable_prefix_caching: bool | None

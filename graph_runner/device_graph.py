@@ -1,6 +1,6 @@
 """How a device records a step and replays it: all that ``CudaGraphRunner`` needs of one.
 
-A new device is one class with the five methods of ``DeviceGraphs``, registered for its torch device type. On a CPU there is
+A new device is one class with the methods of ``DeviceGraphs``, registered for its torch device type. On a CPU there is
 nothing to record: a step is kept as a callable, so that buckets, padding and fallback are tested without an accelerator.
 """
 
@@ -14,14 +14,16 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from quire.attn_ops.kernels.launch import side_stream
+from quire.graph_runner.breakable import record_in_segments
 
 
 @dataclass(frozen=True)
 class Recorded:
     """A recorded step. ``replay()`` runs it on the addresses that it was recorded on and returns its output, which is the same
-    tensors every time: valid until the next replay of any step of the pool."""
+    tensors every time: valid until the next replay of any step of the pool. ``pieces``: graphs that it was recorded in."""
 
     replay: Callable[[], Any]
+    pieces: int = 1
 
 
 class DeviceGraphs(Protocol):
@@ -40,6 +42,10 @@ class DeviceGraphs(Protocol):
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         """Record ``run``, whose memory comes from ``pool``."""
+
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        """The same, cut at attention calls, which a replay makes anew (``breakable.py``). Raises RuntimeError where the device
+        cannot."""
 
     def free_bytes(self) -> int:
         """Free device memory; 0 where that has no meaning."""
@@ -63,6 +69,9 @@ class CpuGraphs:
         pass
 
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        return Recorded(run)
+
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
         return Recorded(run)
 
     def free_bytes(self) -> int:
@@ -101,6 +110,24 @@ class CudaGraphs:
             return output
 
         return Recorded(replay)
+
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        def begin() -> torch.cuda.CUDAGraph:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            return graph
+
+        def end(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+            graph.capture_end()
+            return graph.replay
+
+        self.release()  # what warming up left in the ordinary pool, as torch.cuda.graph does
+        stream = side_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            recorded = Recorded(*record_in_segments(begin, end, run))
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return recorded
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
@@ -142,6 +169,9 @@ class NpuGraphs:
             return output
 
         return Recorded(replay)
+
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        raise RuntimeError("piecewise graphs are not there on an NPU: make the engine without cudagraph_piecewise")
 
     def free_bytes(self) -> int:
         return self._npu.mem_get_info(self.device)[0]

@@ -21,7 +21,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
-from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
+from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.buckets import decode_buckets, token_buckets
@@ -171,7 +171,8 @@ class ModelRunner:
         buckets = self._buckets(self.backend.capabilities.cudagraph_support)
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
-            progress=self._progress("Capturing CUDA graphs"), inputs=self._inputs if config.cudagraph_debug else None)
+            progress=self._progress("Capturing CUDA graphs"), piecewise=self._is_piecewise,
+            inputs=self._inputs if config.cudagraph_debug else None)
         self.step_bytes = 0  # not measured
         self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
@@ -219,11 +220,12 @@ class ModelRunner:
         return BatchShape(max(self.config.max_num_batched_tokens, self.config.max_num_seqs), self.config.max_num_seqs)
 
     def _buckets(self, support: CudagraphSupport) -> list[BatchShape]:
-        """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch."""
+        """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch; all in pieces."""
         config = self.config
         sizes, token_sizes = config.cudagraph_capture_sizes, config.cudagraph_token_sizes
         found: list[BatchShape] = []
-        if support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE and (sizes is None or len(sizes)):
+        pieces = config.cudagraph_piecewise
+        if (pieces or support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE) and (sizes is None or len(sizes)):
             found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes)]
         if token_sizes is None:  # by default on a GPU, and with decode graphs only
             token_sizes = token_buckets(min(MIXED_TOKENS, config.max_num_batched_tokens)) if (
@@ -232,11 +234,17 @@ class ModelRunner:
             limit = min(MIXED_TOKENS, config.max_num_batched_tokens) if isinstance(token_sizes, str) else (
                 config.max_num_batched_tokens)
             token_sizes = token_buckets(limit, token_sizes)
-        if support is CudagraphSupport.ALWAYS:
+        if pieces or support is CudagraphSupport.ALWAYS:
             for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
                 found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
                           if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
         return found
+
+    def _is_piecewise(self, bucket: BatchShape) -> bool:
+        """Whether the backend allows no graph of that shape, so that it is captured in pieces."""
+        decode = bucket.num_tokens == bucket.num_reqs
+        needed = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
+        return self.backend.capabilities.cudagraph_support < needed
 
     def _pages_that_fit(self) -> int:
         """Pages for the KV cache: CPU_KV_BYTES' worth on a CPU, what the largest step and the graphs leave free on a GPU."""
@@ -300,8 +308,13 @@ class ModelRunner:
     def _before_capture(self, bucket: BatchShape) -> None:
         """Stage an all-padding batch and plan for it, so that the capture has no host work."""
         self.buffers.stage_padding(bucket)
-        step = self._step(self.buffers.forward_batch(bucket), graph_key=bucket, capturing=True)
-        ensure_planned(step, self.backend, self.sites)
+        batch = self.buffers.forward_batch(bucket)
+        if self._is_piecewise(bucket):  # attention is not run while the rest is captured, so there is nothing to plan
+            step = self._step(batch)
+            step.planned.add(self.backend.name)
+        else:
+            step = self._step(batch, graph_key=bucket, capturing=True)
+            ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
     def _run_captured(self, bucket: BatchShape) -> StepResults:
@@ -336,7 +349,8 @@ class ModelRunner:
         made = self.buffers.forward_batch(shape, host, batch)
         if self.plans:
             self.buffers.update_table(made)
-        step = self._step(made, graph_key=bucket)
+        cut = bucket is not None and self._is_piecewise(bucket)
+        step = self._step(made, graph_key=None if cut else bucket)  # attention of a step in pieces is that of any step
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
         return StagedStep(batch, made, shape, bucket, host, step, ScoredRows.of(batch, self.device))
@@ -346,7 +360,8 @@ class ModelRunner:
         if staged.bucket is None:
             return self._compute(staged.step, staged.forward_batch, staged.scored)
         self._replaying = staged.step
-        return self.graphs.replay(staged.bucket)
+        with running(staged.step):  # for attention between the pieces
+            return self.graphs.replay(staged.bucket)
 
     @_without_autocast
     @torch.inference_mode(False)
