@@ -77,6 +77,11 @@ class AttentionSite:
     latent: Latent | None = None
 
     @property
+    def bounded(self) -> bool:
+        """Whether a query sees only the last tokens before it: a window or a chunk."""
+        return self.window is not None or self.chunk is not None
+
+    @property
     def dense(self) -> AttentionSite:
         """The site served from the keys and values of all heads."""
         return replace(self, latent=None)

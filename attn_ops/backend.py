@@ -53,6 +53,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
+from quire.attn_ops.breaks import breakable
 from quire.attn_ops.library import LIBRARY, define_op
 
 PAGED_SCHEMA = (
@@ -255,9 +256,10 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
         launches: see ``define_op``.
     """
     schema = f"{name}_rope_paged_attention{ROPE_PAGED_SCHEMA}" if rope else f"{name}_paged_attention{PAGED_SCHEMA}"
-    keys = set(devices)
-    op = define_op(schema, cpu=impl if "CPU" in keys else None, cuda=impl if "CUDA" in keys else None,
-                   fake=_rope_paged_fake if rope else _paged_fake, launches=launches)
+    keys, fake = set(devices), _rope_paged_fake if rope else _paged_fake
+    impl = breakable(impl, fake)
+    op = define_op(schema, cpu=impl if "CPU" in keys else None, cuda=impl if "CUDA" in keys else None, fake=fake,
+                   launches=launches)
     for key in keys - {"CPU", "CUDA"}:
         LIBRARY.impl(op.name().removeprefix("quire::"), impl, key)
     return op

@@ -74,8 +74,7 @@ class Engine(EngineCalls, WeightUpdates):
         self.scheduler = Scheduler(allocator, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
                                    max_num_batched_tokens=config.max_num_batched_tokens,
                                    prefill_chunk_size=config.prefill_chunk_size, max_scored=SCORED_ROWS, prefixes=prefixes)
-        (self.max_model_len, self.scheduler.prefill_chunk_size, self.scheduler.reach,
-         self.scheduler.length_limits) = self._live.limits()
+        self.max_model_len = self._live.fit(self.scheduler)
         self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
         self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
@@ -210,8 +209,7 @@ class Engine(EngineCalls, WeightUpdates):
         self.scheduler.preempt_all()
         self._launch_failed = False
         self._live.trace_again(change)
-        (self.max_model_len, self.scheduler.prefill_chunk_size, self.scheduler.reach,
-         self.scheduler.length_limits) = self._live.limits()
+        self.max_model_len = self._live.fit(self.scheduler)
 
     def collect(self, leave: int = 0) -> None:
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""

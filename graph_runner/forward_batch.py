@@ -1,9 +1,9 @@
-"""``ForwardBatch``: one step's batch as model code of other engines expects it, over the same tensors as the step's metadata.
+"""``ForwardBatch``: one step's batch, in SGLang's names.
 
-For engine builders: quire's engine hands a step to the model through ``CommonAttentionMetadata`` and its staged inputs
-(``step_buffers.py``); ``ForwardBatch.of`` makes a view of these, copies nothing and waits for nothing. Beside it are pieces for
-engines on several ranks: padding for MLPs that all ranks run together, the halves of a batch for two-batch overlap, the
-tensors between pipeline stages.
+The engine's step buffers give each step as one (``StepBuffers.forward_batch``), over the staged inputs at their fixed
+addresses; the runner reads ids, positions, mode and metadata from it. ``ForwardBatch.of`` makes one of any metadata, for
+builders of other engines. Neither copies anything or waits for the device. Beside it, for engines on several ranks: padding
+for MLPs that all ranks run together, the halves of a batch for two-batch overlap, the tensors between pipeline stages.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class ForwardBatch:
         capture_hidden_mode: hidden states to return.
         prefix_chunks: see ``prepare_chunked_prefix_cache_info``.  prefix_chunk_idx: the chunk at work.
         attn_attend_prefix_cache: True: attend to that chunk; False: to the new tokens; None: to all at once.
+        window_metadata: as ``metadata``, with slots and block table of layers with a window, where those have pages of their
+            own (``window_pages.py``); else None.
+        token_source: (T,) int64: the slot whose newest token is the token's id, -1 where ``input_ids`` has it; None: nowhere.
+        logits_indices: (B,) int64: each row's last token, 0 for padding rows.
+        inputs: all staged inputs of the engine's step by name (``step_buffers.py``), these and the sampling parameters of rows.
     """
 
     forward_mode: ForwardMode
@@ -44,6 +49,10 @@ class ForwardBatch:
     prefix_chunks: PrefixChunks | None = None
     prefix_chunk_idx: int = -1
     attn_attend_prefix_cache: bool | None = None
+    window_metadata: CommonAttentionMetadata | None = None
+    token_source: torch.Tensor | None = None
+    logits_indices: torch.Tensor | None = None
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, metadata: CommonAttentionMetadata, input_ids: torch.Tensor, positions: torch.Tensor | None = None, *,
@@ -65,10 +74,16 @@ class ForwardBatch:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the batch has {metadata.num_tokens} tokens")
         lens = np.diff(metadata.query_start_loc_cpu.numpy()[: metadata.num_reqs + 1])
         made = cls(ForwardMode.of(int((lens == 1).sum()), len(lens)), metadata, input_ids, positions,
-                   capture_hidden_mode=capture_hidden_mode)
+                   capture_hidden_mode=capture_hidden_mode, logits_indices=metadata.logits_indices)
         if rope_deltas is not None:
             made.mrope_positions = made.text_mrope_positions(rope_deltas)
         return made
+
+    def token_ids(self, newest: torch.Tensor) -> torch.Tensor:
+        """(T,) int64 ids: ``input_ids``, and where a token comes from a slot the newest token (slots,) of that."""
+        if self.token_source is None:
+            return self.input_ids
+        return torch.where(self.token_source >= 0, newest[self.token_source.clamp_min(0)], self.input_ids)
 
     @property
     def batch_size(self) -> int:

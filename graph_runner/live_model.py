@@ -12,7 +12,8 @@ from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
-from quire.graph_runner.window_pages import Reach, fit_requests
+from quire.graph_runner.scheduler import Scheduler
+from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,26 @@ class LiveModel:
             return self._stale or "torch._dynamo.reset() dropped its trace"
         return self._guard.change() if everything else self._guard.next_change()
 
-    def limits(self) -> tuple[int, int | None, Reach | None, tuple[int, ...]]:
-        """The maximum length of a request, the maximum chunk of a prefill, how far back attention reaches, and the lengths
-        beyond which a sequence has other keys."""
-        config, reach = self.config, self.runner.reach
-        return *fit_requests(reach, self.num_pages, config.page_size, config.prefill_chunk_size,
-                             config.max_num_batched_tokens, self.runner.max_model_len), reach, self.runner.length_limits
+    def limits(self) -> tuple[int, int | None]:
+        """The maximum length of a request, and the maximum chunk of a prefill."""
+        config, runner, windows = self.config, self.runner, self.runner.sizes.window_pages(self.num_pages)
+        length, chunk = fit_requests(runner.reach, self.num_pages, config.page_size, config.prefill_chunk_size,
+                                     config.max_num_batched_tokens, runner.max_model_len)
+        if windows is not None:
+            length, chunk = fit_requests(runner.window_reach, windows, config.page_size, chunk,
+                                         config.max_num_batched_tokens, length)
+        return length, chunk
+
+    def fit(self, scheduler: Scheduler) -> int:
+        """Give a scheduler of which no request runs the limits of the latest trace; returns the maximum length of a request."""
+        runner, pages = self.runner, self.runner.sizes.window_pages(self.num_pages)
+        length, scheduler.prefill_chunk_size = self.limits()
+        scheduler.reach, scheduler.windows, scheduler.length_limits = runner.reach, None, runner.length_limits
+        if runner.window_reach is not None and pages is not None:
+            scheduler.windows = WindowPages(runner.window_reach, pages, self.config.page_size)
+        if scheduler.prefixes is not None:
+            scheduler.prefixes.windows = scheduler.windows
+        return length
 
     def trace_again(self, change: str) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight.

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.graph_runner.detokenizer import Detokenizer
+from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.prompts import Prompt, params_of, text_of, token_ids_of
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -103,7 +104,8 @@ class Request:
     launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or
     will have when the launched steps are done. ``num_scored``: from which prompt token on log probabilities are still to be
     computed; the prompt's length if none. ``inbox``: where the events of the request go. The scheduler's step ``arrived_at`` is
-    the last that was launched before it came. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``).
+    the last that was launched before it came. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``), and
+    the first ``window_behind`` of ``window_pages``, which are those of layers with a window where other layers have none.
     ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache; ``num_cached_tokens`` were read from others'
     pages. ``length_kind``: how many of the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind.
     """
@@ -126,6 +128,8 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     num_behind: int = 0
+    window_pages: list[int] = field(default_factory=list)
+    window_behind: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     num_keyed: int = 0
     length_kind: int = 0
@@ -171,17 +175,23 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """One step's rows: decode rows (one token each) first. ``copies``: (from, to) pages to copy before the step."""
+    """One step's rows: decode rows (one token each) first. ``copies``: (from, to) pages to copy before the step, and of layers
+    with a window ``window_copies``, where these have pages of their own."""
 
     rows: Sequence[ScheduledRow]
     num_tokens: int
     num_decode_rows: int
     num_scored: int = 0
     copies: Sequence[tuple[int, int]] = ()
+    window_copies: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:
         return self.num_decode_rows == len(self.rows)
+
+    @property
+    def forward_mode(self) -> ForwardMode:
+        return ForwardMode.of(self.num_decode_rows, len(self.rows))
 
 
 def _detokenizer_of(params: SamplingParams, tokenizer: Any, prompt_token_ids: list[int]) -> Detokenizer | None:

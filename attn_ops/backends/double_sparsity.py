@@ -109,7 +109,7 @@ def make_state(options: Options, sites: Sequence[AttentionSite], cache: PagedKVC
         own = options.ranked is not None
         labels = labels_of(k_cache, channels).contiguous() if own else k_cache
         state[k_cache.data_ptr()] = LayerLabels(labels, channels.int(), own)
-    cache.beside[NAME] = [layer.labels for layer in state.values() if layer.own]
+    cache.beside[NAME] = {site.layer: layer.labels for site, layer in zip(sites, state.values(), strict=True) if layer.own}
     return state
 
 

@@ -292,7 +292,8 @@ class TracedGraph:
                                          layout=layout)
         selection = self._selected[key]
         latent = any(s.latent is not None for s in selection.sites)
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent), selection
+        tables = options.window_tables and selection.backend.plan is None  # a plan on the host reads one table
+        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent, tables), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
         """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads."""

@@ -192,7 +192,7 @@ class _Values:
                         raise _Whole(f"{n.name} changes in place what it did not make")
                 result = interpreter.run_node(n)
                 if n.target is self._lowered.target.backend.prepare:
-                    result = [_of_any_size(t, f"quire_prepared_{i}", self._fake) for i, t in enumerate(result)]
+                    result = [_of_any_size(t, f"quire_{n.name}_{i}", self._fake) for i, t in enumerate(result)]
                 self._set(n, result, at)
 
     def copy(self, piece: _Piece, like: _Piece, at: int) -> bool:

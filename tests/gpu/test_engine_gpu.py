@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import quire
 from quire.graph_runner.engine import Engine
@@ -339,3 +340,35 @@ def test_quantized_cache_in_bfloat16(kind, half, prompts) -> None:
         with Engine(half, attention=need("triton"), kv_cache_dtype=name, **SMALL) as engine:
             found.append(tokens(engine.generate(prompts, GREEDY)))
     assert sum(a[:3] == b[:3] for a, b in zip(*found, strict=True)) >= len(prompts) - 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_mixed_steps_in_pieces(compiler, half, prompts) -> None:
+    """FlashInfer's steps with prompts: everything but attention is replayed, and every token is still the likeliest."""
+    options = {**QUICK, "attention": need("flashinfer"), "compiler": compiler, "max_num_batched_tokens": 64}
+    with Engine(half, **options, cudagraph_piecewise=True) as engine:
+        stats = engine.runner.graphs.stats
+        assert stats.pieces > stats.captured
+        outs = tokens(engine.generate(prompts, replace(GREEDY, ignore_eos=True)))
+        assert not stats.fell_back and {b.num_tokens for b in stats.replays} & {16, 64}
+    for prompt, found in zip(prompts, outs, strict=True):
+        check_likely(half, prompt, found)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_windows_beside_full_layers(compiler) -> None:
+    """Gemma 2: pages behind the window go back while requests run, in captured steps; in float32 the tokens of ``generate``."""
+    torch.manual_seed(0)
+    config = Gemma2Config(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+                          num_key_value_heads=2, head_dim=64, sliding_window=40, max_position_embeddings=1024,
+                          bos_token_id=None, eos_token_id=None, initializer_range=0.2)
+    model = Gemma2ForCausalLM(config).eval().cuda()
+    long = [[3 + i % 97 for i in range(n)] for n in (300, 5, 420)]
+    options = dict(attention=need("triton"), compiler=compiler, page_size=16, num_pages=70, max_num_seqs=3, max_model_len=600,
+                   max_num_batched_tokens=64, cudagraph_capture_sizes=[1, 3], cudagraph_token_sizes=[64])
+    with Engine(model, **options) as engine:
+        windows = engine.scheduler.windows
+        assert windows.allocator.num_total < 69
+        outs = tokens(engine.generate(long, replace(GREEDY, max_tokens=60, ignore_eos=True)))
+        assert engine.runner.graphs.stats.replayed and windows.allocator.num_free == windows.allocator.num_total
+    assert outs == [hf_greedy(model, p, 60, eos_token_id=None) for p in long]

@@ -189,7 +189,7 @@ def boundaries(engine: Engine) -> list[tuple[Any, str]]:
     """The public methods that a step calls, outermost first."""
     runner = engine.runner
     return [(engine, "collect"), (engine.scheduler, "schedule"), (runner, "launch"), (runner, "stage"), (runner, "forward"),
-            *((runner.buffers, name) for name in ("fill", "upload", "update_table", "metadata"))]
+            *((runner.buffers, name) for name in ("fill", "upload", "update_table", "forward_batch"))]
 
 
 @contextlib.contextmanager
