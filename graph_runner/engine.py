@@ -231,8 +231,9 @@ class Engine(EngineCalls, WeightUpdates):
     def _take(self, request: Request, token: int) -> None:
         """Append a new token to a request, decode it, and end the request if it is the last."""
         if token < 0:
-            return self._finish(request, FinishReason.ERROR, error=(
-                f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"))
+            return self._finish(request, FinishReason.ERROR, error=request.failure or (
+                f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"
+                f"{'' if request.edits is None else ', or its sampling parameters leave no token'}"))
         output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)
         piece = ""

@@ -89,6 +89,8 @@ class Scheduler:
             start, total = request.num_computed, len(request.token_ids) + request.num_pending
             if request.slot < 0 or request.finished or total >= request.max_total_tokens:
                 continue
+            if request.num_pending and request.edits is not None and request.edits.reads_tokens:
+                continue  # until its newest token is known
             if total - start == 1:  # a decode: the fast path of the loop
                 if start < len(request.pages) * self.page_size or self._make_room(request, 1):
                     budget -= 1
