@@ -61,7 +61,7 @@ class LogitsEditor:
         def chosen(wanted: Callable[[LogitsEdits], Any]) -> tuple[Tensor, Tensor] | None:
             """Rows of the batch, and of the tables, whose edits are ``wanted``."""
             pairs = [(i, place.index) for (i, row), place in zip(rows, places, strict=True) if wanted(_edits(row.request))]
-            return tuple(to_device(np.array(pairs, np.int64).T.copy(), self._device)) if pairs else None  # type: ignore[return-value]
+            return tuple(to_device(np.array(pairs, np.int64).T.copy(), self._device)) if pairs else None
 
         if (biased := chosen(lambda edits: edits.biased)) is not None:
             at, place = biased

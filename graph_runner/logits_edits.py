@@ -69,15 +69,15 @@ class LogitsEdits:
 
 
 def _tokens_of(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """The tokens of a bad word at the beginning of a text, and those after a space where these are as many and begin
-    otherwise: what vLLM excludes."""
+    """The tokens of a bad word at the beginning of a text, and after a space. vLLM has the second only where it is as many
+    tokens as the first, and so lets words through that a tokenizer has as one token after a space and as several elsewhere."""
     if tokenizer is None:
         raise ValueError("bad_words need text, and the engine has no tokenizer; pass one, or give a logit_bias")
     word = word.lstrip()
     plain, spaced = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, f" {word}"))
     if not plain:
         raise ValueError(f"the tokenizer makes no token of {word!r}, one of the bad_words")
-    return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
+    return list(dict.fromkeys((plain, spaced)))
 
 
 def _row_function(processor: Any) -> Callable[[Sequence[int], Sequence[int], Tensor], Any]:
@@ -96,7 +96,7 @@ def _row_function(processor: Any) -> Callable[[Sequence[int], Sequence[int], Ten
         return lambda prompt, output, logits: processor(output, logits)
     needed = sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     if needed == 3:
-        return processor  # type: ignore[no-any-return]
+        return processor
     if needed == 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return lambda prompt, output, logits: processor(output, logits)
     raise TypeError(f"logits_processors are called with (output_token_ids, logits) or (prompt_token_ids, output_token_ids, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampler import sample
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.sampling import sampling_tensors
-from tests.tiny import GREEDY, assert_idle, hf_greedy, load_model, tokens
+from tests.tiny import GREEDY, PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer, tokens
 
 OPTIONS: dict[str, Any] = dict(num_pages=120, max_num_seqs=8, max_model_len=300)
 
@@ -51,17 +51,18 @@ def with_prompt(prompt: list[int], output: list[int], logits: torch.Tensor) -> t
     return logits
 
 
-# Each changes the continuation of the first prompt.
+FEW = [*range(300, 306)]  # a continuation of these repeats itself
+# The first option of each changes the continuation of the first prompt.
 KINDS: dict[str, dict[str, Any]] = {
-    "repetition": dict(repetition_penalty=1.7), "presence": dict(presence_penalty=2.0),
-    "frequency": dict(frequency_penalty=1.5),
+    "repetition": dict(repetition_penalty=1.7), "presence": dict(presence_penalty=2.0, allowed_token_ids=FEW),
+    "frequency": dict(frequency_penalty=1.5, allowed_token_ids=FEW),
     "rewards": dict(repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=-0.25),
     "bias": dict(logit_bias={5: 3.5, 300: -2.0, 12: -50.0}), "allowed": dict(allowed_token_ids=range(100, 140)),
-    "bad_words": dict(bad_words=["the", " little girl", "was"]), "processor": dict(logits_processors=[later]),
+    "bad_words": dict(bad_words=["girl", " young lady", "Her best"]), "processor": dict(logits_processors=[later]),
     "with_prompt": dict(logits_processors=[with_prompt, later]),
-    "all": dict(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={7: 1.5, 20: -3.0},
-                allowed_token_ids=[7, 20, *range(200, 900)], logits_processors=[later], bad_words=["the"], min_tokens=20,
-                stop_token_ids=[300]),
+    "all": dict(allowed_token_ids=[7, 20, *range(200, 900)], repetition_penalty=1.2, presence_penalty=0.3,
+                frequency_penalty=0.2, logit_bias={7: 1.5, 20: -3.0}, logits_processors=[later], bad_words=["the"],
+                min_tokens=20, stop_token_ids=[300]),
 }
 
 
@@ -90,12 +91,8 @@ def edited(logits: torch.Tensor, prompt: list[int], output: list[int], p: Sampli
 
 
 def words_of(tokenizer: Any, params: SamplingParams) -> list[list[int]]:
-    """By the tokenizer that ships with quire, for which a word after a space is as many tokens, or more."""
-    found = []
-    for text in params.bad_words or ():
-        plain, spaced = (tokenizer(s + text.lstrip(), add_special_tokens=False)["input_ids"] for s in ("", " "))
-        found += [plain] if len(plain) != len(spaced) else [plain, spaced]
-    return found
+    return [tokenizer(space + text.strip(), add_special_tokens=False)["input_ids"] for text in params.bad_words or ()
+            for space in ("", " ")]
 
 
 def oracle(model: Any, tokenizer: Any, prompt: list[int], params: SamplingParams, seed: int = 0) -> list[int]:
@@ -115,10 +112,13 @@ def oracle(model: Any, tokenizer: Any, prompt: list[int], params: SamplingParams
 @functools.cache
 def expected_of(kind: str, index: int) -> list[int]:
     """The oracle's continuation of a prompt, greedy for even indices."""
-    from tests.tiny import PROMPTS, load_tokenizer
+    model, tokenizer = of_the_oracle()
+    return oracle(model, tokenizer, tokenizer(PROMPTS[index])["input_ids"], params_of(kind, index), 3)
 
-    tokenizer = load_tokenizer()
-    return oracle(load_model(num_layers=1), tokenizer, tokenizer(PROMPTS[index])["input_ids"], params_of(kind, index), 3)
+
+@functools.cache
+def of_the_oracle() -> tuple[Any, Any]:
+    return load_model(num_layers=1), load_tokenizer()
 
 
 def params_of(kind: str, index: int) -> SamplingParams:
@@ -133,7 +133,9 @@ def test_each_alone_and_among_others(kind, engine, model, prompts) -> None:
     params = [params_of(kind, 0), GREEDY, params_of(kind, 1), GREEDY]
     got = tokens(engine.generate([prompts[0], prompts[1], prompts[1], prompts[2]], params))
     assert got == [expected_of(kind, 0), plain[1], expected_of(kind, 1), plain[2]]
-    assert got[0] != plain[0], "it changes nothing here"
+    defaults = {option.name: option.default for option in fields(SamplingParams)}
+    first = next(iter(KINDS[kind]))
+    assert got[0] != tokens(engine.generate(prompts[0], replace(params[0], **{first: defaults[first]})))[0]
     assert_idle(engine)
 
 
@@ -143,7 +145,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [pytest.param(s, marks=[pytest.mark.slow] * (s != "preempted")) for s in SCHEDULES])
 def test_all_at_once(schedule, model, tokenizer, prompts) -> None:
     """Penalties count the prompt and the continuation as they are, however the request was scheduled, cut or restarted."""
     with Engine(model, tokenizer, **OPTIONS | SCHEDULES[schedule]) as engine:
