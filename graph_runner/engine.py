@@ -159,6 +159,8 @@ class Engine(EngineCalls, WeightUpdates):
     def _step(self) -> None:
         if self._closed:
             return
+        if self.runner.editor.in_processor:
+            raise RuntimeError("a logits processor ran the engine in whose step it runs; give it an engine of its own")
         if (change := self._live.change(everything=False)) is not None:
             self._trace_again(change)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all

@@ -37,10 +37,14 @@ class _Place:
 
 
 class LogitsEditor:
-    """Draws the tokens of batches with edits. One per runner; not used by batches without."""
+    """Draws the tokens of batches with edits. One per runner; not used by batches without.
+
+    Attributes:
+        in_processor: a request's own code runs. It must not start a step, whose inputs would replace those of the step at work.
+    """
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
-        self._sampler, self._device = sampler, device
+        self._sampler, self._device, self.in_processor = sampler, device, False
         self._places: dict[int, _Place] = {}  # by slot; only those that some request with edits has had
         self._added = self._counts = self._penalties = torch.empty(0, 0, device=device)
 
@@ -90,6 +94,7 @@ class LogitsEditor:
         if banned := edits.banned(output):
             logits.index_fill_(0, to_device(np.array(banned, np.int64), logits.device), -math.inf)
         given = logits
+        self.in_processor = True
         try:
             for function in edits.processors:
                 found = function(list(prompt), list(output), given)
@@ -102,6 +107,8 @@ class LogitsEditor:
         except Exception as error:  # of the request's own code: no other request may fail by it
             request.failure = f"one of its logits_processors failed: {type(error).__name__}: {error}"
             logits.fill_(math.nan)
+        finally:
+            self.in_processor = False
 
     def _traced(self, rows: Sequence[tuple[int, ScheduledRow]], tokens: Tensor) -> Tensor:
         """The tokens, with those that traces give; a row without a token keeps none."""

@@ -266,6 +266,18 @@ def test_a_processor_that_raises_fails_its_own_request(engine, prompts) -> None:
     assert_idle(engine)
 
 
+def test_a_processor_that_runs_its_own_engine_is_refused(engine, prompts) -> None:
+    """The step at work would go on with the inputs of the other one."""
+    def asks(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        engine.generate(prompts[1], GREEDY)
+        return logits
+
+    failed, good = engine.generate(prompts[:2], [replace(GREEDY, logits_processors=[asks]), GREEDY])
+    assert "a logits processor ran the engine in whose step it runs" in failed.error
+    assert tokens([good]) == tokens(engine.generate(prompts[1], GREEDY))
+    assert_idle(engine)
+
+
 def test_nothing_left_to_sample(engine, prompts) -> None:
     with pytest.raises(RuntimeError, match="or its sampling parameters leave no token"):
         engine.generate(prompts[0], replace(GREEDY, allowed_token_ids=[9], stop_token_ids=[9], min_tokens=3))
