@@ -159,6 +159,8 @@ class Engine(EngineCalls, WeightUpdates):
     def _step(self) -> None:
         if self._closed:
             return
+        if self.runner.editor.in_processor:
+            raise RuntimeError("a logits processor ran the engine in whose step it runs; give it an engine of its own")
         if (change := self._live.change(everything=False)) is not None:
             self._trace_again(change)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
@@ -231,8 +233,9 @@ class Engine(EngineCalls, WeightUpdates):
     def _take(self, request: Request, token: int) -> None:
         """Append a new token to a request, decode it, and end the request if it is the last."""
         if token < 0:
-            return self._finish(request, FinishReason.ERROR, error=(
-                f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"))
+            return self._finish(request, FinishReason.ERROR, error=request.failure or (
+                f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"
+                f"{'' if request.edits is None else ', or its sampling parameters leave no token'}"))
         output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)
         piece = ""

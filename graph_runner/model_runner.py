@@ -30,12 +30,13 @@ from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
+from quire.graph_runner.logits_editor import LogitsEditor
 from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
 from quire.graph_runner.packing_check import TRIAL, check_packing
 from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
-from quire.graph_runner.step_buffers import BatchShape, StepBuffers
+from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
 from quire.passes.capture.paged_model import PagedModel
@@ -154,6 +155,7 @@ class ModelRunner:
         # updated before planning, else inside the graph.
         self.plans = self.backend.plan is not None
         self.sampler = Sampler()
+        self.editor = LogitsEditor(self.sampler, self.device)
         width = pages_for(self.max_model_len, config.page_size)
         largest, cuda = self._largest, self.device.type == "cuda"
         self.paged.check_sizes(*largest)
@@ -382,7 +384,9 @@ class ModelRunner:
         sampling = self.buffers.sampling(shape, staged.host, batch)
         if sampling is not None:
             # The other rows keep the graph's token, which does not depend on the rest of the batch.
-            sampled = self.sampler.draw(logits[: shape.num_reqs], sampling)
+            edited = (staged.host["resample"][:rows] & EDITED).any()
+            draw = functools.partial(self.editor.draw, batch) if edited else self.sampler.draw
+            sampled = draw(logits[: shape.num_reqs], sampling)
             tokens = torch.where(made.inputs["resample"] != 0, sampled.tokens, tokens)
             self._store(made, tokens)
         found = None

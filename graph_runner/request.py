@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.graph_runner.detokenizer import Detokenizer
 from quire.graph_runner.forward_mode import ForwardMode
+from quire.graph_runner.logits_edits import LogitsEdits
 from quire.graph_runner.prompts import Prompt, params_of, text_of, token_ids_of
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -108,6 +109,7 @@ class Request:
     the first ``window_behind`` of ``window_pages``, which are those of layers with a window where other layers have none.
     ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache; ``num_cached_tokens`` were read from others'
     pages. ``length_kind``: how many of the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind.
+    ``edits``: what it asks to be done to its logits; ``failure``: why that failed, or None.
     """
 
     request_id: int
@@ -138,6 +140,8 @@ class Request:
     num_cached_tokens: int = 0
     preemptions: int = 0
     finished: bool = False
+    edits: LogitsEdits | None = None
+    failure: str | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -285,8 +289,10 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
     if any(token >= limits.num_logits for token in ids[score_from:]):
         raise ValueError(f"the prompt has tokens of {limits.num_logits} and more, for which the model has no logits, and so no "
                          "log probability")
+    edits, trace = LogitsEdits.of(params, tokenizer, limits.num_logits), params.trace_decode_token_ids
     limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
-    stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+    limit = min(limit, len(ids) + len(trace)) if trace else limit
+    stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos or trace else eos_token_ids)
     made = []
     for k in range(params.n):
         seed = params.seed if params.seed is not None else random.getrandbits(62)
@@ -299,7 +305,7 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
         made.append(Request(
             first_id + k, ids, params, output, seed=(seed + k * 0x9E3779B9) % 2**63, stop_token_ids=stops,
             max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids), num_scored=score_from,
-            priority=options.priority))
+            priority=options.priority, edits=edits))
     return made
 
 

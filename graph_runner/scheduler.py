@@ -95,6 +95,8 @@ class Scheduler:
             start, total = request.num_computed, len(request.token_ids) + request.num_pending
             if request.slot < 0 or request.finished or total >= request.max_total_tokens:
                 continue
+            if request.num_pending and request.edits is not None and request.edits.reads_tokens:
+                continue  # until its newest token is known
             if self.length_limits and self.length_kind(total) != request.length_kind:
                 if request.num_pending:
                     raise NeedsDrain

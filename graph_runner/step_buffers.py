@@ -26,6 +26,8 @@ _PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("to
            ("logprob_temperature", "f4", 0))
 #: Bytes. Inductor copies inputs with less alignment, at every call of every compiled piece.
 ALIGNMENT = 16
+#: In the field "resample", of rows whose logits are edited; of others that the sampler draws it is 1.
+EDITED = 2
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
 
@@ -114,7 +116,7 @@ class StepBuffers:
         # Parameters of each slot's request, written when it gets the slot; a step only gathers them.
         self._holder: list[list[int] | None] = [None] * max_num_seqs
         self._params = {name: np.zeros(max_num_seqs, np.dtype(kind)) for name, kind, _ in _PARAMS}
-        self._resample = np.zeros(max_num_seqs, np.bool_)
+        self._resample = np.zeros(max_num_seqs, np.int32)
         self._may_end_at = np.zeros(max_num_seqs, np.int64)  # sequence length from which on it may end
         self._layouts: dict[BatchShape, StepLayout] = {}
         self._copied: list[torch.cuda.Event | None] = [None, None]
@@ -219,7 +221,7 @@ class StepBuffers:
         for (name, _, _), number in zip(_PARAMS, values, strict=True):
             self._params[name][slot] = number
         filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-        self._resample[slot] = draws and (filtered or not self.graph_draws)
+        self._resample[slot] = EDITED if request.edits is not None else draws and (filtered or not self.graph_draws)
         self._may_end_at[slot] = len(request.prompt_token_ids) + p.min_tokens if p.min_tokens else 0
         for _, table in self._tables():
             table.new_holder(slot)
@@ -312,4 +314,4 @@ class StepBuffers:
         return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
 
 
-__all__ = ["BatchShape", "HostArrays", "StepBuffers", "StepLayout"]
+__all__ = ["EDITED", "BatchShape", "HostArrays", "StepBuffers", "StepLayout"]
