@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class PagedModel:
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads: set[str] = set()  # names of the attributes that the trace read
+        self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
         self._ahead, self._closed = ahead, False
         self._graph: TracedGraph | None = None
@@ -176,6 +177,8 @@ class PagedModel:
         step = current_step()
         if step is None or self._graph is None:
             raise Traced
+        if self.stand_ins:
+            args = tuple(self.stand_ins.get(id(x), x) for x in args)
         return self._graph.run_paged(step, *args)
 
     # -- what was found -----------------------------------------------------------------------------------------------
