@@ -1,8 +1,10 @@
 """Window models: KV memory and step time at a long context, with the window and without. Weight updates: time, and graphs kept.
+Rollouts in bfloat16 of a float32 model: time to write the copy again, beside an optimizer's step and a decode step.
 
     python benchmarks/window_weights.py window --model mistral-7b --context 32768 --window 4096 --batch 8
     python benchmarks/window_weights.py mixed --model gemma-3-12b --context 32768 --window 1024 --batch 8
     python benchmarks/window_weights.py weights --model llama-8b
+    python benchmarks/window_weights.py cast --model qwen3-0.6b
     python benchmarks/window_weights.py window --model tiny --context 512 --window 64 --batch 2      # a dry run on a CPU
 
 ``mixed`` is for models whose layers have windows or see everything: ``one_table_mib`` is what the same requests would hold if
@@ -124,9 +126,39 @@ def weights(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
             free_memory()
 
 
+def cast(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    model = build(ModelSpec(args.model, torch.float32, device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def milliseconds(run: Any) -> float:
+        times = []
+        for _ in range(6):
+            synchronize()
+            began = time.perf_counter()
+            run()
+            synchronize()
+            times.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times[1:])
+
+    for of_engine in (torch.bfloat16, None):
+        with quire.Engine(model, attention=args.attention, dtype=of_engine, max_num_seqs=args.batch,
+                          max_model_len=args.context) as engine:
+            for _ in range(args.batch):
+                engine.add_request([5, 6, 7, 8], quire.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+            for _ in range(8):
+                engine.step()
+            row = {"engine": str(of_engine or torch.float32), "decode_step_ms": milliseconds(engine.step),
+                   "optimizer_step_ms": milliseconds(optimizer.step),
+                   "refresh_ms": milliseconds(lambda engine=engine: engine._live.refresh(everything=True)),
+                   "weights_gib": engine.stats().weight_bytes / 2**30}
+            print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["window", "mixed", "weights"])
+    parser.add_argument("what", choices=["window", "mixed", "weights", "cast"])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--window", type=int, default=64)
@@ -135,7 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    {"window": window, "mixed": mixed, "weights": weights}[args.what](args, device, dtype)
+    {"window": window, "mixed": mixed, "weights": weights, "cast": cast}[args.what](args, device, dtype)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ class Engine(EngineCalls, WeightUpdates):
             raise RuntimeError("a logits processor ran the engine in whose step it runs; give it an engine of its own")
         if (change := self._live.change(everything=False)) is not None:
             self._trace_again(change)
+        self._live.refresh(everything=self._check_due)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
             self.collect()
             self._launch_failed = False
@@ -276,7 +277,7 @@ class Engine(EngineCalls, WeightUpdates):
             self._abort(list(self.requests))
             self.collect()
             self.destroy_weights_update_group()
-            self.runner.close()
+            self._live.close()
 
     def __enter__(self) -> Engine:
         return self

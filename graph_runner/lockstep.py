@@ -133,6 +133,7 @@ class Rows:
         """Let the engine trace a model that has changed. Returns whether it did: keys and values are computed again then."""
         if (change := self.engine._live.change(everything)) is not None:
             self.engine._trace_again(change)
+        self.engine._live.refresh(everything)
         if self.engine.runner is self._runner:
             return False
         self._runner = self.engine.runner

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.optimizer_steps import optimizer_steps
 from quire.graph_runner.request import Request
 from quire.graph_runner.window_pages import WindowPages
 from quire.passes.verify.quantized import parts
@@ -229,15 +230,15 @@ def _root(request: Request) -> bytes:
 
 
 def weights_version(model: torch.nn.Module | None) -> int:
-    """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced.
+    """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced, or an optimizer steps.
 
     Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
     address), and tensors that are neither parameters nor buffers.
     """
     if model is None:
         return 0
-    return hash(tuple((part.data_ptr(), 0 if part.is_inference() else part._version)
-                      for owner in (model.parameters(), model.buffers()) for t in owner for part in parts(t)))
+    return hash((optimizer_steps(), *((part.data_ptr(), 0 if part.is_inference() else part._version)
+                                      for owner in (model.parameters(), model.buffers()) for t in owner for part in parts(t))))
 
 
 __all__ = ["Match", "PrefixCache", "PrefixStats", "weights_version"]

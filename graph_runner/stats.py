@@ -26,7 +26,8 @@ class EngineStats:
         prompt_tokens, generated_tokens: of finished and unfinished requests.
         busy_seconds: time with at least one request.
         tokens_per_second: generated tokens per busy second.
-        weight_bytes, kv_cache_bytes, graph_bytes: memory of the model, the KV cache and captured CUDA graphs.
+        weight_bytes, kv_cache_bytes, graph_bytes: memory of the model (with its copies for the option ``dtype``), the KV cache
+            and captured CUDA graphs.
         estimated_graph_bytes: what graphs were expected to take when the KV cache was sized; 0 where nothing was sized for them
             (on a CPU, and with num_pages).
         step_bytes: what the largest step needs beside these, as measured then; 0 where it was not.
@@ -104,6 +105,7 @@ def stats_of(engine: Any) -> EngineStats:
     on_gpu = runner.device.type == "cuda"
     counts = None if prefixes is None else prefixes.stats
     tensors = {id(t): t for t in (*engine.model.parameters(), *engine.model.buffers())}
+    copies = 0 if engine._live.cast is None else engine._live.cast.num_bytes
     return EngineStats(
         running=len(scheduler.running), waiting=len(scheduler.waiting), finished=past.finished,
         preemptions=scheduler.num_preemptions, pages=allocator.num_total,
@@ -113,7 +115,7 @@ def stats_of(engine: Any) -> EngineStats:
         prefix_tokens=counts.tokens if counts else 0, saved_tokens=counts.saved_tokens if counts else 0,
         prompt_tokens=past.prompt_tokens + sum(len(o.prompt_token_ids) for o in outputs), generated_tokens=generated,
         busy_seconds=past.busy_seconds, tokens_per_second=generated / past.busy_seconds if past.busy_seconds else 0.0,
-        weight_bytes=sum(map(num_bytes, tensors.values())), kv_cache_bytes=runner.cache.num_bytes,
+        weight_bytes=copies + sum(map(num_bytes, tensors.values())), kv_cache_bytes=runner.cache.num_bytes,
         graph_bytes=runner.graphs.stats.capture_bytes, estimated_graph_bytes=runner.graphs.stats.estimated_bytes,
         step_bytes=runner.step_bytes, free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
 

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class PagedModel:
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads: set[str] = set()  # names of the attributes that the trace read
         self.reads_of_modules: set[tuple[str, str]] = set()  # what its code read of Python modules; see ``globals_read``
+        self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
         self._ahead, self._closed = ahead, False
         self._graph: TracedGraph | None = None
@@ -179,6 +180,8 @@ class PagedModel:
         step = current_step()
         if step is None or self._graph is None:
             raise Traced
+        if self.stand_ins:
+            args = tuple(self.stand_ins.get(id(x), x) for x in args)
         return self._graph.run_paged(step, *args)
 
     # -- what was found -----------------------------------------------------------------------------------------------
