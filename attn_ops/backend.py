@@ -95,7 +95,7 @@ class AttentionCapabilities:
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
         mla: MLA on the latent cache, with ``mla_op``.
-        cascade: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
+        lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         cudagraph_support: see CudagraphSupport.
     """
@@ -119,7 +119,7 @@ class AttentionCapabilities:
     chunk: bool = False
     non_causal: bool = False
     mla: bool = False
-    cascade: bool = False
+    lse: bool = False
     batch_invariant: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
@@ -178,7 +178,7 @@ class AttentionBackend:
             nothing.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), for kernels that fuse it.
         mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
-        state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.cascade``. It must need no
+        state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.lse``. It must need no
             plan.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.

@@ -101,9 +101,9 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     if not base_name or (at and not (number.isdecimal() and int(number))):
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
     base = get(base_name)
-    if base.state_op is None or not base.capabilities.cascade or base.plan is not None:
+    if base.state_op is None or not base.capabilities.lse or base.plan is not None:
         raise UnsupportedAttention(f"attention={name!r}: {base.name} does not return the log-sum-exp of its attention, which "
-                                   "merging a prefix needs; `quire backends` shows those that do by the feature 'cascade'")
+                                   "merging a prefix needs; `quire backends` shows those that do by the feature 'lse'")
     part = _part(base, int(number) if at else READS)
     parts = (base, part)
 

@@ -175,7 +175,7 @@ BACKEND = AttentionBackend(
     name="torch_native",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True, mla=True, cascade=True,
+        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True,
         cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=lambda device: None,

@@ -80,6 +80,7 @@ class Kit:
             ("garbage in unused slots", self.garbage),
             ("pages in another order", self.permuted),
             ("a batch in parts", lambda: sweeps.parts(self, list(MIXED))),
+            ("decode steps made ahead", lambda: sweeps.drafts(self)),
             ("strided q, k, v", lambda: self.exact(DECODE, MIXED, strided=True)),
             ("opcheck", self.opcheck),
             ("no synchronization", self.no_sync),

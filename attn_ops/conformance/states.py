@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attn_ops.conformance.batches import Batch, Failure, bits, compare_numbers
+from quire.attn_ops.conformance.batches import Batch, Failure, bits, compare, compare_numbers, reference
+from quire.attn_ops.ops.tree import build_tree_mask, tree_attention
 from quire.attn_ops.ops.varlen import varlen_attention_eager
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
 def checks(kit: Kit) -> list[tuple[str, Callable[[], str | None]]]:
     """(name, function) of each check."""
-    if not kit.caps.cascade:
+    if not kit.caps.lse:
         return []
-    return [("states: causal, to all", lambda: lse(kit)), ("states: opcheck", lambda: opcheck(kit))]
+    return [("states: causal, to all", lambda: lse(kit)), ("states: opcheck", lambda: opcheck(kit)),
+            ("trees of drafts", lambda: trees(kit))]
 
 
 def arguments(kit: Kit, batch: Batch) -> tuple[Any, ...]:
@@ -81,6 +83,40 @@ def _read(batch: Batch, which: str) -> list[torch.Tensor]:
         codes = bits(cache)[pages].view(cache.dtype).flatten(0, 1).float()
         rows.append(codes if scale is None else codes * scale[pages].flatten(0, 1)[..., None])
     return rows
+
+
+def trees(kit: Kit) -> None:
+    """Trees of several shapes, with prefixes and without, against attention to the tokens that the mask shows."""
+    # Parents, per sequence: a chain, a fan, two roots, a binary tree, no draft, one draft.
+    shapes = [[-1, 0, 1, 2], [-1, 0, 0, 0, 0], [-1, -1, 1, 0, 2], [-1, 0, 0, 1, 1, 2, 2], [], [-1]]
+    before = [0, 20, 3, 17, 5, 33]
+    rows = [(len(shape), len(shape) + n) for shape, n in zip(shapes, before, strict=True)]
+    cases: list[dict[str, Any]] = [{}] + [{name: kit.features[name]} for name in ("softcap", "sinks") if name in kit.features]
+    for features in cases:
+        batch = kit.batch(rows, pad=(2, 1), **features)
+        meta = batch.metadata
+        parents = torch.tensor([p for shape in shapes for p in shape] + [-1, -1], device=kit.device)
+        mask = build_tree_mask(parents, meta.query_start_loc, 8)
+        out = tree_attention(kit.backend, batch.q, batch.new_k, batch.new_v, batch.cache, 0, meta, mask,
+                             scale=batch.site.scale, softcap=batch.site.softcap, sinks=batch.sinks)
+        token, keys, values = 0, _read(batch, "key"), _read(batch, "value")
+        for r, (shape, n) in enumerate(zip(shapes, before, strict=True)):
+            for own in range(len(shape)):
+                path, node = [], own
+                while node >= 0:
+                    path.append(n + node)
+                    node = shape[node]
+                shown = [*range(n), *reversed(path)]  # all that a query that is last sees
+                sees = [x[r][shown].double() for x in (keys, values)]
+                q = batch.q[token : token + 1]
+                batch.expected[token] = reference(batch.site, q, *sees, batch.sinks)[0]
+                size = reference(batch.site, q, sees[0], sees[1].abs(), batch.sinks)[0]
+                eps = torch.finfo(batch.site.dtype).eps
+                batch.bound[token] = (size + batch.expected[token].abs()) * eps + 1e-5
+                if batch.site.softcap and kit.dtype != torch.float32:
+                    batch.bound[token] += 2 * size * batch.site.softcap * 2**-11
+                token += 1
+        compare(out, batch)
 
 
 def opcheck(kit: Kit) -> None:

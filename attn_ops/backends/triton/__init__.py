@@ -173,7 +173,7 @@ BACKEND = AttentionBackend(
         min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)},  # older ones lack the conversions
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
         mla_dims=lambda rank, rope: rank <= 512 and rope <= 64, mla_dims_note="up to 512+64",
-        window=True, softcap=True, sinks=True, chunk=True, mla=True, cascade=True,
+        window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True,
         cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=available,
