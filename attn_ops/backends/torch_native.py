@@ -10,8 +10,11 @@ pages by blocks of keys with a running softmax (Milakov and Gimelshein, 2018, "O
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from quire.attn_ops import mla_prefill
 from quire.attn_ops.attention import visible
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write
@@ -156,7 +159,7 @@ def _attend(
     return result[:num_tokens].clone(), lse[:num_tokens].clone()
 
 
-def mla_paged_attention(
+def _absorbed(
     q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     prepared: list[torch.Tensor], *, scale: float,
@@ -169,6 +172,11 @@ def mla_paged_attention(
     out = paged_attention(absorbed, None, None, cache, cache[..., :rank], None, None, slot_mapping, block_table,
                           query_start_loc, seq_lens, None, prepared, scale=scale, window=None, softcap=None, chunk=None)
     return expand_output(out, w_uv).to(q.dtype)
+
+
+def mla_paged_attention(*args: Any, scale: float) -> torch.Tensor:
+    """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others absorbed."""
+    return mla_prefill.attend(_absorbed, *args, scale=scale)
 
 
 BACKEND = AttentionBackend(

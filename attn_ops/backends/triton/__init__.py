@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops import mla_prefill
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
 from quire.attn_ops.backends.triton.plan import Batch
 from quire.attn_ops.kernels import host
@@ -135,12 +136,17 @@ def attention_state(
     return out, lse
 
 
-def mla_paged_attention(
+def mla_paged_attention(*args: Any, scale: float) -> torch.Tensor:
+    """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others by ``mla.py``."""
+    return mla_prefill.attend(_absorbed, *args, scale=scale)
+
+
+def _absorbed(
     q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     prepared: list[torch.Tensor], *, scale: float,
 ) -> torch.Tensor:
-    """MLA on the latent cache: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
+    """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
 
     Raises:
         ValueError: a cache whose last dim is not contiguous.
