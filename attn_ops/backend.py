@@ -66,6 +66,11 @@ PAGED_SCHEMA = (
 ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
     "Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, ")).replace(
     ") ->", ", bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) ->")
+#: Attention as a *state* (``attn_ops/ops/merge_state.py``): the paged op without window, chunk and sinks, that returns the
+#: output and its log-sum-exp (T, H) float32, natural logarithm. Not ``causal``: every query sees all ``seq_lens`` keys of its
+#: sequence, perhaps none or fewer than it has queries. A query without keys, as a padding token, gives 0 and -inf.
+STATE_SCHEMA = PAGED_SCHEMA.replace("Tensor? sinks, ", "").replace(
+    "int? window, float? softcap, int? chunk) -> Tensor", "float? softcap, bool causal) -> (Tensor, Tensor)")
 
 
 class CudagraphSupport(IntEnum):
@@ -90,7 +95,8 @@ class AttentionCapabilities:
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
-        mla: MLA on the latent cache, with ``mla_op``.  cross, encoder, cascade: kinds that no backend here has yet.
+        mla: MLA on the latent cache, with ``mla_op``.
+        lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         cudagraph_support: see CudagraphSupport.
     """
@@ -114,9 +120,7 @@ class AttentionCapabilities:
     chunk: bool = False
     non_causal: bool = False
     mla: bool = False
-    cross: bool = False
-    encoder: bool = False
-    cascade: bool = False
+    lse: bool = False
     batch_invariant: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
@@ -175,6 +179,8 @@ class AttentionBackend:
             nothing.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), for kernels that fuse it.
         mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
+        state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.lse``. It must need no
+            plan.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
@@ -200,6 +206,7 @@ class AttentionBackend:
     op: Any
     rope_op: Any | None = None
     mla_op: Any | None = None
+    state_op: Any | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
@@ -265,6 +272,16 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
     return op
 
 
+def define_state_op(name: str, impl: Callable[..., tuple[torch.Tensor, torch.Tensor]], launches: bool = False) -> Any:
+    """Register ``impl`` as ``quire::<name>_attention_state`` with STATE_SCHEMA and its fake, for CPU and CUDA; return the op
+    overload. ``launches``: see ``define_op``."""
+    return define_op(f"{name}_attention_state{STATE_SCHEMA}", cpu=impl, cuda=impl, fake=_state_fake, launches=launches)
+
+
+def _state_fake(q: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _paged_fake(q, *args, **kwargs), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def _paged_fake(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor,
                 v_cache: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
@@ -281,4 +298,5 @@ def listed(items: Iterable[str]) -> str:
 
 
 __all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA",
-           "ROPE_PAGED_SCHEMA", "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]
+           "ROPE_PAGED_SCHEMA", "STATE_SCHEMA", "UnsupportedAttention", "define_paged_op", "define_state_op", "dtype_name",
+           "listed"]

@@ -90,7 +90,7 @@ def get_backend(name: str | Mapping[str, str]) -> AttentionBackend:
     return REGISTRY.get(attention_name(name))
 
 
-FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
+FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "lse")
 
 
 @dataclass(frozen=True)

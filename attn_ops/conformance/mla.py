@@ -118,6 +118,7 @@ class MlaKit(Kit):
             ("decode, prefill, mixed", lambda: self.exact(DECODE, PREFILL, MIXED)),
             ("boundary lengths", self.boundaries),
             ("split keys, chunk with a prefix", lambda: self.exact(LONG, LONG[:1])),
+            ("long prefills", self.prefill),
             ("latent dims", self.latent_dims),
             ("query heads", self.heads),
             ("page sizes", self.all_pages),
@@ -161,6 +162,12 @@ class MlaKit(Kit):
         for latent in set(LATENTS) - set(self.latents):
             self.refused(self.mla_site(latent=latent))
         return ", ".join(f"{rank}+{rope}" for rank, rope in self.latents)
+
+    def prefill(self) -> None:
+        """Prefills for which it pays to expand keys and values, with and without cached tokens, among decodes."""
+        latent = next((x for x in self.latents if x.rank >= 256), self.latents[-1])
+        for rows in (((60, 60),), ((1, 20), (0, 5), (60, 60), (70, 130), (1, 9)), ((100, 260), (3, 40))):
+            self.exact(rows, latent=latent, pad=(2, 1))
 
     def heads(self) -> str:
         for heads in HEADS:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import quire
-from quire.attn_ops.backend import define_paged_op
+from quire.attn_ops.backend import define_paged_op, define_state_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.registry import all_backends, register_backend
 
@@ -80,3 +80,27 @@ def test_compiled(gemma2) -> None:
     """Through torch.compile and Inductor, whose graph holds what both parts prepare."""
     expected = generate(gemma2, "torch_native")
     assert generate(gemma2, "hybrid:second_part+torch_native", compiler="inductor", fusions="all") == expected
+
+
+def test_an_engine_reads_a_common_prompt_once(gemma2) -> None:
+    """Requests that begin alike have the prefix cache's pages in common; the tokens are those of the backend alone."""
+    prefixes: list[int] = []
+
+    def state(*args, causal, **options):
+        prefixes.extend([] if causal else [int(args[10])])  # seq_lens of the prefix
+        return torch_native.attention_state(*args, causal=causal, **options)
+
+    if "with_state" not in all_backends():
+        register_backend(dataclasses.replace(torch_native.BACKEND, name="with_state", priority=None,
+                                             state_op=define_state_op("with_state_for_test", state)))
+    prompts = [[*range(5, 18), n] for n in (20, 30, 40)]
+
+    def tokens(attention: str) -> list[list[int]]:
+        with quire.Engine(gemma2, attention=attention, num_pages=32, page_size=4, max_num_seqs=4, max_model_len=32) as e:
+            greedy = quire.SamplingParams(max_tokens=6, temperature=0)
+            first = e.generate(prompts[:1], greedy)
+            return [o.token_ids for o in (*first, *e.generate(prompts, greedy))]
+
+    expected = tokens("torch_native")
+    assert tokens("cascade:with_state@1") == expected
+    assert max(prefixes) == 12

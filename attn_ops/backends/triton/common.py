@@ -79,8 +79,8 @@ def find_block(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr):
-    """Merge ``active`` partial results of ROWS rows, number i of them at index first + i * step: (ROWS, DIM_P2). See NOTE
-    [Partial results]."""
+    """Merge ``active`` partial results of ROWS rows, number i of them at index first + i * step: (ROWS, DIM_P2), and their
+    log-sum-exp of base 2 (ROWS,). See NOTE [Partial results]."""
     columns = tl.arange(0, DIM_P2)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -97,7 +97,7 @@ def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM:
         total = total * shrink + weight
         acc = acc * shrink[:, None] + part * weight[:, None]
         highest = new_highest
-    return acc / total[:, None]
+    return acc / total[:, None], highest + tl.log2(total)
 
 
 @triton.jit

@@ -230,7 +230,7 @@ def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, T
     live = head < TILE.heads
     out_row = token.to(tl.int64) * TILE.heads + head
     lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
-    merged = merge_rows(partial, lse, out_row, num_tokens.to(tl.int64) * TILE.heads, active, live, HEADS, RANK, RANK_P2)
+    merged, _ = merge_rows(partial, lse, out_row, num_tokens.to(tl.int64) * TILE.heads, active, live, HEADS, RANK, RANK_P2)
     tl.store(out + out_row[:, None] * RANK + columns[None, :], merged, mask=live[:, None] & (columns < RANK)[None, :])
 
 
