@@ -36,11 +36,10 @@ from quire.attn_ops.kernels.host import Caches, Strides, kernel_module
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import write
-from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.merge_state import merge_states_eager, merge_states_triton
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import by_token
+from quire.attn_ops.vendor import by_token, define_by_token
 
 NAME = "double_sparsity"
 SCORE_BYTES = 256 << 20  # of the approximate scores that are held at a time
@@ -235,22 +234,9 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         approximate=f"decodes over {options.tokens} keys of sequences longer than {options.limit} tokens")
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-    return list(by_token(slot_mapping, block_table, query_start_loc, seq_lens))
-
-
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-    tokens = slot_mapping.shape[0]
-    return [block_table.new_empty(tokens, block_table.shape[1]), seq_lens.new_empty(tokens)]
-
-
 @functools.cache
 def _prepare_op() -> Any:
-    return define_op(
-        f"{NAME}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
-        "Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake)
+    return define_by_token(NAME)
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
