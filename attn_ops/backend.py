@@ -198,6 +198,8 @@ class AttentionBackend:
         route: for a backend made of backends: site -> which of them serve it, as text.
         approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
+        unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
+            chosen.
     """
 
     name: str
@@ -217,6 +219,7 @@ class AttentionBackend:
     route: Callable[[AttentionSite], str] | None = None
     approximate: str = ""
     every_step: bool = False
+    unrotated: bool = False
 
     def __post_init__(self) -> None:
         if self.approximate and self.priority:

@@ -8,8 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from quire.attn_ops.library import define_op
 
 
 def missing(module: str, install: str) -> str | None:
@@ -53,4 +57,30 @@ def by_token(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
     return block_table[row], torch.where(token < query_start_loc[-1], lens, 0).to(torch.int32)
 
 
-__all__ = ["by_token", "missing", "no_compiler", "wrong_gpu"]
+def define_by_token(name: str, multiple: Callable[[int], int] = lambda page_size: 1) -> Any:
+    """Register ``by_token`` as the op ``quire::<name>_prepare``, for ``AttentionBackend.prepare``; return its overload.
+
+    Args:
+        multiple: page size -> number of which the columns of the table must be a multiple; added ones are the null page.
+    """
+
+    def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+                page_size: int) -> list[torch.Tensor]:
+        table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
+        return [widened(table, multiple(page_size)), lens]
+
+    def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+             page_size: int) -> list[torch.Tensor]:
+        tokens, columns = slot_mapping.shape[0], multiple(page_size)
+        return [block_table.new_empty(tokens, -(-block_table.shape[1] // columns) * columns), seq_lens.new_empty(tokens)]
+
+    return define_op(f"{name}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
+                     "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
+
+
+def widened(table: torch.Tensor, columns: int) -> torch.Tensor:
+    """A table of pages (T, W) with null pages added up to a multiple of ``columns``."""
+    return torch.nn.functional.pad(table, (0, -table.shape[1] % columns))
+
+
+__all__ = ["by_token", "define_by_token", "missing", "no_compiler", "widened", "wrong_gpu"]

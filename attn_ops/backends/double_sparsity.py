@@ -1,9 +1,9 @@
 """Backend ``double_sparsity:TOKENS:DENSE_BELOW:CHANNELS:FILE``: decoding over TOKENS of a sequence's keys. An approximation.
 
-Double sparsity (Yang et al., 2024, arXiv:2408.07092): a few channels of the keys tell which tokens matter. A *label* is a key
+Double sparsity (Yang et al., 2024, arXiv:2408.07092): a few channels of the keys show which tokens matter. A *label* is a key
 in CHANNELS channels of its head, chosen once by ``quire calibrate`` and read from FILE. Decoding multiplies each query head
-with the labels of all tokens, takes the TOKENS largest, and attends exactly to these. ``double_sparsity:TOKENS:DENSE_BELOW:all``
-takes whole keys as labels: no file, no memory, and the bound of what channels can reach.
+with the labels of all tokens, takes the TOKENS largest, and attends exactly to these. With ``all`` in place of
+CHANNELS:FILE whole keys are the labels: no file, no memory, and the bound of what channels can reach.
 
 Exact: sequences of at most max(TOKENS, DENSE_BELOW) tokens, and every step with a prefill, which the first backend in order of
 priority that needs no plan attends. Labels take CHANNELS / (D + Dv) of the memory of keys and values, beside the KV cache; they
@@ -36,11 +36,10 @@ from quire.attn_ops.kernels.host import Caches, Strides, kernel_module
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import write
-from quire.attn_ops.library import define_op
 from quire.attn_ops.ops.merge_state import merge_states_eager, merge_states_triton
-from quire.attn_ops.registry import all_backends
+from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import by_token
+from quire.attn_ops.vendor import by_token, define_by_token
 
 NAME = "double_sparsity"
 SCORE_BYTES = 256 << 20  # of the approximate scores that are held at a time
@@ -71,7 +70,7 @@ class Options:
         if rows is None or len(rows) != site.num_kv_heads or any(sorted(r) != list(range(site.head_dim)) for r in rows):
             have = "no such layer" if rows is None else f"{len(rows)} heads of {len(rows[0])} channels"
             raise UnsupportedAttention(
-                f"{NAME}: layer {site.layer} has {site.num_kv_heads} key heads of {site.head_dim} channels, the channel file has "
+                f"{NAME}: layer {site.layer} has {site.num_kv_heads} key heads of {site.head_dim} channels, the file has "
                 f"{have}: it was made from another model. Run `quire calibrate` on this one")
         if self.channels > site.head_dim:
             raise UnsupportedAttention(f"{NAME}: {self.channels} channels of keys that have {site.head_dim}")
@@ -177,9 +176,9 @@ def decode_triton(
         rows = part.stop - begin
         if width > limit:
             scores = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
-            launch(kernels.label_scores_kernel, (rows, kv_heads, -(-width // 128)), q[part], labels, layer.channels, table[part],
-                   lens[part], scores, q.stride()[:2], table.stride(0), width, limit, group, layer.channels.shape[1], page_size,
-                   Strides(*labels.stride()[:3]), 128, num_warps=4)
+            launch(kernels.label_scores_kernel, (rows, kv_heads, -(-width // 128)), q[part], labels, layer.channels,
+                   table[part], lens[part], scores, q.stride()[:2], table.stride(0), width, limit, group,
+                   layer.channels.shape[1], page_size, Strides(*labels.stride()[:3]), 128, num_warps=4)
             listed = scores.topk(picked, dim=2, sorted=False).indices
         else:  # the block table has no room for a sequence that is not attended exactly
             listed = torch.empty(rows, heads, picked, dtype=torch.int64, device=q.device)
@@ -188,16 +187,6 @@ def decode_triton(
                host.cache_layout(caches), 32, num_warps=4)
     merge = merge_states_triton if q.is_cuda else merge_states_eager
     return merge(out, lse)[0].to(q.dtype)
-
-
-@functools.cache
-def _dense(device_type: str) -> AttentionBackend:
-    """The first backend in order of priority that needs neither a state nor a plan."""
-    found = [(order, b) for b in all_backends().values() if (order := (b.priority or {}).get(device_type)) is not None
-             and b.op is not None and b.make_state is None and b.plan is None and b.available(torch.device(device_type)) is None]
-    if not found:
-        raise UnsupportedAttention(f"{NAME} has no backend on {device_type} that attends prefills")
-    return min(found, key=lambda item: item[0])[1]
 
 
 def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | None = None) -> AttentionBackend:
@@ -218,8 +207,8 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         layer = layer_of(step.states[name], k_cache)
         tables = (slot_mapping, block_table, query_start_loc, seq_lens)
         if q.shape[0] > seq_lens.shape[0]:
-            out = _dense(q.device.type).op(q, k, v, k_cache, v_cache, None, None, *tables, None, [], scale=scale, window=None,
-                                           softcap=softcap, chunk=None)
+            out = plain_backend(q.device.type).op(q, k, v, k_cache, v_cache, None, None, *tables, None, [], scale=scale,
+                                                  window=None, softcap=softcap, chunk=None)
             layer.store(k_cache, slot_mapping)
             return out
         if k is not None and v is not None:
@@ -245,22 +234,9 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         approximate=f"decodes over {options.tokens} keys of sequences longer than {options.limit} tokens")
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-    return list(by_token(slot_mapping, block_table, query_start_loc, seq_lens))
-
-
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-    tokens = slot_mapping.shape[0]
-    return [block_table.new_empty(tokens, block_table.shape[1]), seq_lens.new_empty(tokens)]
-
-
 @functools.cache
 def _prepare_op() -> Any:
-    return define_op(
-        f"{NAME}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
-        "Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake)
+    return define_by_token(NAME)
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
@@ -269,8 +245,8 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     _, _, rest = name.partition(":")
     tokens, dense_below, channels, file = [*rest.split(":", 3), "", "", "", ""][:4]
     every = channels == "all"
-    if not (tokens.isdigit() and dense_below.isdigit() and int(tokens) and (every and not file or channels.isdigit() and file)) \
-            or channels == "0":
+    labels = not file if every else channels.isdigit() and int(channels) and file
+    if not (labels and tokens.isdigit() and dense_below.isdigit() and int(tokens)):
         raise ValueError(f"attention={name!r}: write {USAGE}")
     if every:
         return backend(name, Options(int(tokens), int(dense_below)))

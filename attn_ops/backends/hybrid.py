@@ -25,8 +25,8 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     parts = (decode,) if decode is prefill else (decode, prefill)
     check_parts(name, parts)
     if len(parts) > 1 and (alone := [part.name for part in parts if part.every_step]):
-        raise UnsupportedAttention(f"attention={name!r}: every step must run through {alone[0]}, which keeps data about the cached "
-                                   f"keys; use attention={alone[0]!r}")
+        raise UnsupportedAttention(f"attention={name!r}: every step must run through {alone[0]}, which keeps data about the "
+                                   f"cached keys; use attention={alone[0]!r}")
 
     def part(tokens: int, rows: int, captured: bool) -> AttentionBackend:
         return decode if tokens <= rows or captured else prefill

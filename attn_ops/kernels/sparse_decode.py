@@ -45,11 +45,11 @@ def label_scores_kernel(q, labels, channels, table, lens, scores, q_strides, tab
 
 
 @triton.jit(do_not_specialize=["picked", "limit", "span"])
-def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_strides, table_stride, picked, limit, span, scale,
-                         softcap, GROUP: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (token, head, split): exact attention over ``span`` of the token's keys, out (T, splits, H, Dv) and lse (T, splits,
-    H) float32, natural logarithm; -inf without keys. The keys are the first ``picked`` of ``listed`` (T, H, picked) int64, or
-    all of a token that has at most ``limit``. LAYOUT: CacheLayout."""
+def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_strides, table_stride, picked, limit, span,
+                         scale, softcap, GROUP: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (token, head, split): exact attention over ``span`` of the token's keys, out (T, splits, H, Dv) and lse (T,
+    splits, H) float32, natural logarithm; -inf without keys. The keys are ``listed`` (T, H, picked) int64, or all of a token
+    that has at most ``limit``. LAYOUT: CacheLayout."""
     D: tl.constexpr = LAYOUT.dim
     DV: tl.constexpr = LAYOUT.dim_v
     PAGE: tl.constexpr = LAYOUT.page
