@@ -61,7 +61,7 @@ def _make_state(sites: Any, cache: Any, limits: Any, device: torch.device | None
 
 
 def available(device: torch.device) -> str | None:
-    return wrong_gpu(device, 10) or missing(LIBRARY.partition(".")[0], INSTALL) or no_compiler("flashinfer_jit_cache")
+    return wrong_gpu(device, 10) or missing(LIBRARY.partition(".")[0], INSTALL) or no_compiler("flashinfer", "flashinfer-jit-cache")
 
 
 BACKEND = AttentionBackend(
