@@ -76,8 +76,11 @@ def _changed(output: Any) -> list[tuple[str, Any]]:
 
 
 def _name(variable: Any) -> str:
-    name = getattr(getattr(variable, "source", None), "name", "")
-    return name() if callable(name) else str(name)
+    try:
+        name = getattr(getattr(variable, "source", None), "name", "")
+        return name() if callable(name) else str(name)
+    except NotImplementedError:  # of an object that Dynamo made
+        return ""
 
 
 def _is_transformers_own(source: str, variable: Any, output: Any) -> bool:
