@@ -20,6 +20,7 @@ import torch
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import current_step
+from quire.passes.capture.reads import is_code_of
 from quire.passes.eager import paged_eager
 
 NAME = "quire"
@@ -144,7 +145,7 @@ def check_implementation(name: str | None, model: torch.nn.Module | None = None)
     plain = name.removeprefix("paged|") if name is not None else None
     known = plain in _EQUIVALENT or _FLASH_KERNELS.fullmatch(plain or "") is not None
     functions = {} if name == NAME else functions_of(name, model)
-    foreign = [what for what, f in functions.items() if not getattr(f, "__module__", "").startswith("transformers.")]
+    foreign = [what for what, f in functions.items() if not is_code_of(f, "transformers", "torch")]
     if known and foreign:
         raise UnsupportedAttention(f"the model's attention implementation {name!r} is registered by the user: {foreign[0]} is "
                                    "not transformers' own, and quire's attention would replace it. Put transformers' back.")

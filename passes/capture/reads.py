@@ -16,6 +16,19 @@ _PLAIN = frozenset((bool, int, float, str))
 _OURS = ("quire_dot_", "torch_dot__", "builtins")
 
 
+def is_code_of(function: Any, *packages: str) -> bool:
+    """Whether the code of a function, and of those that it wraps, is in these packages. ``__module__`` does not tell:
+    ``functools.wraps`` copies it."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        scope = getattr(function, "__globals__", None)
+        module = str(getattr(function, "__module__", "") if scope is None else scope.get("__name__", ""))
+        if module.partition(".")[0] not in (*packages, "contextlib"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def names_read(guards: Iterable[Any]) -> set[str]:
     """Every attribute name and key in the guards' sources and arguments. ``guards``: as ``guard_filter_fn`` gets them."""
     found: set[str] = set()
@@ -49,4 +62,4 @@ def values_of(reads: Iterable[tuple[str, str]]) -> dict[str, Any]:
     return found
 
 
-__all__ = ["globals_read", "names_read", "values_of"]
+__all__ = ["globals_read", "is_code_of", "names_read", "values_of"]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.reads import is_code_of
 
 _KEY = "quire_broken"
 
@@ -38,7 +39,7 @@ def check_names(graph: fx.Graph) -> None:
         holder = sys.modules.get(getattr(target, "__module__", None) or "")
         name = getattr(target, "__name__", "")
         found = getattr(holder, name, target)
-        if found is not target and not str(getattr(found, "__module__", "torch")).startswith("torch"):
+        if found is not target and not is_code_of(found, "torch"):
             raise UnsupportedAttention(
                 f"{target.__module__}.{name} was replaced by {getattr(found, '__qualname__', found)!r}, and a graph cannot "
                 f"hold both; undo that, and replace the forward of the modules that call {name} instead.")
