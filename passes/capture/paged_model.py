@@ -42,6 +42,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.positions import check_model
+from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_config
 
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -73,6 +74,7 @@ class PagedModel:
             check_config(self.config, self.options.max_model_len)
             check_checkpoint(model)
         check_model(model, self.options.max_model_len)
+        check_layers(model)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]

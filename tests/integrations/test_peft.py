@@ -52,7 +52,8 @@ def test_dora_is_refused_until_it_is_merged() -> None:
     model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[])
     base = generated(model)
     peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
-    with pytest.raises(RuntimeError, match="q_proj was replaced.*, and cannot be served as it is now.*could not be traced"):
+    with pytest.raises(RuntimeError, match="q_proj was replaced.*, and cannot be served as it is now.*could not be traced.*"
+                                           "merge the adapter with merge_adapter"):
         generated(peft)
     assert generated(peft.merge_and_unload()) == base
     model.generate.close()
