@@ -43,6 +43,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.positions import check_model
+from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_config
 
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -74,6 +75,7 @@ class PagedModel:
             check_config(self.config)
             check_checkpoint(model)
         check_model(model)
+        check_layers(model)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]

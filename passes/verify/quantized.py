@@ -67,6 +67,21 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
         logger.info("quantized weights: %d kinds, rows do not meet in any", len(tried))
 
 
+def check_layers(model: torch.nn.Module) -> None:
+    """Refuse bitsandbytes' 8-bit layers (LLM.int8) with a threshold, before they are traced: they compute a column in 16 bits
+    if any token of the batch has a large value there.
+
+    Raises:
+        UnsupportedAttention: names the layer.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
+            raise UnsupportedAttention(
+                f"{name} is an 8-bit layer of bitsandbytes (LLM.int8), which looks for large values in the activations of all "
+                "tokens of the batch, so sequences of a packed batch would change each other. Load the model in 4 bits "
+                "(BitsAndBytesConfig(load_in_4bit=True)), or quantize it with torchao, a scale for each row")
+
+
 def _check_rows(weight: torch.Tensor, where: str) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = (torch.randn(_ROWS, weight.shape[1], generator=generator) * 1e-3).to(weight.device, weight.dtype)
@@ -88,4 +103,4 @@ def _check_rows(weight: torch.Tensor, where: str) -> None:
             "(torchao: granularity=PerRow()) or the weights only.")
 
 
-__all__ = ["addresses", "check_rows", "num_bytes", "parts"]
+__all__ = ["addresses", "check_layers", "check_rows", "num_bytes", "parts"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import quire
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
-from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_tokenizer, tokens
+from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_tokenizer, small_llama, tokens
 from tests.tiny import load_model as load_shipped
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
@@ -244,3 +245,14 @@ def test_weights_updated_in_place_reach_a_running_engine(way: str, prompts: list
         (up.scale if way == "int8 modules" else up.weight.scale).mul_(-3)
         after = tokens(engine.generate(prompts[:2], GREEDY))
         assert after != before and after == [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts[:2]]
+
+
+def test_eight_bit_layers_of_bitsandbytes_are_refused_with_what_to_use() -> None:
+    """LLM.int8 decides by the activations of the whole batch: a sequence would depend on what runs beside it."""
+    class Linear8bitLt(torch.nn.Linear):
+        state = SimpleNamespace(threshold=6.0)
+
+    model = small_llama()
+    model.lm_head = Linear8bitLt(32, 64, bias=False)
+    with pytest.raises(quire.UnsupportedAttention, match="lm_head is an 8-bit layer of bitsandbytes.*load_in_4bit=True"):
+        quire.Engine(model)

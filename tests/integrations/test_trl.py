@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +84,21 @@ def test_grpo_learns_on_paged_rollouts(tmp_path) -> None:
     assert len(calls) == 20 * 32
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert len(rewards) == 20 and sum(rewards[-5:]) > 1.2 * sum(rewards[:5])
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path, monkeypatch, capsys) -> None:
+    """examples/grpo/train.py as it stands, with fewer steps."""
+    pytest.importorskip("matplotlib")
+    calls = []
+    monkeypatch.setattr(Engine, "_add", lambda self, ask, *rest, own=Engine._add: calls.append(1) or own(self, ask, *rest))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "2", "--out", str(tmp_path / "grpo.png")])
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "grpo" / "train.py"), run_name="__main__")
+    assert len(calls) == 2 * 32  # of the paged run; the other one has none
+    said = capsys.readouterr().out
+    assert all(f"{way}: reward 0." in said for way in ("quire", "transformers' generate"))
+    assert (tmp_path / "grpo.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
