@@ -166,7 +166,7 @@ class Composite:
 
     def backend(self, capabilities: CompositeCapabilities, route: Callable[[AttentionSite], str]) -> AttentionBackend:
         """The composite as a backend, its ops registered."""
-        name = _op_name(self.name)
+        name = op_name(self.name)
         launches = "cuda" in capabilities.devices
         states = any(part.make_state is not None for part in self.parts)
         prepare = ("(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
@@ -184,7 +184,7 @@ class Composite:
             verified=all(part.verified for part in self.parts), route=route)
 
 
-def _op_name(name: str) -> str:
+def op_name(name: str) -> str:
     """``name`` as a part of an op's name that is not taken."""
     base = op = re.sub(r"\W+", "_", name)
     number = 1
@@ -201,4 +201,5 @@ def check_parts(name: str, parts: Iterable[AttentionBackend]) -> None:
             raise UnsupportedAttention(f"attention={name!r}: its backends have no {what} in common")
 
 
-__all__ = ["KINDS", "Composite", "CompositeCapabilities", "attention_name", "check_parts", "common_capabilities", "kind_of"]
+__all__ = ["KINDS", "Composite", "CompositeCapabilities", "attention_name", "check_parts", "common_capabilities", "kind_of",
+           "op_name"]
