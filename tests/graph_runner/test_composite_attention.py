@@ -83,6 +83,7 @@ def test_compiled(gemma2) -> None:
     assert generate(gemma2, "hybrid:second_part+torch_native", compiler="inductor", fusions="all") == expected
 
 
+@pytest.mark.slow
 def test_an_engine_reads_a_common_prompt_once() -> None:
     """Requests that begin alike have the prefix cache's pages in common; the tokens are those of the backend alone. So they are
     where batches are cut in two."""
