@@ -10,7 +10,8 @@ So a cache of ``[c, k_rope]``, rank + R numbers per token in place of H * (D + D
     q_h . k_h  =  [W_UK_h^T q_nope_h, q_rope_h] . [c, k_rope]            ``absorb_query``
     sum_j p_j v_hj  =  W_UV_h sum_j p_j c_j                              ``expand_output``
 
-In these *absorbed* terms all H heads attend to one key head of dim rank + R whose value is its first rank numbers. ``kv_b`` is
+In these *absorbed* terms all H heads attend to one key head of dim rank + R whose value is its first rank numbers. A prefill of
+many tokens takes fewer products with keys and values expanded (``mla_prefill.py``). ``kv_b`` is
 always the model's own parameter, read in every step: weights that are updated in place reach the next step.
 
 =======  ==========================================================================================================

@@ -12,6 +12,7 @@ import quire
 from quire.attn_ops.backend import define_paged_op, define_state_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.registry import all_backends, register_backend
+from tests.tiny import small_llama
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=32, max_position_embeddings=64)
@@ -82,8 +83,11 @@ def test_compiled(gemma2) -> None:
     assert generate(gemma2, "hybrid:second_part+torch_native", compiler="inductor", fusions="all") == expected
 
 
-def test_an_engine_reads_a_common_prompt_once(gemma2) -> None:
-    """Requests that begin alike have the prefix cache's pages in common; the tokens are those of the backend alone."""
+@pytest.mark.slow
+def test_an_engine_reads_a_common_prompt_once() -> None:
+    """Requests that begin alike have the prefix cache's pages in common; the tokens are those of the backend alone. So they are
+    where batches are cut in two."""
+    model = small_llama(0.3)
     prefixes: list[int] = []
 
     def state(*args, causal, **options):
@@ -96,7 +100,7 @@ def test_an_engine_reads_a_common_prompt_once(gemma2) -> None:
     prompts = [[*range(5, 18), n] for n in (20, 30, 40)]
 
     def tokens(attention: str) -> list[list[int]]:
-        with quire.Engine(gemma2, attention=attention, num_pages=32, page_size=4, max_num_seqs=4, max_model_len=32) as e:
+        with quire.Engine(model, attention=attention, num_pages=32, page_size=4, max_num_seqs=4, max_model_len=32) as e:
             greedy = quire.SamplingParams(max_tokens=6, temperature=0)
             first = e.generate(prompts[:1], greedy)
             return [o.token_ids for o in (*first, *e.generate(prompts, greedy))]
@@ -104,3 +108,4 @@ def test_an_engine_reads_a_common_prompt_once(gemma2) -> None:
     expected = tokens("torch_native")
     assert tokens("cascade:with_state@1") == expected
     assert max(prefixes) == 12
+    assert tokens("two_batch:torch_native") == expected
