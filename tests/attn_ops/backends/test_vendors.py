@@ -320,8 +320,9 @@ def test_missing_packages_are_named_with_their_install_line() -> None:
 def test_packages_of_the_wrong_version_are_named(monkeypatch) -> None:
     """A call whose signature has changed would fail in the middle of a step, or mean something else."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.18.post1+cu130")
-    assert too_old("flashinfer-python", "0.7.2") == ("flashinfer-python 0.6.18.post1+cu130 is installed, its calls are those of "
-                                                     "0.7.2 or newer: pip install -U flashinfer-python")
+    assert too_old("flashinfer-python", "0.7.2") == (
+        "flashinfer-python 0.6.18.post1+cu130 is installed, its calls are those of "
+        "0.7.2 or newer: pip install -U flashinfer-python")
     assert too_old("flashinfer-python", "0.6.18") is too_old("flashinfer-python", "0.6.9") is None
     monkeypatch.undo()
     assert too_old("no-such-distribution", "1.0") is None
