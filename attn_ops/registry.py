@@ -113,6 +113,11 @@ def plain_backend(device_type: str) -> AttentionBackend:
     return min(found, key=lambda item: item[0])[1]
 
 
+def family_usages() -> list[str]:
+    """The forms of the names of backends that are made when they are first used, each with what it is."""
+    return REGISTRY.usages
+
+
 FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
 
 
@@ -181,5 +186,5 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
 
 
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
-           "plain_backend", "register_backend"]
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "family_usages",
+           "get_backend", "plain_backend", "register_backend"]
