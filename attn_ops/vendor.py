@@ -5,8 +5,10 @@ A file of a backend imports its package at the first call, never before: `quire 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,21 @@ def missing(module: str, install: str) -> str | None:
     except ModuleNotFoundError:  # a parent package is missing
         found = False
     return None if found else f"{module} is not installed: {install}"
+
+
+def too_old(distribution: str, oldest: str) -> str | None:
+    """None if the installed version of ``distribution`` is ``oldest`` or newer, or unknown; else how to get a newer one."""
+
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n)  # type: ignore[index]
+
+    try:
+        have = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if numbers(have) >= numbers(oldest):
+        return None
+    return f"{distribution} {have} is installed, its calls are those of {oldest} or newer: pip install -U {distribution}"
 
 
 def wrong_gpu(device: torch.device, *majors: int) -> str | None:
@@ -57,6 +74,17 @@ def by_token(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
     return block_table[row], torch.where(token < query_start_loc[-1], lens, 0).to(torch.int32)
 
 
+def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B + 1,) int32 prefix sums of ``lens`` (B,), and the slot of each token of each sequence, end to end, int32: as many as
+    the block table has room for, zeros behind the last."""
+    indptr = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    at = torch.arange(block_table.numel() * page_size, device=block_table.device)
+    row = torch.searchsorted(indptr[1:].long(), at, right=True).clamp_max(max(0, lens.shape[0] - 1))
+    position = (at - indptr[row]).clamp(0, block_table.shape[1] * page_size - 1)
+    slots = block_table[row, position // page_size] * page_size + position % page_size
+    return indptr, torch.where(at < indptr[-1], slots, 0).to(torch.int32)
+
+
 def define_by_token(name: str, multiple: Callable[[int], int] = lambda page_size: 1) -> Any:
     """Register ``by_token`` as the op ``quire::<name>_prepare``, for ``AttentionBackend.prepare``; return its overload.
 
@@ -83,4 +111,5 @@ def widened(table: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.nn.functional.pad(table, (0, -table.shape[1] % columns))
 
 
-__all__ = ["by_token", "define_by_token", "missing", "no_compiler", "widened", "wrong_gpu"]
+__all__ = ["by_token", "define_by_token", "missing", "no_compiler", "slots_end_to_end", "too_old",
+           "widened", "wrong_gpu"]

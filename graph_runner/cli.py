@@ -181,7 +181,7 @@ def backends(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_and_texts(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
+def _model_and_texts(args: argparse.Namespace, seed: int) -> tuple[Any, Any, list[list[int]]]:
     """The model, its tokenizer, and the texts of ``quire calibrate`` and ``quire quality``."""
     from quire.graph_runner.loading import TINY_MODEL, load
     from quire.graph_runner.quality import token_texts
@@ -191,14 +191,14 @@ def _model_and_texts(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
     text = None if args.text is None else Path(args.text).read_text()
-    return model, tokenizer, token_texts(model, tokenizer, text, args.length)
+    return model, tokenizer, token_texts(model, tokenizer, text, args.length, seed)
 
 
 def calibrate(args: argparse.Namespace) -> int:
     """``quire calibrate``."""
     from quire.graph_runner.quality import calibrate as measure
 
-    found = measure(*_model_and_texts(args), args.out)
+    found = measure(*_model_and_texts(args, seed=0), args.out)
     print(f"{args.out}: channels of {len(found['channels'])} layers by importance, measured on {found['tokens']} tokens")
     return 0
 
@@ -207,7 +207,7 @@ def quality(args: argparse.Namespace) -> int:
     """``quire quality``."""
     from quire.graph_runner.quality import compare
 
-    for found in compare(*_model_and_texts(args), args.attention):
+    for found in compare(*_model_and_texts(args, seed=100), args.attention):
         print(found)
     return 0
 

@@ -22,8 +22,8 @@ STARTS = ("Once upon a time,", "The owl", "To make soup, you need", "Dear Anna,"
 STRETCH = 512  # positions of a text that are compared; each is a step
 
 
-def token_texts(model: Any, tokenizer: Any, text: str | None, length: int) -> list[list[int]]:
-    """Token ids, cut to ``length``: of ``text``, in parts; None: of what the model itself writes (seeded).
+def token_texts(model: Any, tokenizer: Any, text: str | None, length: int, seed: int = 0) -> list[list[int]]:
+    """Token ids, cut to ``length``: of ``text``, in parts; None: of what the model itself writes with ``seed``.
 
     Raises:
         ValueError: a text without a whole part of two tokens.
@@ -35,7 +35,7 @@ def token_texts(model: Any, tokenizer: Any, text: str | None, length: int) -> li
     else:
         with Engine(model, tokenizer) as engine:
             prompts = [tokenizer(start)["input_ids"] for start in STARTS]
-            params = [SamplingParams(max_tokens=length - len(ids), temperature=1.0, seed=i, ignore_eos=True)
+            params = [SamplingParams(max_tokens=length - len(ids), temperature=1.0, seed=seed + i, ignore_eos=True)
                       for i, ids in enumerate(prompts)]
             outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params)
         parts = [list(o.prompt_token_ids) + list(o.token_ids) for o in outputs]

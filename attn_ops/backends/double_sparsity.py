@@ -62,18 +62,18 @@ class Options:
         """The longest sequence that is attended exactly."""
         return max(self.tokens, self.dense_below)
 
-    def of_site(self, site: AttentionSite) -> torch.Tensor:
+    def of_layer(self, layer: int, heads: int, dim: int) -> torch.Tensor:
         """(Hkv, CHANNELS) int64. Raises UnsupportedAttention if the file is of another model."""
         if self.ranked is None or self.channels is None:
-            return torch.arange(site.head_dim).repeat(site.num_kv_heads, 1)
-        rows = self.ranked.get(site.layer)
-        if rows is None or len(rows) != site.num_kv_heads or any(sorted(r) != list(range(site.head_dim)) for r in rows):
+            return torch.arange(dim).repeat(heads, 1)
+        rows = self.ranked.get(layer)
+        if rows is None or len(rows) != heads or any(sorted(r) != list(range(dim)) for r in rows):
             have = "no such layer" if rows is None else f"{len(rows)} heads of {len(rows[0])} channels"
             raise UnsupportedAttention(
-                f"{NAME}: layer {site.layer} has {site.num_kv_heads} key heads of {site.head_dim} channels, the file has "
-                f"{have}: it was made from another model. Run `quire calibrate` on this one")
-        if self.channels > site.head_dim:
-            raise UnsupportedAttention(f"{NAME}: {self.channels} channels of keys that have {site.head_dim}")
+                f"{NAME}: layer {layer} has {heads} key heads of {dim} channels, the file has {have}: it was made from another "
+                "model. Run `quire calibrate` on this one")
+        if self.channels > dim:
+            raise UnsupportedAttention(f"{NAME}: {self.channels} channels of keys that have {dim}")
         return torch.tensor([r[: self.channels] for r in rows])
 
 
@@ -98,28 +98,32 @@ def labels_of(keys: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
     return keys.gather(-1, channels.long().expand(*keys.shape[:-2], *channels.shape))
 
 
-def make_state(options: Options, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits
-               ) -> dict[int, LayerLabels]:
-    """Labels of every key in the cache, by the address of the layer's key cache: the op is given no layer."""
-    state: dict[int, LayerLabels] = {}
-    for site in sites:
-        k_cache = cache.of_layer(site.layer)[0]
-        channels = options.of_site(site).to(k_cache.device)
-        own = options.ranked is not None
-        labels = labels_of(k_cache, channels).contiguous() if own else k_cache
-        state[k_cache.data_ptr()] = LayerLabels(labels, channels.int(), own)
-    cache.beside[NAME] = {site.layer: layer.labels for site, layer in zip(sites, state.values(), strict=True) if layer.own}
-    return state
+class State:
+    """The labels of every key in a cache, by the address of the layer's key cache: the op is given no layer."""
 
+    def __init__(self, options: Options, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
+        self.options, self.cache, self.layers = options, cache, dict[int, LayerLabels]()
+        cache.beside[NAME] = {}
+        for site in sites:
+            self.of(cache.of_layer(site.layer)[0])
 
-def layer_of(state: dict[int, LayerLabels], k_cache: torch.Tensor) -> LayerLabels:
-    """The labels of this key cache. Of a copy (opcheck makes some) they are made anew, where one layer leaves no doubt."""
-    if k_cache.data_ptr() in state:
-        return state[k_cache.data_ptr()]
-    if len(state) != 1:
-        raise RuntimeError(f"{NAME}: no layer of the step's KV cache is at this address; give the op the cache's own tensors")
-    (layer,) = state.values()
-    return LayerLabels(labels_of(k_cache, layer.channels).contiguous() if layer.own else k_cache, layer.channels, layer.own)
+    def of(self, k_cache: torch.Tensor) -> LayerLabels:
+        """The labels of this key cache. Those of a copy (opcheck makes some) are made anew, where one layer leaves no doubt."""
+        if k_cache.data_ptr() in self.layers:
+            return self.layers[k_cache.data_ptr()]
+        found = [i for i, k in enumerate(self.cache.k) if k.data_ptr() == k_cache.data_ptr()]
+        if not found and self.cache.num_layers > 1:
+            raise RuntimeError(f"{NAME}: no layer of the step's KV cache is at this address; give the op the cache's own "
+                               "tensors")
+        layer = self.cache.layer_ids[found[0] if found else 0]
+        channels = self.options.of_layer(layer, *k_cache.shape[2:]).to(k_cache.device)
+        own = self.options.ranked is not None
+        made = LayerLabels(labels_of(k_cache, channels).contiguous() if own else k_cache, channels.int(), own)
+        if found:
+            self.layers[k_cache.data_ptr()] = made
+            if own:
+                self.cache.beside[NAME][layer] = made.labels
+        return made
 
 
 def choose_eager(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor, options: Options
@@ -204,7 +208,7 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         step = current_step()
         if step is None or name not in step.states:
             raise RuntimeError(f"{name} keeps labels beside the KV cache: run it inside `with quire.step(...)`")
-        layer = layer_of(step.states[name], k_cache)
+        layer = step.states[name].of(k_cache)
         tables = (slot_mapping, block_table, query_start_loc, seq_lens)
         if q.shape[0] > seq_lens.shape[0]:
             out = plain_backend(q.device.type).op(q, k, v, k_cache, v_cache, None, None, *tables, None, [], scale=scale,
@@ -230,7 +234,7 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
             head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True,
             cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE),
         available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
-        make_state=functools.partial(make_state, options), prepare=_prepare_op(), packages=("triton",), every_step=True,
+        make_state=functools.partial(State, options), prepare=_prepare_op(), packages=("triton",), every_step=True,
         approximate=f"decodes over {options.tokens} keys of sequences longer than {options.limit} tokens")
 
 

@@ -166,8 +166,8 @@ def backend(name: str, chunk: int, length: int) -> AttentionBackend:
         if batch.longest > limit:
             raise UnsupportedAttention(
                 f"{name} got a sequence of {batch.longest} tokens and cannot rotate q itself: this layer has no rotary "
-                f"embedding, or none of the forms in attn_ops/ops/rope.py. It is served up to {limit} tokens: set "
-                "max_model_len, or choose another attention backend")
+                "embedding of a form in attn_ops/ops/rope.py, or the model is not compiled. It is served up to "
+                f"{limit} tokens: set max_model_len, or choose another attention backend")
         return plain_backend(q.device.type).op(
             q, k, v, k_cache, v_cache, None, None, slot_mapping, block_table, query_start_loc, seq_lens, None, [], scale=scale,
             window=None, softcap=softcap, chunk=None)

@@ -16,7 +16,7 @@ from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, Cuda
 from quire.attn_ops.kv_quant import write
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import by_token, define_by_token, missing, no_compiler, widened, wrong_gpu
+from quire.attn_ops.vendor import by_token, define_by_token, missing, no_compiler, too_old, widened, wrong_gpu
 
 NAME, RANK, ROPE = "trtllm_mla", 512, 64
 LIBRARY = "flashinfer.mla"
@@ -61,7 +61,8 @@ def _make_state(sites: Any, cache: Any, limits: Any, device: torch.device | None
 
 
 def available(device: torch.device) -> str | None:
-    return wrong_gpu(device, 10) or missing(LIBRARY.partition(".")[0], INSTALL) or no_compiler("flashinfer", "flashinfer-jit-cache")
+    return (wrong_gpu(device, 10) or missing(LIBRARY.partition(".")[0], INSTALL) or too_old("flashinfer-python", "0.7.2")
+            or no_compiler("flashinfer", "flashinfer-jit-cache"))
 
 
 BACKEND = AttentionBackend(

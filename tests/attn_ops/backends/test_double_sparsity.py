@@ -102,7 +102,7 @@ def test_labels_follow_the_keys() -> None:
     backend = make(4, channels=4)
     sites, cache = [SITE], PagedKVCache.for_sites([SITE], num_pages=12, page_size=4, device="cpu")
     state = backend.make_state(sites, cache, None)
-    (layer,) = state.values()
+    layer = state.of(cache.k[0])
     generator = torch.Generator().manual_seed(1)
     cache.k[0].normal_(generator=generator)
     layer.store(cache.k[0], torch.arange(4, 20))
@@ -111,7 +111,7 @@ def test_labels_follow_the_keys() -> None:
     cache.copy_pages(torch.tensor([2]), torch.tensor([7]))
     assert torch.equal(layer.labels[7], module.labels_of(cache.k[0], layer.channels)[7])
     again = backend.make_state(sites, cache, None)  # of a cache that holds keys
-    assert torch.equal(next(iter(again.values())).labels, module.labels_of(cache.k[0], layer.channels))
+    assert torch.equal(again.of(cache.k[0]).labels, module.labels_of(cache.k[0], layer.channels))
 
 
 def test_prefills_are_exact() -> None:
