@@ -38,8 +38,8 @@ class BatchShape(NamedTuple):
     num_reqs: int
 
 
-def _fields(shape: BatchShape, page_size: int, windows: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, type, shape) of each field. ``windows``: see StepBuffers."""
+def _fields(shape: BatchShape, page_size: int, windows: bool, total_lens: bool) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, type, shape) of each field. ``windows``, ``total_lens``: see StepBuffers."""
     t, b = shape
     changes = change_capacity(t, b, page_size)
     of_windows = [("window_slot_mapping", "i8", (t,)), ("window_change_at", "i8", (changes,)),
@@ -48,9 +48,9 @@ def _fields(shape: BatchShape, page_size: int, windows: bool = False) -> list[tu
         ("input_ids", "i8", (t,)), ("positions", "i8", (t,)), ("slot_mapping", "i8", (t,)), ("token_source", "i8", (t,)),
         ("logits_indices", "i8", (b,)), ("row_slot", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)),
         ("sample_position", "i8", (b,)), ("change_at", "i8", (changes,)), ("change_page", "i4", (changes,)),
-        ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("total_lens", "i4", (b,)), ("top_k", "i4", (b,)),
-        ("temperature", "f4", (b,)), ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)),
-        ("logprob_temperature", "f4", (b,)), *(of_windows if windows else ()),
+        ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
+        ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)), ("logprob_temperature", "f4", (b,)),
+        *(of_windows if windows else ()), *([("total_lens", "i4", (b,))] if total_lens else ()),
     ]
 
 
@@ -63,10 +63,10 @@ class StepLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, shape: BatchShape, page_size: int, windows: bool = False) -> StepLayout:
+    def of(cls, shape: BatchShape, page_size: int, windows: bool = False, total_lens: bool = False) -> StepLayout:
         """``page_size`` bounds the number of new pages in a step."""
         fields, at = {}, 0
-        for name, kind, size in _fields(shape, page_size, windows):
+        for name, kind, size in _fields(shape, page_size, windows, total_lens):
             fields[name] = (at, kind, size)
             at += -(-int(np.prod(size)) * int(kind[1]) // ALIGNMENT) * ALIGNMENT
         return cls(shape, fields, at)
@@ -106,7 +106,7 @@ class StepBuffers:
         self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
         self.dummy_slot, self.total_lens = max_num_seqs, total_lens
         # The largest mixed shape has both the most tokens and the most rows, so it bounds every layout.
-        num_bytes = StepLayout.of(max_shape, page_size, windows).num_bytes
+        num_bytes = StepLayout.of(max_shape, page_size, windows, total_lens).num_bytes
         pin = device.type == "cuda"
         self.host = [HostArrays(num_bytes, pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -130,7 +130,7 @@ class StepBuffers:
                 self._views.clear()
                 for host in self.host:
                     host._views.clear()
-            self._layouts[shape] = StepLayout.of(shape, self.page_size, self.window_table is not None)
+            self._layouts[shape] = StepLayout.of(shape, self.page_size, self.window_table is not None, self.total_lens)
         return self._layouts[shape]
 
     def views(self, shape: BatchShape) -> dict[str, torch.Tensor]:
