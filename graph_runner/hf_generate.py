@@ -66,6 +66,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
     if any(_injects_rows(hook) for m in model.modules() for hook in m._forward_pre_hooks.values()):
         return "each row has an adapter of its own (PEFT's adapter_names), and an engine has one for all rows"
     if (method := own_method(model, own_generate)) is not None:
+        if getattr(vars(model).get(method), "__module__", "").startswith("peft."):
+            return (f"{method} is PEFT's: prompt tuning, p-tuning and prefix tuning give the model embeddings or keys, and an "
+                    "engine takes token ids")
         return f"{method} is the model's own, and not transformers'"
     if torch.is_autocast_enabled(model.device.type):
         return "torch.autocast is on, and an engine computes in the model's own dtypes"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 
 import torch
 
 from quire.graph_runner import loading
+from quire.graph_runner.cast_weights import CastWeights
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
-from quire.graph_runner.window_pages import Reach, fit_requests
+from quire.graph_runner.scheduler import Scheduler
+from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,7 @@ class LiveModel:
     Attributes:
         config: the options, with the lengths and the number of pages that were chosen.
         runner: of the latest trace.
+        cast: the weights in the dtype that was asked for; None: the model's own are used.
         num_pages: pages of the KV cache, the same for every trace.
     """
 
@@ -44,10 +48,13 @@ class LiveModel:
             RuntimeError: the model changed each time.
         """
         changed: str | None = None
+        self.cast: CastWeights | None
         for _ in range(_ATTEMPTS):
-            before, versions = ModelGuard(self.model, addresses=False), buffer_versions(self.model)
+            before, versions, dtype = ModelGuard(self.model, addresses=False), buffer_versions(self.model), self.config.dtype
+            self.cast = None  # the old copies are freed before new ones are made
+            self.cast = CastWeights(self.model, dtype) if isinstance(dtype, torch.dtype) else None
             try:
-                with own_forward(self.model):
+                with own_forward(self.model), self.cast.in_place() if self.cast is not None else contextlib.nullcontext():
                     self.runner = ModelRunner(self.model, self.config)
             except ChangedWhileTraced as error:
                 changed = str(error)
@@ -60,6 +67,8 @@ class LiveModel:
                 continue
             paged = self.runner.paged
             if (changed := before.changed_meanwhile(paged.reads)) is None:
+                if self.cast is not None:
+                    paged.stand_ins = self.cast.stand_ins
                 self._guard = ModelGuard(
                     self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads or None,
                     of_modules=paged.reads_of_modules, versions=versions,
@@ -74,14 +83,40 @@ class LiveModel:
         few modules."""
         if self._stale is not None or not self.runner.paged.traced:
             return self._stale or "torch._dynamo.reset() dropped its trace"
+        if self.cast is not None and (replaced := self.cast.replaced()) is not None:
+            return replaced
         return self._guard.change() if everything else self._guard.next_change()
 
-    def limits(self) -> tuple[int, int | None, Reach | None, tuple[int, ...]]:
-        """The maximum length of a request, the maximum chunk of a prefill, how far back attention reaches, and the lengths
-        beyond which a sequence has other keys."""
-        config, reach = self.config, self.runner.reach
-        return *fit_requests(reach, self.num_pages, config.page_size, config.prefill_chunk_size,
-                             config.max_num_batched_tokens, self.runner.max_model_len), reach, self.runner.length_limits
+    def refresh(self, everything: bool) -> None:
+        """Let copies of the weights follow the model. ``everything``: also what PyTorch does not count."""
+        if self.cast is not None:
+            self.cast.refresh(everything)
+
+    def close(self) -> None:
+        """Free graphs, cache and copies of weights, and restore the model."""
+        self.runner.close()
+        self.cast = None
+
+    def limits(self) -> tuple[int, int | None]:
+        """The maximum length of a request, and the maximum chunk of a prefill."""
+        config, runner, windows = self.config, self.runner, self.runner.sizes.window_pages(self.num_pages)
+        length, chunk = fit_requests(runner.reach, self.num_pages, config.page_size, config.prefill_chunk_size,
+                                     config.max_num_batched_tokens, runner.max_model_len)
+        if windows is not None:
+            length, chunk = fit_requests(runner.window_reach, windows, config.page_size, chunk,
+                                         config.max_num_batched_tokens, length)
+        return length, chunk
+
+    def fit(self, scheduler: Scheduler) -> int:
+        """Give a scheduler of which no request runs the limits of the latest trace; returns the maximum length of a request."""
+        runner, pages = self.runner, self.runner.sizes.window_pages(self.num_pages)
+        length, scheduler.prefill_chunk_size = self.limits()
+        scheduler.reach, scheduler.windows, scheduler.length_limits = runner.reach, None, runner.length_limits
+        if runner.window_reach is not None and pages is not None:
+            scheduler.windows = WindowPages(runner.window_reach, pages, self.config.page_size)
+        if scheduler.prefixes is not None:
+            scheduler.prefixes.windows = scheduler.windows
+        return length
 
     def trace_again(self, change: str) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight.

@@ -1,8 +1,8 @@
 """A batch cut into microbatches at token borders, which may lie inside a sequence.
 
-The microbatches run in order, each after the keys and values of the earlier ones are written. So a sequence that goes on in a
-later microbatch has there its earlier tokens as tokens computed before, and attention over the parts is attention over the
-whole. Users: two-batch overlap, and steps larger than a captured graph.
+The microbatches run in order, each after the keys and values of the earlier ones are written. A sequence that continues
+in a later microbatch has its earlier tokens in the cache there, so attention over the parts is attention over the whole.
+Users: two-batch overlap, and steps larger than a captured graph.
 """
 
 from __future__ import annotations

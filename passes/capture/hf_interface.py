@@ -156,6 +156,25 @@ def check_implementation(name: str | None, model: torch.nn.Module | None = None)
 
 
 @contextlib.contextmanager
+def implementation_set(configs: list[Any], name: str, model: torch.nn.Module | None = None) -> Iterator[None]:
+    """While inside, transformers' configs have the attention implementation ``name``. ``model``: see ``check_implementation``.
+
+    Raises:
+        UnsupportedAttention: the user chose an implementation of their own.
+    """
+    before = [c._attn_implementation_internal for c in configs]
+    for found in before:
+        check_implementation(found, model)
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, found in zip(configs, before, strict=True):
+            config._attn_implementation_internal = found
+
+
+@contextlib.contextmanager
 def interface_active(model: torch.nn.Module) -> Iterator[None]:
     """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards.
 
@@ -163,20 +182,13 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
         UnsupportedAttention: the user chose an implementation of their own.
     """
     register()
-    configs = configs_of(model)
-    before = [c._attn_implementation_internal for c in configs]
-    for name in before:
-        check_implementation(name, model)
-    for config in configs:
-        config._attn_implementation_internal = NAME
-    token = ACTIVE.set(True)
-    try:
-        yield
-    finally:
-        ACTIVE.reset(token)
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+    with implementation_set(configs_of(model), NAME, model):
+        token = ACTIVE.set(True)
+        try:
+            yield
+        finally:
+            ACTIVE.reset(token)
 
 
 __all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "functions_of",
-           "interface_active", "register", "uses_interface"]
+           "implementation_set", "interface_active", "register", "uses_interface"]

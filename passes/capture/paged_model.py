@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.positions import check_model
+from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_config
 
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -74,6 +75,7 @@ class PagedModel:
             check_config(self.config)
             check_checkpoint(model)
         check_model(model)
+        check_layers(model)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
@@ -90,6 +92,7 @@ class PagedModel:
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads: set[str] = set()  # names of the attributes that the trace read
         self.reads_of_modules: set[tuple[str, str]] = set()  # what its code read of Python modules; see ``globals_read``
+        self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
         self._ahead, self._closed = ahead, False
         self._graph: TracedGraph | None = None
@@ -169,7 +172,7 @@ class PagedModel:
         check_side_effects()
         self._graph = TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True,
                                   ahead=self._ahead, row_data="L['sampling']")
-        # For owners that never call ``close``. Not at exit: nobody saves a model after it.
+        # For owners that never call ``close``. Not at exit: no model is saved after it.
         weakref.finalize(self, _restore, self._graph).atexit = False
         if self.options.page_size is not None:  # compiled before the cache exists
             self._graph.compiled()
@@ -179,6 +182,8 @@ class PagedModel:
         step = current_step()
         if step is None or self._graph is None:
             raise Traced
+        if self.stand_ins:
+            args = tuple(self.stand_ins.get(id(x), x) for x in args)
         return self._graph.run_paged(step, *args)
 
     # -- what was found -----------------------------------------------------------------------------------------------

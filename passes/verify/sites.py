@@ -129,7 +129,7 @@ def _argument(node: fx.Node, index: int, name: str) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """What can be told from a transformers config before any tracing.
+    """The checks that need a transformers config only, before any tracing.
 
     Raises:
         UnsupportedAttention: the model cannot be served.

@@ -38,12 +38,12 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def plain():
     """A model that transformers serves."""
-    return load_model()
+    return load_model(num_layers=2)
 
 
 @pytest.fixture(scope="module")
 def paged_model():
-    model = quire.paged(load_model(), **OPTIONS)
+    model = quire.paged(load_model(num_layers=2), **OPTIONS)
     yield model
     model.generate.close()
 
@@ -223,7 +223,7 @@ def fallbacks(plain, tokenizer, ids) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", fallbacks(load_model(), None, torch.zeros(1, 1, dtype=torch.long)))
+@pytest.mark.parametrize("name", fallbacks(load_model(num_layers=2), None, torch.zeros(1, 1, dtype=torch.long)))
 def test_falls_back_with_one_warning(name, plain, model, batch, tokenizer) -> None:
     ids = batch.input_ids[2:]
     options, reason = fallbacks(plain, tokenizer, ids)[name]
