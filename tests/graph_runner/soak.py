@@ -4,9 +4,10 @@
     make soak ARGS="--minutes 60 --seed 7"
 
 Requests of known prompts run while another thread updates the weights in place, replaces parameters, toggles training mode and
-gradient checkpointing, and a third one closes the engine and makes another. A request that began and ended under one and the
-same set of weights must give the tokens of its run alone. At the end every page is free, and the model is as it was. A thread
-that does not come forward for ``STUCK`` seconds fails the run with the stacks of all threads.
+gradient checkpointing (at any time, also while the model is traced), and a third one closes the engine and makes another. A
+request that began and ended under one and the same set of weights must give the tokens of its run alone. At the end every page
+is free, and the model is as it was. A thread that does not come forward for ``STUCK`` seconds fails the run with the stacks of
+all threads.
 """
 
 from __future__ import annotations
