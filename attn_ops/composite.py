@@ -80,7 +80,7 @@ def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support
     for name in ("head_dims_note", "page_sizes_note", "kv_dtypes_note"):
         both[name] = "; ".join(dict.fromkeys(note for c in caps if (note := getattr(c, name)) not in ("", "any"))) or (
             "" if name == "kv_dtypes_note" else "any")
-    both["mla"] = False
+    both["mla"] = both["lse"] = False
     needs = [item for c in caps for item in c.min_kv_compute_capability.items()]
     return CompositeCapabilities(
         **{**both, **features}, min_kv_compute_capability={d: max(n for k, n in needs if k == d) for d, _ in needs},
@@ -166,7 +166,7 @@ class Composite:
 
     def backend(self, capabilities: CompositeCapabilities, route: Callable[[AttentionSite], str]) -> AttentionBackend:
         """The composite as a backend, its ops registered."""
-        name = _op_name(self.name)
+        name = op_name(self.name)
         launches = "cuda" in capabilities.devices
         states = any(part.make_state is not None for part in self.parts)
         prepare = ("(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
@@ -181,10 +181,12 @@ class Composite:
             prepare=None if all(part.prepare is None for part in self.parts) else
             define_op(f"{name}_prepare{prepare}", cpu=self.prepare, cuda=self.prepare, fake=self.prepare),
             packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
-            verified=all(part.verified for part in self.parts), route=route)
+            verified=all(part.verified for part in self.parts), route=route,
+            approximate="; ".join(f"{part.name} {part.approximate}" for part in self.parts if part.approximate),
+            every_step=any(part.every_step for part in self.parts), unrotated=any(part.unrotated for part in self.parts))
 
 
-def _op_name(name: str) -> str:
+def op_name(name: str) -> str:
     """``name`` as a part of an op's name that is not taken."""
     base = op = re.sub(r"\W+", "_", name)
     number = 1
@@ -201,4 +203,5 @@ def check_parts(name: str, parts: Iterable[AttentionBackend]) -> None:
             raise UnsupportedAttention(f"attention={name!r}: its backends have no {what} in common")
 
 
-__all__ = ["KINDS", "Composite", "CompositeCapabilities", "attention_name", "check_parts", "common_capabilities", "kind_of"]
+__all__ = ["KINDS", "Composite", "CompositeCapabilities", "attention_name", "check_parts", "common_capabilities", "kind_of",
+           "op_name"]

@@ -74,6 +74,9 @@ class EngineConfig:
     cudagraph_lazy: bool = _option(False, "capture a batch size when the first batch of it comes, and not at the start")
     cudagraph_debug: bool = _option(
         False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
+    cudagraph_piecewise: bool = _option(
+        False, "capture batches for which the attention backend allows no CUDA graph (flashinfer's with prompts) in pieces, "
+        "between its attention calls")
     compiler: str = _option(
         "auto", '"inductor", "inductor-whole", "eager", or "auto": inductor on a GPU, eager on a CPU, where compiling takes '
         "longer than it saves")
@@ -133,6 +136,7 @@ class EngineConfig:
         on_gpu = device.type == "cuda"
         return QuireOptions(
             attention=self.attention, page_size=self.page_size, layout=self.kv_layout, max_model_len=self.max_model_len,
+            window_tables=True,
             kv_cache_dtype=kv_dtype(self.kv_cache_dtype),
             compiler=("inductor" if on_gpu else "eager") if self.compiler == "auto" else self.compiler,
             fusions=("all" if on_gpu else "none") if self.fusions == "auto" else self.fusions)
@@ -156,6 +160,7 @@ class EngineOptions(TypedDict, total=False):
     cudagraph_token_sizes: Sequence[int] | Policy | None
     cudagraph_lazy: bool
     cudagraph_debug: bool
+    cudagraph_piecewise: bool
     compiler: str
     fusions: str | Sequence[str]
     enable_prefix_caching: bool | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.training_mode import training_difference
+from quire.passes.capture.reads import is_code_of
 
 # Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes
 # processors and criteria of, and those without effect on the result.
@@ -170,7 +170,7 @@ def own_method(model: torch.nn.Module, own_generate: Any) -> str | None:
         found = found or getattr(type(model), name, method)
         if found is vars(OwnCopies).get(name):
             found = getattr(super(OwnCopies, type(model)), name, method)
-        if not getattr(inspect.unwrap(found), "__module__", "").startswith("transformers."):
+        if not is_code_of(found, "transformers", "torch"):
             return name
     return None
 

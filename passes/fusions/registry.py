@@ -81,8 +81,12 @@ def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequen
 
 
 def apply_lowered_fusions(lowered: Lowered, names: str | Sequence[str], small: bool = False) -> None:
-    """Run the passes on a lowered graph, in place. Arguments as for ``apply_fusions``."""
-    _run(Fusion(lowered.gm, backend=lowered.target.backend), "lowered", names, small)
+    """Run the passes on a lowered graph, in place. Arguments as for ``apply_fusions``; a backend that needs q before its
+    rotation gets the pass for it."""
+    backend = lowered.target.backend
+    if backend.unrotated and not (names == "all" or "rope" in names):
+        names = ("rope",) if isinstance(names, str) else (*names, "rope")
+    _run(Fusion(lowered.gm, backend=backend), "lowered", names, small)
     lowered.gm.recompile()
 
 

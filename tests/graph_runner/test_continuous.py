@@ -25,7 +25,7 @@ def ids():
 
 @pytest.fixture(scope="module")
 def model():
-    model = quire.paged(load_model(num_layers=2), num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[])
+    model = quire.paged(load_model(num_layers=1), num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_capture_sizes=[])
     yield model
     model.generate.close()
 
@@ -46,7 +46,7 @@ def test_generate_batch(model, ids) -> None:
         config = ContinuousBatchingConfig(page_size=16, num_blocks=60, max_batch_tokens=64, return_logprobs=True)
         return of.generate_batch(ids, generation_config=GenerationConfig(**GREEDY), continuous_batching_config=config)
 
-    want, got = outputs(load_model(num_layers=2)), outputs(model)
+    want, got = outputs(load_model(num_layers=1)), outputs(model)
     assert list(got) == list(want)
     for mine, theirs in zip(got.values(), want.values(), strict=True):
         assert isinstance(mine, GenerationOutput) and mine.status == RequestStatus.FINISHED and mine.error is None
