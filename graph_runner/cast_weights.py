@@ -1,9 +1,10 @@
 """A model's weights in another dtype than the model's own: rollouts in bfloat16 of a model that is trained in float32.
 
-``Engine(model, dtype=torch.bfloat16)`` computes what ``copy.deepcopy(model).to(torch.bfloat16)`` would. Only tensors whose
-dtype differs are copied: none of a model in bfloat16, and of LoRA on such a model at most the adapters. The model is traced,
-and its graphs are captured, with the copies in the places of its parameters and buffers; after that the model has its own
-again, and steps get the copies (``PagedModel.stand_ins``).
+``Engine(model, dtype=torch.bfloat16)`` computes what the model would with its parameters and persistent buffers in bfloat16,
+as ``from_pretrained(..., dtype=torch.bfloat16)`` loads them. Buffers that are in no checkpoint stay as they are: rope's
+frequencies, which ``model.to(torch.bfloat16)`` would round too. Only tensors whose dtype differs are copied: none of a model in
+bfloat16, and of LoRA on such a model at most the adapters. The model is traced, and its graphs are captured, with the copies in
+the places of its own tensors; after that it has those again, and steps get the copies (``PagedModel.stand_ins``).
 
 The copies follow the model. When the engine gets work after it was idle, all are written again, whatever changed the weights;
 while it is busy, before each step for which a version counter or an address of the originals has changed, or an optimizer
@@ -24,7 +25,7 @@ from quire.graph_runner.optimizer_steps import optimizer_steps
 
 
 class CastWeights:
-    """Copies in ``dtype`` of a model's floating-point parameters and buffers that have another one.
+    """Copies in ``dtype`` of a model's floating-point parameters and persistent buffers that have another one.
 
     Attributes:
         stand_ins: the copy of each tensor that has one, by the tensor's id.
@@ -46,7 +47,9 @@ class CastWeights:
                     if t is None:
                         continue
                     self._places.append((holder, name, t, f"{where}.{name}" if where else name))
-                    if id(t) not in self.stand_ins and (t.is_floating_point() or t.is_complex()) and t.dtype != dtype:
+                    kept = holder is module._buffers and name in module._non_persistent_buffers_set
+                    casts = not kept and (t.is_floating_point() or t.is_complex()) and t.dtype != dtype
+                    if casts and id(t) not in self.stand_ins:
                         _check(t, self._places[-1][-1], dtype)
                         self.stand_ins[id(t)] = _like(t, dtype)
                         self._originals.append(t)

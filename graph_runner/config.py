@@ -55,8 +55,8 @@ class EngineConfig:
         "auto", 'dtype of the KV cache: "auto" (the model\'s), "int8", "fp8" (e4m3), "fp8_e5m2", a torch dtype or its name')
     dtype: str | torch.dtype | None = _option(
         None, "dtype that the engine computes in, as a torch dtype or its name. None: the model's own. Another one, such as "
-        "bfloat16 for a model trained in float32: the engine keeps a copy of the weights that differ, which follows them; "
-        "memory for the copy, and none for a model that has that dtype already")
+        "bfloat16 for a model trained in float32: the engine keeps a copy of the parameters and persistent buffers that "
+        "differ, which follows them; memory for the copy, and none for a model that has that dtype already")
     max_model_len: int | None = _option(
         None, "maximum length of a request, prompt and continuation. None: what the model and the cache allow", least=2)
     gpu_memory_utilization: float = _option(

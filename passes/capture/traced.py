@@ -46,7 +46,7 @@ class CompiledGraph:
     """A graph compiled for one backend, cache format and set of fusions.
 
     Attributes:
-        fused: the inputs that fusions added.
+        fused: the inputs that fusions added. fused_small: those of ``run_small``.
         assumed: by the compiler, about sizes.
         run_small: for at most MAX_TOKENS tokens; None: ``run`` serves those too.
     """
@@ -57,15 +57,22 @@ class CompiledGraph:
     assumed: list[Assumptions]
     run: Callable[..., Any]
     run_small: Callable[..., Any] | None = None
+    fused_small: FusedInputs | None = None
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the parameters among the inputs of a call are the fused ones."""
+        return self.fused.hold(args) and (self.fused_small is None or self.fused_small.hold(args))
 
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
         """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
         lowered = self.lowered
         ensure_planned(step, lowered.target.backend, list(lowered.sites))
         step.served.update(lowered.inputs.layers)
-        run = self.run_small if self.run_small and tokens is not None and tokens <= MAX_TOKENS else self.run
+        run, fused = self.run, self.fused
+        if self.run_small and self.fused_small and tokens is not None and tokens <= MAX_TOKENS:
+            run, fused = self.run_small, self.fused_small
         with torch.no_grad():
-            return run(*args, *self.fused.tensors, *lowered.inputs.of(step))
+            return run(*args, *fused.tensors, *lowered.inputs.of(step))
 
 
 class TracedGraph:
@@ -128,7 +135,7 @@ class TracedGraph:
         self.raised.meta["quire_stored_masks"].check(args)
         if step.by_hand and self.length_limits:
             check_lengths(step, self.length_limits)
-        if not compiled.fused.hold(args):
+        if not compiled.holds(args):
             if not self._warned:
                 self._warned = True
                 logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
@@ -319,12 +326,12 @@ class TracedGraph:
         if not has_small_passes(fusions):
             run, assumed = compile_graph(lowered, *settings)
             return CompiledGraph(lowered, selection, fused, [assumed], run)
-        lowered_small, _ = self.lowered(target, fusions, small=True)
+        lowered_small, fused_small = self.lowered(target, fusions, small=True)
         if self.ahead is not None:
             self.ahead.start_tuning(self.weights.small_linears, self._query.device)
         run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > MAX_TOKENS)
         small, assumed_small = compile_graph(lowered_small, *settings, lambda shape: shape.tokens <= MAX_TOKENS)
-        return CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small)
+        return CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small, fused_small)
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""
