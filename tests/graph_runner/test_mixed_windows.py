@@ -82,7 +82,7 @@ def test_exact_and_bounded(name) -> None:
     a window hold what reaches back from the next token, however long the request."""
     model = made(name)
     with quire.Engine(model, page_size=PAGE, num_pages=61, max_num_seqs=4, max_model_len=200, max_num_batched_tokens=24,
-                      cudagraph_capture_sizes=[4], cudagraph_debug=True) as engine:
+                      cudagraph_capture_sizes=[4], cudagraph_debug=True, async_stepping=True) as engine:
         runner, scheduler = engine.runner, engine.scheduler
         pages = dict(zip(runner.cache.layer_ids, runner.cache.layer_pages, strict=True))
         few = scheduler.windows.allocator.num_total + 1
