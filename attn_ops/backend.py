@@ -36,9 +36,9 @@ scale, ...         as in ``attention.py``
 Rules:
 
 * Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
-  raises UnsupportedAttention for a feature that it has not, and changes no input.
+  raises UnsupportedAttention for a feature that it lacks, and changes no input.
 * Write the mapped slots and nothing else. See NOTE [Padding]: rows may be empty, padding tokens give zeros.
-* Read nothing on the host in the op: work on the host is ``plan``'s, which finds its state in ``current_step()``.
+* Read nothing on the host in the op: host work belongs in ``plan``, which finds its state in ``current_step()``.
 * For ``attention="auto"``, set ``priority`` for each device type, and ``packages`` to the distributions that the speed depends
   on: times that ``quire bench attention --save`` measured with other versions do not count.
 """
@@ -53,6 +53,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
+from quire.attn_ops.breaks import breakable
 from quire.attn_ops.library import LIBRARY, define_op
 
 PAGED_SCHEMA = (
@@ -88,7 +89,7 @@ class AttentionCapabilities:
     Args:
         devices: torch device types.
         dtypes: of q, k and v.
-        kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, for messages.
+        kv_dtypes: of the cache, besides the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
         head_dims: predicate on (D, Dv).  mla_dims: on (rank, R).  page_sizes: on tokens per page.  *_note: for messages.
         layouts: memory layouts of the cache.
@@ -191,10 +192,14 @@ class AttentionBackend:
             Tensor[]`` recorded in the graph once per forward; every layer gets the result as ``prepared``. Device work only:
             no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
-        packages: distributions, beside torch, that its speed depends on.
+        packages: distributions, besides torch, that its speed depends on.
         verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
             the signatures that its package publishes; tables say so.
         route: for a backend made of backends: site -> which of them serve it, as text.
+        approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
+        every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
+        unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
+            chosen.
     """
 
     name: str
@@ -212,6 +217,13 @@ class AttentionBackend:
     packages: tuple[str, ...] = ()
     verified: bool = True
     route: Callable[[AttentionSite], str] | None = None
+    approximate: str = ""
+    every_step: bool = False
+    unrotated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.approximate and self.priority:
+            raise ValueError(f"attention backend {self.name!r} is approximate and has a priority: attention=\"auto\" is exact")
 
     def serves(self, site: AttentionSite) -> str:
         """What a site becomes, as text."""
@@ -254,9 +266,10 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
         launches: see ``define_op``.
     """
     schema = f"{name}_rope_paged_attention{ROPE_PAGED_SCHEMA}" if rope else f"{name}_paged_attention{PAGED_SCHEMA}"
-    keys = set(devices)
-    op = define_op(schema, cpu=impl if "CPU" in keys else None, cuda=impl if "CUDA" in keys else None,
-                   fake=_rope_paged_fake if rope else _paged_fake, launches=launches)
+    keys, fake = set(devices), _rope_paged_fake if rope else _paged_fake
+    impl = breakable(impl, fake)
+    op = define_op(schema, cpu=impl if "CPU" in keys else None, cuda=impl if "CUDA" in keys else None, fake=fake,
+                   launches=launches)
     for key in keys - {"CPU", "CUDA"}:
         LIBRARY.impl(op.name().removeprefix("quire::"), impl, key)
     return op

@@ -181,7 +181,9 @@ class Composite:
             prepare=None if all(part.prepare is None for part in self.parts) else
             define_op(f"{name}_prepare{prepare}", cpu=self.prepare, cuda=self.prepare, fake=self.prepare),
             packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
-            verified=all(part.verified for part in self.parts), route=route)
+            verified=all(part.verified for part in self.parts), route=route,
+            approximate="; ".join(f"{part.name} {part.approximate}" for part in self.parts if part.approximate),
+            every_step=any(part.every_step for part in self.parts), unrotated=any(part.unrotated for part in self.parts))
 
 
 def op_name(name: str) -> str:

@@ -29,6 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from quire.attn_ops.attention import attention_eager
+from quire.attn_ops.breaks import breakable
 from quire.attn_ops.library import define_op
 
 MLA_SCHEMA = "mla_attention(Tensor q, Tensor c, Tensor k_rope, Tensor kv_b, *, int layer, float scale) -> Tensor"
@@ -105,7 +106,7 @@ def define_mla_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterabl
         devices: "CPU", "CUDA" or both.
         launches: see ``define_op``.
     """
-    keys = set(devices)
+    keys, impl = set(devices), breakable(impl, _paged_fake)
     return define_op(f"{name}_mla_paged_attention{MLA_PAGED_SCHEMA}", cpu=impl if "CPU" in keys else None,
                      cuda=impl if "CUDA" in keys else None, fake=_paged_fake, launches=launches)
 

@@ -8,7 +8,14 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, BackendFamily, dtype_name, listed
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    BackendFamily,
+    UnsupportedAttention,
+    dtype_name,
+    listed,
+)
 from quire.attn_ops.composite import attention_name
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.tuning import attention as tuning
@@ -84,15 +91,21 @@ def all_backends() -> dict[str, AttentionBackend]:
     return REGISTRY.load()[0]
 
 
-def broken_backends() -> dict[str, str]:
-    """Entry points that did not load, with the reason."""
-    return REGISTRY.load()[1]
-
-
 def get_backend(name: str | Mapping[str, str]) -> AttentionBackend:
     """The backend of that name (or of these, by kind of layer), made now if it is a family's. Raises ValueError that lists the
     names there are."""
     return REGISTRY.get(attention_name(name))
+
+
+def plain_backend(device_type: str) -> AttentionBackend:
+    """The first backend in order of priority whose paged op needs neither a state nor a plan: other backends call it, for steps
+    that they leave as they are. Raises UnsupportedAttention if there is none."""
+    plain = [b for b in all_backends().values() if b.op is not None and b.make_state is None and b.plan is None]
+    found = [(order, b) for b in plain if (order := (b.priority or {}).get(device_type)) is not None
+             and b.available(torch.device(device_type)) is None]
+    if not found:
+        raise UnsupportedAttention(f"no backend without a state and a plan is usable on {device_type}")
+    return min(found, key=lambda item: item[0])[1]
 
 
 FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "lse")
@@ -163,5 +176,5 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
 
 
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "get_backend",
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "get_backend", "plain_backend",
            "register_backend"]

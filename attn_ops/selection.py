@@ -28,6 +28,7 @@ class Selection:
 
     def __str__(self) -> str:
         over = "".join(f"; {n} passed over: {', '.join(why)}" for n, why in self.passed_over.items())
+        over += f"; an approximation: {self.backend.approximate}" if self.backend.approximate else ""
         over += f"; MLA on the dense cache: {self.not_latent}" if self.not_latent else ""
         return self.backend.name + (f" ({self.why})" if self.why else "") + over
 

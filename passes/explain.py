@@ -47,6 +47,8 @@ class Explanation:
         if self.selection is not None:
             why = f", {self.selection.why}" if self.selection.why else ""
             lines.append(f"attention backend: {self.selection.backend.name}{why}")
+            if self.selection.backend.approximate:
+                lines.append(f"an approximation: {self.selection.backend.approximate}")
             lines += [f"  {name} passed over: {'; '.join(why)}" for name, why in self.selection.passed_over.items()]
             if self.selection.not_latent:
                 lines.append(f"MLA with keys and values of all heads in the cache, as the latent one is not served: "

@@ -19,22 +19,11 @@ from quire.attn_ops.backend import (
 )
 from quire.attn_ops.kv_quant import write
 from quire.attn_ops.library import define_op
-from quire.attn_ops.vendor import by_token, missing
+from quire.attn_ops.vendor import by_token, missing, slots_end_to_end
 
 NAME = "aiter"
 PARTITION = 256  # keys per partial result of the decode kernel
 INSTALL = "pip install --pre amd-aiter (the package aiter is another project)"
-
-
-def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B + 1,) int32 prefix sums of ``lens`` (B,), and the slot of each token of each sequence, end to end, int32: as many as
-    the block table has room for, zeros behind the last."""
-    indptr = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    at = torch.arange(block_table.numel() * page_size, device=block_table.device)
-    row = torch.searchsorted(indptr[1:].long(), at, right=True).clamp_max(max(0, lens.shape[0] - 1))
-    position = (at - indptr[row]).clamp(0, block_table.shape[1] * page_size - 1)
-    slots = block_table[row, position // page_size] * page_size + position % page_size
-    return indptr, torch.where(at < indptr[-1], slots, 0).to(torch.int32)
 
 
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,

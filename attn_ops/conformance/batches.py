@@ -151,6 +151,22 @@ class Batch:
         return dequantize(codes, scale)
 
 
+def scattered(query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int, device: torch.device | str,
+              num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), seed: int = 0,
+              common: int = 0, sharing: Sequence[bool] = ()) -> tuple[list[list[int]], CommonAttentionMetadata, int]:
+    """Pages of each sequence, in random order, the metadata with padding, and the number of pages; arguments of ``lay_out``.
+    ``common``: pages at the start of all sequences that are ``sharing``."""
+    counts = [-(-total // page_size) for total in seq_lens]
+    num_pages = num_pages or sum(counts) + 5
+    order = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    shared = [order.pop() for _ in range(common)]
+    table = [shared * mine + [order.pop() for _ in range(count - common * mine)]
+             for count, mine in zip(counts, sharing or [False] * len(counts), strict=True)]
+    meta = CommonAttentionMetadata.build(query_lens, seq_lens, [row + [0] * (table_width - len(row)) for row in table],
+                                         page_size=page_size, device=device)
+    return table, meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1]), num_pages
+
+
 def lay_out(
     site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
     device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None,
@@ -177,17 +193,10 @@ def lay_out(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(site.dtype)
 
-    counts = [-(-total // page_size) for total in seq_lens]
-    num_pages = num_pages or sum(counts) + 5
-    order = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    common = [order.pop() for _ in range(shared // page_size)]
     sharing = [shared > 0 and total - count >= shared for count, total in zip(query_lens, seq_lens, strict=True)]
-    table = [common * mine + [order.pop() for _ in range(count - len(common) * mine)]
-             for count, mine in zip(counts, sharing, strict=True)]
+    table, meta, num_pages = scattered(query_lens, seq_lens, page_size=page_size, device=device, num_pages=num_pages,
+                                       table_width=table_width, pad=pad, seed=seed, common=shared // page_size, sharing=sharing)
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None
-    meta = CommonAttentionMetadata.build(query_lens, seq_lens, [row + [0] * (table_width - len(row)) for row in table],
-                                         page_size=page_size, device=device)
-    meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
     cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout,
                                    dtype=kv_dtype)
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim_v))
@@ -322,4 +331,4 @@ def compare(out: torch.Tensor, batch: Batch) -> None:
 
 
 __all__ = ["Batch", "Failure", "Worst", "bits", "check", "compare", "compare_numbers", "lay_out", "noting_errors", "planned",
-           "prepared", "reference", "run"]
+           "prepared", "reference", "run", "scattered"]

@@ -82,6 +82,12 @@ class Kit:
             ("a batch in parts", lambda: sweeps.parts(self, list(MIXED))),
             ("decode steps made ahead", lambda: sweeps.drafts(self)),
             ("strided q, k, v", lambda: self.exact(DECODE, MIXED, strided=True)),
+            *self.frame_checks(),
+        ]
+
+    def frame_checks(self) -> list[tuple[str, Callable[[], str | None]]]:
+        """The checks of how torch runs the op, the same for every op."""
+        return [
             ("opcheck", self.opcheck),
             ("no synchronization", self.no_sync),
             ("CUDA graph of a decode batch", lambda: self.graph(

@@ -1,6 +1,6 @@
 """``AttentionMetadataBuilder``: the base class of a backend's own metadata, one builder per group of like layers.
 
-For engine builders whose backends want metadata objects of their own, as in vLLM. quire's own backends are records whose
+For engine builders whose backends need metadata objects of their own, as in vLLM. quire's own backends are records whose
 ``plan`` and ``prepare`` do this work (``attn_ops/backend.py``), so its engine has no builder.
 """
 
@@ -37,7 +37,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
 
     Attributes:
         cudagraph_support: which batches may be captured.
-        reorder_batch_threshold: rows of at most so many tokens must be in front of the batch; None: any order.
+        reorder_batch_threshold: rows of at most this many tokens must be at the front of the batch; None: any order.
     """
 
     cudagraph_support: ClassVar[CudagraphSupport] = CudagraphSupport.NEVER

@@ -79,8 +79,8 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: fl
     return weight * wide.to(x.dtype) if offset is None else (wide * (offset + weight.float())).to(x.dtype)
 
 
-def _rotated(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float, form: RopeForm
-            ) -> torch.Tensor:
+def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
+                    form: RopeForm) -> torch.Tensor:
     """The rotation and the norm in the order of ``form``; each rounds to x's dtype."""
     if form.norm_after:
         return _normed(rotate(x, cos, sin, form.interleaved, form.half_tables), weight, eps, form.norm_offset)
@@ -107,9 +107,9 @@ def rope_kv_write_eager(
     """
     form = RopeForm(interleaved, half_tables, norm_after, norm_offset)
     check_scales(k_cache, k_scale, v_scale)
-    write(k_cache, k_scale, _rotated(k, k_norm_weight, cos, sin, eps, form), slot_mapping)
+    write(k_cache, k_scale, norm_and_rotate(k, k_norm_weight, cos, sin, eps, form), slot_mapping)
     write(v_cache, v_scale, v, slot_mapping)
-    return _rotated(q, q_norm_weight, cos, sin, eps, form).contiguous()
+    return norm_and_rotate(q, q_norm_weight, cos, sin, eps, form).contiguous()
 
 
 def _fake(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -150,4 +150,4 @@ rope_kv_write = define_op(
     "bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) -> Tensor",
     cpu=rope_kv_write_eager, cuda=rope_kv_write_cuda, fake=_fake, launches=True)
 
-__all__ = ["PLAIN", "RopeForm", "rope_kv_write", "rope_kv_write_cuda", "rope_kv_write_eager", "rotate"]
+__all__ = ["PLAIN", "RopeForm", "norm_and_rotate", "rope_kv_write", "rope_kv_write_cuda", "rope_kv_write_eager", "rotate"]

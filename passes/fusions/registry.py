@@ -12,6 +12,7 @@ from torch import fx
 
 from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
 from quire.passes.fusions.last_tokens import last_tokens
+from quire.passes.fusions.lora import fuse_lora
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.quantized_linear import quantized_linear
 from quire.passes.fusions.rope import fuse_rope
@@ -45,6 +46,7 @@ FUSIONS = (
     FusionPass("projections", fuse_projections),
     FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
+    FusionPass("lora", fuse_lora, batches="small"),
     FusionPass("small_linear", fuse_small_linear, batches="small"),
     FusionPass("rope", fuse_rope, stage="lowered"),
 )
@@ -79,8 +81,12 @@ def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequen
 
 
 def apply_lowered_fusions(lowered: Lowered, names: str | Sequence[str], small: bool = False) -> None:
-    """Run the passes on a lowered graph, in place. Arguments as for ``apply_fusions``."""
-    _run(Fusion(lowered.gm, backend=lowered.target.backend), "lowered", names, small)
+    """Run the passes on a lowered graph, in place. Arguments as for ``apply_fusions``; a backend that needs q before its
+    rotation gets the pass for it."""
+    backend = lowered.target.backend
+    if backend.unrotated and not (names == "all" or "rope" in names):
+        names = ("rope",) if isinstance(names, str) else (*names, "rope")
+    _run(Fusion(lowered.gm, backend=backend), "lowered", names, small)
     lowered.gm.recompile()
 
 

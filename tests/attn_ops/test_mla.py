@@ -13,11 +13,11 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
-from quire.attn_ops.backends import flashinfer_mla, flashmla, torch_native
+from quire.attn_ops.backends import cutlass_mla, flashinfer_mla, flashmla, torch_native, trtllm_mla
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, token_bytes
 from quire.attn_ops.mla import absorb_query, expand_output, mla_attention, split_weight
-from quire.attn_ops.registry import get_backend
+from quire.attn_ops.registry import backends, get_backend
 from quire.attn_ops.selection import select_latent_or_dense
 
 V3 = AttentionSite(layer=0, num_heads=128, num_kv_heads=128, head_dim=192, head_dim_v=128, dtype=torch.bfloat16,
@@ -185,6 +185,51 @@ def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, t
     return out, q.new_zeros(len(q), q.shape[2], q.shape[1])
 
 
+def latent_decode(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float) -> torch.Tensor:
+    """q (B, H, 576), cache (pages, page_size, 576) -> (B, H, 512)."""
+    assert table.dtype is lens.dtype is torch.int32 and len(table) == len(lens) == len(q) and (lens >= 1).all()
+    out = q.new_empty(*q.shape[:2], 512)
+    for r, length in enumerate(lens.tolist()):
+        keys = cache[table[r].long()].flatten(0, 1)[:length][None, None]
+        out[r] = attention_eager(q[r][None, :, None], keys, keys[..., :512], None, layer=0, scale=scale, window=None,
+                                 softcap=None, chunk=None, causal=True)[0, :, 0]
+    return out
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
+        max_seq_len, sparse_mla_top_k=0, out=None, bmm1_scale=1.0, bmm2_scale=1.0, sinks=None,
+        skip_softmax_threshold_scale_factor=None,
+        enable_pdl=None, backend="auto", is_var_seq=True, uses_shared_paged_kv_idx=True, lse=None, return_lse=False,
+        cute_dsl_impl="auto", kv_scale_format="auto", cum_seq_lens_q=None, max_q_len=None, multi_ctas_kv_counter_buffer=None,
+        sparse_mla_top_k_lens=None, enable_dcp=False, cp_world=1, cp_rank=0, causal_seqlens_kv_global=None,
+        use_fp16_softmax=None, return_lse_base=None) -> torch.Tensor:
+    """flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla of flashinfer-python 0.7.2.post1, dense."""
+    pages, page, dim = kv_cache.shape
+    assert query.shape[1:2] == (1,) and query.shape[3] == dim == 576 and (kv_lora_rank, qk_rope_head_dim) == (512, 64)
+    assert page in (32, 64) and block_tables.shape[1] % (128 // page) == 0 and max_seq_len == block_tables.shape[1] * page
+    assert workspace_buffer.dtype is torch.uint8 and not workspace_buffer.any() and bmm2_scale == 1.0
+    assert backend == "trtllm-gen" and query.dtype == kv_cache.dtype == torch.bfloat16 and block_tables.is_contiguous()
+    return latent_decode(query[:, 0], kv_cache, block_tables, seq_lens, bmm1_scale)[:, None]
+
+
+def cutlass_mla_get_workspace_size(max_seq_len, num_batches, sm_count=0, num_kv_splits=1) -> int:
+    """sgl_kernel.cutlass_mla_get_workspace_size of sgl-kernel 0.3.21; the number is a stand-in's."""
+    assert max_seq_len > 0 and num_batches > 0
+    return max_seq_len + num_batches
+
+
+def cutlass_mla_decode(q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale, num_kv_splits=1
+                       ) -> torch.Tensor:
+    """sgl_kernel.cutlass_mla_decode of sgl-kernel 0.3.21."""
+    assert q_nope.shape[1] <= 128 and q_nope.shape[2] == 512 and q_pe.shape == (*q_nope.shape[:2], 64)
+    assert q_nope.is_contiguous() and q_pe.is_contiguous() and page_table.is_contiguous() and page_table.shape[1] > 0
+    assert kv_c_and_k_pe_cache.shape[1:] == (128, 576) and q_nope.dtype == q_pe.dtype == kv_c_and_k_pe_cache.dtype
+    assert workspace.dtype is torch.uint8 and workspace.numel() >= page_table.shape[1] * 128 + len(q_nope)
+    assert num_kv_splits == 1  # others cannot be captured
+    return latent_decode(torch.cat([q_nope, q_pe], -1), kv_c_and_k_pe_cache, page_table, seq_lens, sm_scale)
+
+
 def on_cpu(backend: AttentionBackend, op: Callable[..., torch.Tensor]) -> AttentionBackend:
     caps = replace(backend.capabilities, devices=frozenset({"cpu"}))
     return replace(backend, capabilities=caps, available=lambda device: None, mla_op=op)
@@ -205,9 +250,30 @@ def test_flashmla(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
     assert not failed(on_cpu(flashmla.BACKEND, flashmla.mla_paged_attention), dtype=torch.bfloat16, only=check)
 
 
+@pytest.mark.parametrize("check", ["decode, prefill", "page sizes", "padding", "stale", "garbage"])
+@pytest.mark.parametrize("module", [trtllm_mla, cutlass_mla], ids=lambda module: module.NAME)
+def test_blackwell(monkeypatch: pytest.MonkeyPatch, module: Any, check: str) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(
+        trtllm_batch_decode_with_kv_cache_mla=trtllm_batch_decode_with_kv_cache_mla))
+    monkeypatch.setattr(trtllm_mla, "WORKSPACE", 64)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(
+        cutlass_mla_decode=cutlass_mla_decode, cutlass_mla_get_workspace_size=cutlass_mla_get_workspace_size))
+    assert not failed(on_cpu(module.BACKEND, module.mla_paged_attention), dtype=torch.bfloat16, only=check)
+
+
+def test_blackwell_is_said_to_be_needed() -> None:
+    """What cannot run is not offered, and tables say that nobody has run it."""
+    for module in (trtllm_mla, cutlass_mla):
+        assert not module.BACKEND.verified and module.BACKEND.priority is None
+        assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]
+    assert "page size 16 (has 32 and 64)" in trtllm_mla.BACKEND.capabilities.reasons_against(V3, device=CPU, page_size=16)
+    assert "page size 64 (has 128)" in cutlass_mla.BACKEND.capabilities.reasons_against(V3, device=CPU, page_size=64)
+
+
 def test_refused_elsewhere() -> None:
     """On this machine each says what is missing, and how to get it."""
-    for backend in (flashinfer_mla.BACKEND, flashmla.BACKEND):
+    for backend in (flashinfer_mla.BACKEND, flashmla.BACKEND, trtllm_mla.BACKEND, cutlass_mla.BACKEND):
         assert backend.available(CPU) == "runs on cuda, not cpu"
         why = backend.capabilities.reasons_against(V3.dense, device=torch.device("meta"), page_size=64)
         assert "head dims 192/128 (has MLA only)" in why

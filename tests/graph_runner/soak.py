@@ -120,8 +120,11 @@ class Soak:
     def change(self, choose: random.Random) -> None:
         """The model, under the running engine."""
         what = choose.choice(("weights", "weights", "parameters", "train", "checkpointing", "plain forward"))
-        with self._making, self.engine.lock.hold():  # between steps: a model that is being traced is nobody else's
+        if what in ("train", "checkpointing"):  # at any time, also while it is traced
             self._change(what, choose)
+        else:
+            with self._making, self.engine.lock.hold():  # between steps: a model that is being traced is nobody else's
+                self._change(what, choose)
         self.counts[f"changes: {what}"] += 1
         time.sleep(choose.random() * 0.6)
 

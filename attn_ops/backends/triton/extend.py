@@ -20,7 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import LOG2E, arrived_last, first_key, load_keys, load_scales, logits
+from quire.attn_ops.backends.triton.common import (
+    LOG2E,
+    arrived_last,
+    find_block,
+    first_key,
+    load_keys,
+    load_scales,
+    logits,
+    merge_rows,
+)
 from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
@@ -147,19 +156,9 @@ def extend_kernel(
     if TILE.split:
         split = block % splits
         block = block // splits
-    low = num_reqs * 0
-    high = num_reqs
-    while low < high:  # the last sequence whose blocks start at or before this one; num_reqs: the padding tokens
-        middle = (low + high + 1) // 2
-        if tl.load(batch.query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    row = low
-    start = tl.load(batch.query_start_loc + row)
+    row, start, first_token = find_block(batch.query_start_loc, num_reqs, block, BLOCK_Q)
     end = tl.load(batch.query_start_loc + tl.minimum(row + 1, num_reqs))
     end = tl.where(row == num_reqs, num_tokens, end)
-    first_token = start + (block - start // BLOCK_Q - row) * BLOCK_Q
     if first_token >= end:
         return
 
@@ -241,22 +240,9 @@ def extend_kernel(
             tl.store(partial + index[:, None] * DV + columns_v[None, :], acc, mask=out_live)
             tl.store(lse + index, own_lse, mask=live)
             if arrived_last(counters + block * (LAYOUT.heads * TILE.blocks) + head_block, active):
-                highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
-                for other in range(0, active):
-                    index = out_row + num_tokens.to(tl.int64) * SITE.heads * other
-                    part_lse = tl.load(lse + index, mask=live, other=0.0, cache_modifier=".cg")
-                    part = tl.load(partial + index[:, None] * DV + columns_v[None, :], mask=out_live, other=0.0,
-                                   cache_modifier=".cg")
-                    new_highest = tl.maximum(highest, part_lse)
-                    safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                    shrink = tl.exp2(highest - safe)
-                    weight = tl.exp2(part_lse - safe)
-                    total = total * shrink + weight
-                    acc = acc * shrink[:, None] + part * weight[:, None]
-                    highest = new_highest
-                store_result(out, out_lse, out_row, acc / total[:, None], highest + tl.log2(total), columns_v, live, DV)
+                merged, merged_lse = merge_rows(partial, lse, out_row, num_tokens.to(tl.int64) * SITE.heads, active, live,
+                                                BLOCK_M, DV, DV_P2)
+                store_result(out, out_lse, out_row, merged, merged_lse, columns_v, live, DV)
         else:
             store_result(out, out_lse, out_row, acc, own_lse, columns_v, live, DV)
     else:

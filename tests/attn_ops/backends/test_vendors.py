@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -14,13 +16,13 @@ import pytest
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.attn_ops.backends import aiter, ascend, flash_attention, intel_amx, trtllm_mha
+from quire.attn_ops.backends import aiter, ascend, cudnn, flash_attention, intel_amx, trtllm_mha, wave
 from quire.attn_ops.conformance.batches import check
 from quire.attn_ops.conformance.checks import DECODE, MIXED, Kit
 from quire.attn_ops.conformance.sweeps import ignored
 from quire.attn_ops.ops.varlen import varlen_attention_eager
 from quire.attn_ops.registry import backends
-from quire.attn_ops.vendor import missing
+from quire.attn_ops.vendor import missing, too_old
 
 CPU = torch.device("cpu")
 seen: list[str] = []
@@ -132,6 +134,60 @@ def _ragged(indices, indptr):
     return [indices[a:b] for a, b in zip(indptr.tolist(), indptr[1:].tolist(), strict=False)]
 
 
+def cudnn_batch_decode_with_kv_cache(q, k_cache, v_cache, scale, workspace_buffer, *, max_sequence_kv, actual_seq_lens_kv=None,
+                                     block_tables=None, is_cuda_graph_compatible=False, batch_offsets_q=None,
+                                     batch_offsets_o=None, batch_offsets_k=None, batch_offsets_v=None, out=None,
+                                     return_lse=False, lse=None, q_len_per_req=1, window_left=-1, sinks=None):
+    seen.append("cudnn")
+    rows, page = len(q), k_cache.shape[2]  # (pages, Hkv, page_size, D)
+    assert actual_seq_lens_kv.shape == (rows, 1, 1, 1) and actual_seq_lens_kv.dtype == block_tables.dtype == torch.int32
+    assert block_tables.shape == (rows, max_sequence_kv // page) and block_tables.is_contiguous() and out.is_contiguous()
+    assert workspace_buffer.dtype == torch.uint8 and q_len_per_req == 1 and is_cuda_graph_compatible
+    lens = actual_seq_lens_kv.flatten()
+    assert (lens >= 1).all() and out.shape == (rows, q.shape[1], v_cache.shape[3]) and k_cache.shape[1] * 2 == q.shape[1]
+    out.copy_(attend(q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), block_tables, torch.arange(rows + 1), lens, scale,
+                     None if window_left < 0 else window_left + 1)[0])
+
+
+def paged_decode_attention_shape(num_query_heads, num_kv_heads, head_size, head_size_kv, block_size, num_seqs):
+    return SimpleNamespace(heads=num_query_heads, kv_heads=num_kv_heads, dims=(head_size, head_size_kv))
+
+
+def get_paged_decode_attention_kernels(shape, mfma_variant, num_kv_splits, input_dtype=torch.float16,
+                                       output_dtype=torch.float16, layer_scaling=None, logit_cap=0.0):
+    """wave-lang's two kernels: partial results with the base-2 logarithm of their denominators, and their sum."""
+    assert mfma_variant == ("f16", "f16") and input_dtype == output_dtype == torch.float32 and layer_scaling
+
+    def phase_0(q, k, v, request_indices, kv_indices, output, output_max):
+        seen.append("wave")
+        assert request_indices.dtype == kv_indices.dtype == torch.int32 and output.shape == (num_kv_splits, *output.shape[1:])
+        assert k.shape[1:] == (shape.kv_heads, shape.dims[0]) and output.dtype == output_max.dtype == torch.float32
+        output.zero_(), output_max.fill_(-1e6)
+        for row, slots in enumerate(_ragged(kv_indices, request_indices)):
+            assert len(slots)
+            for split, part in enumerate(slots.split(-(-len(slots) // num_kv_splits))):
+                out, lse = attend(q[row : row + 1], k[:, None], v[:, None], [part], torch.tensor([0, 1]),
+                                  torch.tensor([len(part)]), layer_scaling, None, logit_cap)
+                output[split, row], output_max[split, row] = out[0], lse[0] / math.log(2)
+
+    def phase_1(logits, logits_max, request_indices, output):
+        weights = torch.softmax(logits_max * math.log(2), 0)
+        output.copy_((weights[..., None] * logits).sum(0))
+
+    return phase_0, phase_1, {"phase": 0}, {"phase": 1}, ["K2", "N_KV", "S"], ["S"]
+
+
+class WaveCompileOptions:
+    def __init__(self, subs, dynamic_symbols, canonicalize=True, use_buffer_ops=False, waves_per_eu=None,
+                 denorm_fp_math_f32=None, wave_runtime=False):
+        assert subs["delay"] == 1 and dynamic_symbols == (["S"] if subs["phase"] else ["K2", "N_KV", "S"])
+
+
+def wave_compile(options, kernel, schedule=None):
+    assert isinstance(options, WaveCompileOptions)
+    return kernel
+
+
 def npu_paged_attention(query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out):
     seen.append("npu decode")
     assert context_lens.dtype == torch.int32 and block_table.dtype == torch.int32 and len(query) == len(block_table)
@@ -181,11 +237,18 @@ LIBRARIES: dict[str, SimpleNamespace] = {
     "torch_npu": SimpleNamespace(_npu_paged_attention=npu_paged_attention,
                                  _npu_flash_attention_qlens=npu_flash_attention_qlens),
     "sgl_kernel": SimpleNamespace(),
+    "flashinfer.cudnn": SimpleNamespace(cudnn_batch_decode_with_kv_cache=cudnn_batch_decode_with_kv_cache),
+    wave.TEMPLATE: SimpleNamespace(get_paged_decode_attention_kernels=get_paged_decode_attention_kernels,
+                                   paged_decode_attention_shape=paged_decode_attention_shape),
+    f"{wave.PACKAGE}.utils.general_utils": SimpleNamespace(get_default_scheduling_params=lambda: {"delay": 1}),
+    f"{wave.PACKAGE}.utils.run_utils": SimpleNamespace(set_default_run_config=lambda options: options),
+    f"{wave.PACKAGE}.compile": SimpleNamespace(WaveCompileOptions=WaveCompileOptions, wave_compile=wave_compile),
+    f"{wave.PACKAGE}.constraints": SimpleNamespace(MMAType=SimpleNamespace(F32_16x16x16_F16="f16")),
 }
 CASES = [
     (trtllm_mha, None, {"xqa"}), (flash_attention, "FA3", {"FA3"}), (flash_attention, "FA4", {"FA4"}),
     (flash_attention, "FA2", {"FA2"}), (aiter, None, {"ragged", "prefill"}), (ascend, None, {"npu decode", "npu prefill"}),
-    (intel_amx, None, {"amx decode", "amx extend"}),
+    (intel_amx, None, {"amx decode", "amx extend"}), (cudnn, None, {"cudnn"}), (wave, None, {"wave"}),
 ]
 
 
@@ -197,6 +260,8 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kit]:
     monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(decode_attention_cpu=decode_attention_cpu,
                                                                  extend_attention_cpu=extend_attention_cpu), raising=False)
     seen.clear()
+    wave.kernels.cache_clear()
+    monkeypatch.setattr(cudnn, "WORKSPACE", 64)
 
     def make(module, which: str | None) -> Kit:
         if which is not None:
@@ -235,7 +300,7 @@ def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
                 check(k.backend, k.batch(DECODE, **{name: value}))
 
 
-@pytest.mark.parametrize("module", [trtllm_mha, flash_attention, aiter, ascend, intel_amx])
+@pytest.mark.parametrize("module", [trtllm_mha, flash_attention, aiter, ascend, intel_amx, cudnn, wave])
 def test_why_it_is_not_usable(module) -> None:
     """One reason, with what to do about it; and tables say where nobody has run it."""
     devices = {"ascend": "npu", "intel_amx": "cpu"}
@@ -250,6 +315,17 @@ def test_missing_packages_are_named_with_their_install_line() -> None:
     assert missing("no_such_package_here", "pip install it") == "no_such_package_here is not installed: pip install it"
     assert missing("no_such_package_here.part", "do") == "no_such_package_here.part is not installed: do"
     assert missing("torch", "") is None
+
+
+def test_packages_of_the_wrong_version_are_named(monkeypatch) -> None:
+    """A call whose signature has changed would fail in the middle of a step, or mean something else."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.18.post1+cu130")
+    assert too_old("flashinfer-python", "0.7.2") == (
+        "flashinfer-python 0.6.18.post1+cu130 is installed, its calls are those of "
+        "0.7.2 or newer: pip install -U flashinfer-python")
+    assert too_old("flashinfer-python", "0.6.18") is too_old("flashinfer-python", "0.6.9") is None
+    monkeypatch.undo()
+    assert too_old("no-such-distribution", "1.0") is None
 
 
 def test_flash_attention_chooses_by_gpu_and_package(monkeypatch) -> None:
@@ -270,5 +346,5 @@ def test_flash_attention_chooses_by_gpu_and_package(monkeypatch) -> None:
 def test_recorders_have_all_that_is_passed() -> None:
     """A recorder takes no keyword that it does not name."""
     for library in LIBRARIES.values():
-        for function in vars(library).values():
+        for function in filter(callable, vars(library).values()):
             assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in inspect.signature(function).parameters.values())

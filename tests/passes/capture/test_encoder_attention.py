@@ -72,6 +72,77 @@ def test_vision_towers(build, run, monkeypatch) -> None:
         torch.testing.assert_close(run(tower), expected, rtol=0, atol=0)
 
 
+TEXT = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            vocab_size=64, max_position_embeddings=128)
+IMAGE = 60  # the token that stands for a piece of an image
+ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+
+
+def whole_qwen2() -> tuple[torch.nn.Module, str, dict[str, torch.Tensor]]:
+    config = transformers.Qwen2VLConfig(
+        text_config={**TEXT, "rope_parameters": ROPE}, image_token_id=IMAGE, vision_start_token_id=61, vision_end_token_id=62,
+        vision_config=dict(depth=2, embed_dim=32, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2))
+    return transformers.Qwen2VLForConditionalGeneration(config), "visual", _patches()
+
+
+def whole_qwen3() -> tuple[torch.nn.Module, str, dict[str, torch.Tensor]]:
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": ROPE}, image_token_id=IMAGE, vision_start_token_id=61,
+        vision_end_token_id=62, vision_config=dict(
+            depth=2, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32,
+            num_position_embeddings=64, deepstack_visual_indexes=[0]))
+    return transformers.Qwen3VLForConditionalGeneration(config), "visual", _patches()
+
+
+def _patches() -> dict[str, torch.Tensor]:
+    """Two images of 24 and 4 patches; 2 x 2 patches are one token."""
+    grid = GRID[:2]
+    return {"pixel_values": torch.randn(28, 3 * 2 * 4 * 4), "image_grid_thw": grid,
+            "input_ids": torch.tensor([[1, 61, *[IMAGE] * 6, 62, 2, 61, IMAGE, 62, 3]]),
+            "mm_token_type_ids": torch.tensor([[0, 0, *[1] * 6, 0, 0, 0, 1, 0, 0]])}
+
+
+def whole_gemma3() -> tuple[torch.nn.Module, str, dict[str, torch.Tensor]]:
+    config = transformers.Gemma3Config(
+        text_config={**TEXT, "head_dim": 16, "sliding_window": 64}, vision_config=SIZES, mm_tokens_per_image=4,
+        image_token_index=IMAGE)
+    ids = torch.tensor([[1, *[IMAGE] * 4, 2, *[IMAGE] * 4, 3]])
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it starts at zero
+    return model, "vision_tower", {
+        "pixel_values": torch.randn(2, 3, 28, 28), "input_ids": ids, "token_type_ids": (ids == IMAGE).long()}
+
+
+def whole_llava() -> tuple[torch.nn.Module, str, dict[str, torch.Tensor]]:
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT), vision_config=transformers.CLIPVisionConfig(**SIZES),
+        image_token_index=IMAGE)
+    ids = torch.tensor([[1, *[IMAGE] * 16, 2, *[IMAGE] * 16, 3]])
+    return transformers.LlavaForConditionalGeneration(config), "vision_tower", {
+        "pixel_values": torch.randn(2, 3, 28, 28), "input_ids": ids}
+
+
+@pytest.mark.parametrize("build", [whole_qwen2, whole_qwen3, whole_gemma3, whole_llava],
+                         ids=["qwen2_vl", "qwen3_vl", "gemma3", "llava"])
+def test_whole_models_with_images(build, monkeypatch) -> None:
+    """The tower where it is in its model: only its attention is replaced, and the model's logits stay."""
+    torch.manual_seed(0)
+    model, name, inputs = build()
+    model.eval()
+    calls: list[bool] = []
+    original = module.varlen_attention
+    monkeypatch.setattr(module, "varlen_attention", lambda *args, **options: calls.append(True) or original(*args, **options))
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert not calls
+        with quire.encoder_attention(getattr(model.model, name)):
+            found = model(**inputs).logits
+    assert len(calls) == 2, "one call for each layer of the tower, and none of the language model's"
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    other = model(**{**inputs, "pixel_values": inputs["pixel_values"] + 1}).logits
+    assert not torch.allclose(other, expected, atol=1e-4), "the images do not count"
+
+
 def test_what_is_refused() -> None:
     tower = siglip().eval()
     attention = tower.vision_model.encoder.layers[0].self_attn if hasattr(tower, "vision_model") else None

@@ -1,0 +1,79 @@
+"""Backend ``cutlass_mla``: CUTLASS's decoding kernel for MLA on the latent cache, from sgl-kernel, on datacenter Blackwell
+GPUs. Not verified on hardware; its call is tested against the signature of sgl-kernel 0.3.21.
+
+The kernel decodes one token per sequence, in absorbed terms and with up to 128 heads. Each token of a ragged batch is given as
+a sequence of its own (``by_token``): right for any batch, nothing is read on the host, and every batch can be captured. Prefill
+reads its keys once per token, and is slow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, UnsupportedAttention
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
+from quire.attn_ops.step import StepLimits, current_step
+from quire.attn_ops.vendor import by_token, define_by_token, missing, wrong_gpu
+
+NAME, PAGE_SIZE, RANK, ROPE, HEADS = "cutlass_mla", 128, 512, 64, 128
+LIBRARY = "sgl_kernel"
+
+
+def mla_paged_attention(
+    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
+    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+    prepared: list[torch.Tensor], *, scale: float,
+) -> torch.Tensor:
+    """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
+    tokens, heads, nope = q.shape[0], q.shape[1], q.shape[2] - ROPE
+    if heads > HEADS:
+        raise UnsupportedAttention(f"the {NAME} backend has up to {HEADS} query heads, this layer has {heads}")
+    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    w_uk, w_uv = split_weight(kv_b, heads, nope)
+    if not tokens:
+        return q.new_empty(0, heads, w_uv.shape[1])
+    table, lens = prepared or by_token(slot_mapping, block_table, query_start_loc, seq_lens)
+    step = current_step()
+    if step is not None and NAME in step.states:
+        workspace = step.states[NAME]
+    else:
+        workspace = _workspace(table.shape[1], tokens, q.device)
+    with torch.cuda.device_of(q):  # a token without keys reads the null page, and its result is dropped
+        out = importlib.import_module(LIBRARY).cutlass_mla_decode(
+            q_nope=absorb_query(q[..., :nope], w_uk).contiguous(), q_pe=q[..., nope:].contiguous(),
+            kv_c_and_k_pe_cache=cache.squeeze(2), seq_lens=lens.clamp_min(1), page_table=table.contiguous(),
+            workspace=workspace, sm_scale=scale, num_kv_splits=1)
+    return expand_output(out.masked_fill((lens == 0)[:, None, None], 0.0), w_uv)
+
+
+def _workspace(pages: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Of batches of ``tokens`` tokens with ``pages`` pages each. One split of the keys: the number that graphs can replay."""
+    size = importlib.import_module(LIBRARY).cutlass_mla_get_workspace_size(
+        max_seq_len=pages * PAGE_SIZE, num_batches=tokens, num_kv_splits=1)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _make_state(sites: Any, cache: Any, limits: StepLimits) -> torch.Tensor:
+    return _workspace(max(1, limits.max_pages_per_seq), max(1, limits.max_num_tokens), cache.k[0].device)
+
+
+def available(device: torch.device) -> str | None:
+    return wrong_gpu(device, 10) or missing(LIBRARY, "pip install sgl-kernel, of the version for your torch and CUDA")
+
+
+BACKEND = AttentionBackend(
+    name=NAME,
+    capabilities=AttentionCapabilities(
+        devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16, torch.float16}), head_dims=lambda d, dv: False,
+        head_dims_note="MLA only", mla=True, mla_dims=lambda rank, rope: (rank, rope) == (RANK, ROPE),
+        mla_dims_note=f"{RANK}+{ROPE}", page_sizes=lambda p: p == PAGE_SIZE, page_sizes_note=f"{PAGE_SIZE}",
+        layouts=frozenset({"NHD"}), min_compute_capability=(10, 0), cudagraph_support=CudagraphSupport.ALWAYS,
+    ),
+    available=available, op=None,
+    mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
+    make_state=_make_state, prepare=define_by_token(NAME), packages=("sgl-kernel",), verified=False,
+)

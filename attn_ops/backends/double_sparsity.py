@@ -1,0 +1,267 @@
+"""Backend ``double_sparsity:TOKENS:DENSE_BELOW:CHANNELS:FILE``: decoding over TOKENS of a sequence's keys. An approximation.
+
+Double sparsity (Yang et al., 2024, arXiv:2408.07092): a few channels of the keys show which tokens matter. A *label* is a key
+in CHANNELS channels of its head, chosen once by ``quire calibrate`` and read from FILE. Decoding multiplies each query head
+with the labels of all tokens, takes the TOKENS largest, and attends exactly to these. With ``all`` in place of
+CHANNELS:FILE whole keys are the labels: no file, no memory, and the bound of what channels can reach.
+
+Exact: sequences of at most max(TOKENS, DENSE_BELOW) tokens, and every step with a prefill, which the first backend in order of
+priority that needs no plan attends. Labels take CHANNELS / (D + Dv) of the memory of keys and values, beside the KV cache; they
+are made of the keys in it when an engine starts, and of the new keys in each step, so every step must run through this backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    BackendFamily,
+    CudagraphSupport,
+    UnsupportedAttention,
+    define_paged_op,
+)
+from quire.attn_ops.composite import op_name
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import Caches, Strides, kernel_module
+from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.ops.merge_state import merge_states_eager, merge_states_triton
+from quire.attn_ops.registry import plain_backend
+from quire.attn_ops.step import StepLimits, current_step
+from quire.attn_ops.vendor import by_token, define_by_token
+
+NAME = "double_sparsity"
+SCORE_BYTES = 256 << 20  # of the approximate scores that are held at a time
+SPAN = 256  # keys of one program of the attention kernel
+USAGE = (f"{NAME}:TOKENS:DENSE_BELOW:CHANNELS:FILE: an approximation. Decodes over TOKENS keys of sequences longer than "
+         f"DENSE_BELOW; FILE is from `quire calibrate`. {NAME}:TOKENS:DENSE_BELOW:all needs no file")
+
+
+@dataclass(frozen=True)
+class Options:
+    """``channels`` per label, None: all; ``ranked``: layer -> key heads' channels, most important first."""
+
+    tokens: int
+    dense_below: int
+    channels: int | None = None
+    ranked: dict[int, list[list[int]]] | None = None
+
+    @property
+    def limit(self) -> int:
+        """The longest sequence that is attended exactly."""
+        return max(self.tokens, self.dense_below)
+
+    def of_layer(self, layer: int, heads: int, dim: int) -> torch.Tensor:
+        """(Hkv, CHANNELS) int64. Raises UnsupportedAttention if the file is of another model."""
+        if self.ranked is None or self.channels is None:
+            return torch.arange(dim).repeat(heads, 1)
+        rows = self.ranked.get(layer)
+        if rows is None or len(rows) != heads or any(sorted(r) != list(range(dim)) for r in rows):
+            have = "no such layer" if rows is None else f"{len(rows)} heads of {len(rows[0])} channels"
+            raise UnsupportedAttention(
+                f"{NAME}: layer {layer} has {heads} key heads of {dim} channels, the file has {have}: it was made from another "
+                "model. Run `quire calibrate` on this one")
+        if self.channels > dim:
+            raise UnsupportedAttention(f"{NAME}: {self.channels} channels of keys that have {dim}")
+        return torch.tensor([r[: self.channels] for r in rows])
+
+
+@dataclass(frozen=True)
+class LayerLabels:
+    """labels: (num_pages, page_size, Hkv, CHANNELS), or the key cache itself; channels: (Hkv, CHANNELS) int32."""
+
+    labels: torch.Tensor
+    channels: torch.Tensor
+    own: bool  # labels are not the key cache
+
+    def store(self, k_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """The labels of keys that are in the cache already. Slot -1 writes to the null page, which nobody reads."""
+        if self.own:
+            slot = slot_mapping.clamp_min(0)
+            page, offset = slot // k_cache.shape[1], slot % k_cache.shape[1]
+            self.labels[page, offset] = labels_of(k_cache[page, offset], self.channels)
+
+
+def labels_of(keys: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """(..., Hkv, D), (Hkv, C) -> (..., Hkv, C)."""
+    return keys.gather(-1, channels.long().expand(*keys.shape[:-2], *channels.shape))
+
+
+class State:
+    """The labels of every key in a cache, by the address of the layer's key cache: the op is given no layer."""
+
+    def __init__(self, options: Options, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
+        self.options, self.cache, self.layers = options, cache, dict[int, LayerLabels]()
+        cache.beside[NAME] = {}
+        for site in sites:
+            self.of(cache.of_layer(site.layer)[0])
+
+    def of(self, k_cache: torch.Tensor) -> LayerLabels:
+        """The labels of this key cache. Those of a copy (opcheck makes some) are made anew, where one layer leaves no doubt."""
+        if k_cache.data_ptr() in self.layers:
+            return self.layers[k_cache.data_ptr()]
+        found = [i for i, k in enumerate(self.cache.k) if k.data_ptr() == k_cache.data_ptr()]
+        if not found and self.cache.num_layers > 1:
+            raise RuntimeError(f"{NAME}: no layer of the step's KV cache is at this address; give the op the cache's own "
+                               "tensors")
+        layer = self.cache.layer_ids[found[0] if found else 0]
+        channels = self.options.of_layer(layer, *k_cache.shape[2:]).to(k_cache.device)
+        own = self.options.ranked is not None
+        made = LayerLabels(labels_of(k_cache, channels).contiguous() if own else k_cache, channels.int(), own)
+        if found:
+            self.layers[k_cache.data_ptr()] = made
+            if own:
+                self.cache.beside[NAME][layer] = made.labels
+        return made
+
+
+def choose_eager(q: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor, options: Options
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions (T, H, n) of the keys that each query head attends to, and which of them count (T, H, n)."""
+    page_size, heads = layer.labels.shape[1], q.shape[1]
+    table = table[:, : max(1, -(-int(lens.max()) // page_size))].long()
+    labels = layer.labels[table].flatten(1, 2).repeat_interleave(heads // layer.labels.shape[2], 2)  # (T, L, H, C)
+    query = labels_of(q, layer.channels.repeat_interleave(heads // layer.channels.shape[0], 0))
+    scores = torch.einsum("thc,tlhc->thl", query.float(), labels.float())
+    dense = (lens <= options.limit)[:, None, None]
+    live = torch.arange(scores.shape[2], device=q.device) < lens[:, None, None]
+    scores = scores.masked_fill(dense, 0.0).masked_fill(~live, float("-inf"))
+    best, positions = scores.topk(min(options.limit, scores.shape[2]), dim=2)
+    rank = torch.arange(best.shape[2], device=q.device)
+    return positions, (best > float("-inf")) & (dense | (rank < options.tokens))
+
+
+def decode_eager(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor,
+    options: Options, scale: float, softcap: float | None,
+) -> torch.Tensor:
+    """The definition: each of q (T, H, D) is the last token of a sequence of lens (T,) tokens on pages table (T, W)."""
+    positions, keep = choose_eager(q, layer, table, lens, options)
+    tokens, heads, count = positions.shape
+    page = table.long().gather(1, (positions // k_cache.shape[1]).flatten(1)).view(tokens, heads, count)
+    kv_head = torch.arange(heads, device=q.device)[:, None] // (heads // k_cache.shape[2])
+    keys, values = (c[page, positions % c.shape[1], kv_head].float() for c in (k_cache, v_cache))  # (T, H, n, D)
+    scores = scale * (keys @ q.float().unsqueeze(-1))[..., 0]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores.masked_fill(~keep, float("-inf")), -1).nan_to_num(0.0)  # no key at all: padding
+    return (weights.unsqueeze(2) @ values.masked_fill(~keep[..., None], 0.0))[:, :, 0].to(q.dtype)
+
+
+def decode_triton(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layer: LayerLabels, table: torch.Tensor, lens: torch.Tensor,
+    options: Options, scale: float, softcap: float | None,
+) -> torch.Tensor:
+    """``decode_eager`` in two kernels and ``torch.topk``; reads nothing on the host, and shapes follow from shapes."""
+    caches = Caches(k_cache, v_cache, None, None)
+    host.check_cache_strides(f"the {NAME} backend", caches)
+    kernels, q = kernel_module("kernels.sparse_decode"), host.rows_contiguous(q)
+    tokens, heads, _ = q.shape
+    labels, kv_heads, page_size = layer.labels, k_cache.shape[2], k_cache.shape[1]
+    width, group = table.shape[1] * page_size, heads // kv_heads
+    picked, limit = min(options.tokens, width), options.limit
+    splits = -(-min(limit, width) // SPAN)
+    out = torch.empty(tokens, splits, heads, v_cache.shape[3], dtype=torch.float32, device=q.device)
+    lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
+    at_once = max(1, SCORE_BYTES // (heads * width * 4))
+    for begin in range(0, tokens, at_once):
+        part = slice(begin, min(begin + at_once, tokens))
+        rows = part.stop - begin
+        if width > limit:
+            scores = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
+            launch(kernels.label_scores_kernel, (rows, kv_heads, -(-width // 128)), q[part], labels, layer.channels,
+                   table[part], lens[part], scores, q.stride()[:2], table.stride(0), width, limit, group,
+                   layer.channels.shape[1], page_size, Strides(*labels.stride()[:3]), 128, num_warps=4)
+            listed = scores.topk(picked, dim=2, sorted=False).indices
+        else:  # the block table has no room for a sequence that is not attended exactly
+            listed = torch.empty(rows, heads, picked, dtype=torch.int64, device=q.device)
+        launch(kernels.attend_listed_kernel, (rows, heads, splits), q[part], k_cache, v_cache, table[part], lens[part], listed,
+               out[part], lse[part], q.stride()[:2], table.stride(0), picked, limit, SPAN, scale, softcap, group,
+               host.cache_layout(caches), 32, num_warps=4)
+    merge = merge_states_triton if q.is_cuda else merge_states_eager
+    return merge(out, lse)[0].to(q.dtype)
+
+
+def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | None = None) -> AttentionBackend:
+    """The backend of these options. ``decode``: None: in Triton kernels on a GPU, else in plain PyTorch."""
+
+    def paged_attention(
+        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+        query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+        scale: float, window: int | None, softcap: float | None, chunk: int | None,
+    ) -> torch.Tensor:
+        """Store k and v and their labels, then attend: q (T, H, D) -> (T, H, Dv)."""
+        if window is not None or chunk is not None or sinks is not None or k_scale is not None:
+            raise UnsupportedAttention(f"the {NAME} backend has no windows, chunks, sinks or quantized KV cache")
+        step = current_step()
+        if step is None or name not in step.states:
+            raise RuntimeError(f"{name} keeps labels beside the KV cache: run it inside `with quire.step(...)`")
+        layer = step.states[name].of(k_cache)
+        tables = (slot_mapping, block_table, query_start_loc, seq_lens)
+        if q.shape[0] > seq_lens.shape[0]:
+            out = plain_backend(q.device.type).op(q, k, v, k_cache, v_cache, None, None, *tables, None, [], scale=scale,
+                                                  window=None, softcap=softcap, chunk=None)
+            layer.store(k_cache, slot_mapping)
+            return out
+        if k is not None and v is not None:
+            write(k_cache, None, k, slot_mapping)
+            write(v_cache, None, v, slot_mapping)
+        layer.store(k_cache, slot_mapping)
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], v_cache.shape[3])
+        table, lens = prepared or by_token(*tables)
+        with host.on_device(q.device):
+            run = decode or (decode_triton if q.is_cuda else decode_eager)
+            out = run(q, k_cache, v_cache, layer, table, lens, options, scale, softcap)
+        return out.masked_fill((lens == 0)[:, None, None], 0)
+
+    return AttentionBackend(
+        name=name,
+        capabilities=AttentionCapabilities(
+            devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+            head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True,
+            cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
+        make_state=functools.partial(State, options), prepare=_prepare_op(), packages=("triton",), every_step=True,
+        approximate=f"decodes over {options.tokens} keys of sequences longer than {options.limit} tokens")
+
+
+@functools.cache
+def _prepare_op() -> Any:
+    return define_by_token(NAME)
+
+
+def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
+    """The backend of such a name. Raises ValueError for another form, numbers that are not positive, or a file that does not
+    hold channels."""
+    _, _, rest = name.partition(":")
+    tokens, dense_below, channels, file = [*rest.split(":", 3), "", "", "", ""][:4]
+    every = channels == "all"
+    labels = not file if every else channels.isdigit() and int(channels) and file
+    if not (labels and tokens.isdigit() and dense_below.isdigit() and int(tokens)):
+        raise ValueError(f"attention={name!r}: write {USAGE}")
+    if every:
+        return backend(name, Options(int(tokens), int(dense_below)))
+    if not Path(file).is_file():
+        raise ValueError(f"attention={name!r}: there is no file {file}; `quire calibrate --out {file}` makes it")
+    try:
+        ranked = {int(layer): rows for layer, rows in json.loads(Path(file).read_text())["channels"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"attention={name!r}: {file} is not a file of `quire calibrate`: {type(error).__name__}: {error}"
+                         ) from error
+    return backend(name, Options(int(tokens), int(dense_below), int(channels), ranked))
+
+
+FAMILY = BackendFamily(NAME, USAGE, lambda name: name == NAME or name.startswith(f"{NAME}:"), make)

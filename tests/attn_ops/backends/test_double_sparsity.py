@@ -1,0 +1,152 @@
+"""Backend ``double_sparsity``: exact where it says so, the chosen keys elsewhere, and what refuses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.backends import double_sparsity as module
+from quire.attn_ops.conformance.batches import Batch, lay_out, run
+from quire.attn_ops.conformance.checks import DECODE, MIXED
+from quire.attn_ops.conformance.report import check_backend
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.registry import all_backends, backends, get_backend
+from tests.attn_ops.oracle import oracle_attention
+
+CPU = torch.device("cpu")
+
+
+def ranked(heads: int = 2, dim: int = 16, layers: int = 1) -> dict[int, list[list[int]]]:
+    """Channels in another order for each head."""
+    generator = torch.Generator().manual_seed(0)
+    return {i: [torch.randperm(dim, generator=generator).tolist() for _ in range(heads)] for i in range(layers)}
+
+
+def make(tokens: int, dense_below: int = 0, channels: int | None = None, decode=None, **options):
+    """A backend with the first ``channels`` of ``ranked``; None: whole keys."""
+    given = module.Options(tokens, dense_below, channels, None if channels is None else ranked(**options))
+    return module.backend(f"{module.NAME}:test", given, decode)
+
+
+def batch(backend, lens=(40, 7, 100), **options) -> Batch:
+    site = dataclasses.replace(SITE, **options)
+    return lay_out(site, [1] * len(lens), lens, page_size=4, device="cpu", expect=True)
+
+
+SITE = module.AttentionSite(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, scale=0.25)
+
+
+@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
+def test_with_room_for_all_keys_it_passes_the_kit(only: str) -> None:
+    """A model whose sequences are shorter than TOKENS gets dense attention's numbers."""
+    results = check_backend(make(1 << 20), "cpu", quick=True, only=only)
+    assert results and not [r for r in results if r.status == "FAIL"]
+
+
+@pytest.mark.slow
+def test_the_kernels_pass_the_kit_with_room_for_all_keys() -> None:
+    results = check_backend(make(1 << 20, decode=module.decode_triton), "cpu", quick=True, only="batch")
+    assert results and not [r for r in results if r.status == "FAIL"]
+
+
+def expected(case: Batch, tokens: int, limit: int, channels: torch.Tensor) -> list[torch.Tensor]:
+    """Attention over the keys that the labels choose, one loop a sequence and head."""
+    out = []
+    for row, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        heads = []
+        for head in range(case.q.shape[1]):
+            kv = head // (case.q.shape[1] // keys.shape[1])
+            label = torch.stack([keys[:, kv, c] for c in channels[kv].tolist()], 1).double()
+            query = torch.stack([case.q[row, head, c] for c in channels[kv].tolist()]).double()
+            order = sorted(range(len(keys)), key=lambda i: -float(label[i] @ query))
+            kept = sorted(order[:tokens]) if len(keys) > limit else range(len(keys))
+            found = oracle_attention(case.q[row : row + 1, head : head + 1], keys[list(kept), kv][:, None],
+                                     values[list(kept), kv][:, None], scale=case.site.scale, softcap=case.site.softcap)
+            heads.append(found[0, 0])
+        out.append(torch.stack(heads))
+    return out
+
+
+@pytest.mark.parametrize("decode", [module.decode_eager, pytest.param(module.decode_triton, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens, dense_below, softcap", [(8, 0, None), (8, 50, 4.0)])
+def test_attends_to_the_keys_that_labels_choose(decode, tokens: int, dense_below: int, softcap: float | None) -> None:
+    backend = make(tokens, dense_below, 4, decode)
+    case = batch(backend, softcap=softcap)
+    out = run(backend, case)
+    channels = torch.tensor([r[:4] for r in ranked()[0]])
+    wanted = torch.stack(expected(case, tokens, max(tokens, dense_below), channels))
+    torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=0)
+    assert not torch.allclose(out.double(), case.expected, atol=1e-2), "nothing was left out"
+    exact = [row for row, n in enumerate((40, 7, 100)) if n <= max(tokens, dense_below)]
+    torch.testing.assert_close(out[exact].double(), case.expected[exact], atol=2e-5, rtol=0)
+
+
+def test_a_needle_is_found() -> None:
+    """One key among 4,096 that fits the query: eight tokens of 4,096 are enough, with a quarter of the channels."""
+    backend = make(8, channels=4)
+    case = lay_out(SITE, [1], [4096], page_size=16, device="cpu", expect=False)
+    page, offset = case.metadata.block_table_tensor[0, 1234 // 16], 1234 % 16
+    for head in range(2):
+        case.cache.k[0][page, offset, head] = 8 * case.q[0, 2 * head]
+    case.cache.v[0][page, offset] = 50.0
+    out = run(backend, case)
+    assert (out[0, [0, 2]] > 45).all()
+
+
+def test_labels_follow_the_keys() -> None:
+    """Prefill, then decode through one state: labels of both, of new pages, and of copied ones."""
+    backend = make(4, channels=4)
+    sites, cache = [SITE], PagedKVCache.for_sites([SITE], num_pages=12, page_size=4, device="cpu")
+    state = backend.make_state(sites, cache, None)
+    layer = state.of(cache.k[0])
+    generator = torch.Generator().manual_seed(1)
+    cache.k[0].normal_(generator=generator)
+    layer.store(cache.k[0], torch.arange(4, 20))
+    assert torch.equal(layer.labels[1:5], module.labels_of(cache.k[0], layer.channels)[1:5])
+    assert not layer.labels[5:].any()
+    cache.copy_pages(torch.tensor([2]), torch.tensor([7]))
+    assert torch.equal(layer.labels[7], module.labels_of(cache.k[0], layer.channels)[7])
+    again = backend.make_state(sites, cache, None)  # of a cache that holds keys
+    assert torch.equal(again.of(cache.k[0]).labels, module.labels_of(cache.k[0], layer.channels))
+
+
+def test_prefills_are_exact() -> None:
+    backend = make(1, channels=4)
+    rows = [r for r in MIXED if r[0]]
+    case = lay_out(SITE, [n for n, _ in rows], [t for _, t in rows], page_size=4, device="cpu")
+    torch.testing.assert_close(run(backend, case).double(), case.expected, atol=2e-5, rtol=0)
+    decode = lay_out(SITE, [n for n, _ in DECODE], [t for _, t in DECODE], page_size=4, device="cpu")
+    assert not torch.allclose(run(backend, decode).double(), decode.expected, atol=1e-2)
+
+
+def test_it_is_never_chosen_and_says_what_it_is(tmp_path) -> None:
+    file = tmp_path / "channels.json"
+    file.write_text(json.dumps({"channels": ranked()}))
+    backend = get_backend(f"double_sparsity:64:128:8:{file}")
+    assert backend.priority is None and "64 keys of sequences longer than 128" in backend.approximate
+    assert "double_sparsity" not in all_backends() and "quire calibrate" in str(backends("cpu"))
+    with pytest.raises(UnsupportedAttention, match="every step must run through double_sparsity:8:8:all"):
+        get_backend("hybrid:torch_native+double_sparsity:8:8:all")
+
+
+@pytest.mark.parametrize("name, message", [
+    ("double_sparsity", "write double_sparsity:TOKENS"), ("double_sparsity:0:4:all", "write double"),
+    ("double_sparsity:4:4:8", "write double"), ("double_sparsity:4:4:8:/no/such.json", "quire calibrate --out /no/such.json"),
+    (f"double_sparsity:4:4:8:{__file__}", "is not a file of `quire calibrate`")])
+def test_wrong_names(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_backend(name)
+
+
+def test_a_file_of_another_model_is_refused() -> None:
+    backend = make(8, channels=4, heads=4)
+    with pytest.raises(UnsupportedAttention, match="made from another model"):
+        run(backend, batch(backend))
+    with pytest.raises(UnsupportedAttention, match="17 channels of keys that have 16"):
+        run(make(8, channels=17), batch(backend))
+    with pytest.raises(UnsupportedAttention, match="no windows"):
+        run(make(8, channels=4), batch(backend, window=5))

@@ -1,0 +1,163 @@
+"""Backend ``dual_chunk``: the scheme's own positions against an oracle, exact below a chunk, and what refuses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.backends import dual_chunk as module
+from quire.attn_ops.conformance.report import check_backend
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.ops.rope import rotate
+from quire.attn_ops.registry import get_backend
+from quire.attn_ops.step import Step, ensure_planned, running
+from tests.attn_ops.oracle import oracle_attention
+from tests.steps import ragged
+
+SITE = AttentionSite(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, scale=0.25)
+CHUNK, LOCAL = 12, 4
+LENGTH = CHUNK - LOCAL
+LENS = (50, 9, 33)
+STEPS = ((20, 9, 13), (29, 0, 0), (1, 0, 1), (0, 0, 19))  # prefill in parts, decode, and both together
+
+
+def tables(positions: torch.Tensor, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin (T, dim) of positions (T,)."""
+    angles = positions[:, None] * 10.0 ** -torch.arange(0, 2, 4 / dim, dtype=torch.float64)
+    return tuple(f(angles).repeat(1, 2).float() for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+
+
+def dual_chunk_oracle(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """One sequence, unrotated q (L, H, D), keys and values (L, Hkv, D): three kinds of positions, as the paper has them. Keys
+    stand at their place in their chunk; a query there, behind it by a chunk but at most at CHUNK, or at CHUNK."""
+    out = torch.zeros(len(q), q.shape[1], values.shape[2], dtype=torch.float64)
+    key_place = torch.arange(len(q)) % LENGTH
+    placed = rotate(keys, *tables(key_place))
+    for p in range(len(q)):
+        chunk, place = p // LENGTH, p % LENGTH
+        for head in range(q.shape[1]):
+            scores = []
+            for j in range(p + 1):
+                behind = chunk - j // LENGTH
+                at = place if behind == 0 else min(place + LENGTH, CHUNK) if behind == 1 else CHUNK
+                query = rotate(q[p : p + 1, head : head + 1], *tables(torch.tensor([at])))[0, 0]
+                scores.append(query.double() @ placed[j, head // 2].double() * SITE.scale)
+            logits = torch.stack(scores)
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            out[p, head] = torch.softmax(logits, 0) @ values[: p + 1, head // 2].double()
+    return out
+
+
+def served(backend, sequences, steps=STEPS, softcap=None) -> list[torch.Tensor]:
+    """Outputs (L, H, D) of each sequence (q, k, v), through ``rope_op`` in these steps, with one cache."""
+    ids = [torch.arange(len(q)) for q, _, _ in sequences]
+    cache = PagedKVCache.for_sites([SITE], num_pages=90, page_size=4, device="cpu")
+    out = [torch.zeros(*q.shape[:2], 16) for q, _, _ in sequences]
+    for places, meta, rows in ragged(ids, steps, 4):
+        starts = meta.query_start_loc.tolist()
+        parts = [places[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        q, k, v = (torch.cat([sequences[r][i][part] for r, part in zip(rows, parts, strict=True)]) for i in range(3))
+        step = Step(cache, meta, attention=backend)
+        with running(step):
+            ensure_planned(step, backend, [SITE])
+            found = backend.rope_op(q, k, v, *tables(places), None, None, 0.0, *cache.of_layer(0), meta.slot_mapping,
+                                    meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, None, [], scale=SITE.scale,
+                                    window=None, softcap=softcap, chunk=None)
+        for r, part, result in zip(rows, parts, found.split([len(p) for p in parts]), strict=True):
+            out[r][part] = result
+    return out
+
+
+def random_sequences(lens=LENS):
+    generator = torch.Generator().manual_seed(0)
+    return [tuple(torch.randn(n, h, 16, generator=generator) for h in (4, 2, 2)) for n in lens]
+
+
+@pytest.mark.parametrize("softcap", [None, pytest.param(4.0, marks=pytest.mark.slow)])
+def test_positions_are_those_of_the_scheme(softcap: float | None) -> None:
+    sequences = random_sequences()
+    found = served(module.backend("dual_chunk:test", CHUNK, LENGTH), sequences, softcap=softcap)
+    for out, sequence in zip(found, sequences, strict=True):
+        torch.testing.assert_close(out.double(), dual_chunk_oracle(*sequence, softcap), atol=3e-5, rtol=0)
+
+
+def test_below_a_chunk_it_is_full_attention() -> None:
+    (q, k, v), = sequences = random_sequences((40,))
+    turned = [rotate(x, *tables(torch.arange(40))) for x in (q, k)]
+    full = oracle_attention(*turned, v, scale=SITE.scale)
+    (found,) = served(module.backend("dual_chunk:test", 40, 36), sequences, ((30,), (9,), (1,)))
+    torch.testing.assert_close(found.double(), full, atol=2e-5, rtol=0)
+    (other,) = served(module.backend("dual_chunk:test", CHUNK, LENGTH), sequences, ((30,), (9,), (1,)))
+    torch.testing.assert_close(other[:CHUNK].double(), full[:CHUNK], atol=2e-5, rtol=0)
+    assert not torch.allclose(other[CHUNK:].double(), full[CHUNK:], atol=1e-2)
+
+
+@pytest.mark.parametrize("only", ["batch", pytest.param("", marks=pytest.mark.slow)])
+def test_it_passes_the_kit_below_a_chunk(only: str) -> None:
+    results = check_backend(module.backend("dual_chunk:kit", 1 << 20, 1 << 19), "cpu", quick=True, only=only)
+    assert results and not [r for r in results if r.status == "FAIL"]
+
+
+def test_a_needle_is_found_far_away() -> None:
+    """A key that fits the query of the last of 340 tokens, 328 back: there the rotation hides it, at the scheme's place not."""
+    (q, k, v), = sequences = random_sequences((340,))
+    q[-1], k[:, :, 6::8], v[11] = 0.0, 0.0, 50.0
+    q[-1, :, 6], k[11, :, 6] = 16.0, 16.0  # a pair that turns by 0.0316 a token: by 10.4 in 328, by 0.28 in CHUNK - 3
+    (found,) = served(module.backend("dual_chunk:test", CHUNK, LENGTH), sequences, ((339,), (1,)))
+    turned = [rotate(x, *tables(torch.arange(340))) for x in (q, k)]
+    full = oracle_attention(turned[0][-1:], turned[1], v, scale=SITE.scale)
+    assert (found[-1] > 45).all() and (full[-1].abs() < 5).all()
+
+
+@pytest.mark.slow
+def test_a_model_runs_with_it() -> None:
+    """Through an engine: the model's own log probabilities below a chunk, others beyond it."""
+    from quire.graph_runner.loading import TINY_MODEL, load
+
+    model, _ = load(TINY_MODEL, None)
+    prompt = list(range(5, 45))
+    params = quire.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
+    error = {}
+    for name in ("dual_chunk:64:16", "dual_chunk:8:4"):
+        with quire.Engine(model, attention=name, compiler="eager") as engine:
+            (output,) = engine.generate([{"prompt_token_ids": prompt}], params)
+        ids = [*prompt, *output.token_ids]
+        with torch.no_grad():
+            own = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found = torch.tensor([p[t].logprob for t, p in zip(output.token_ids, output.logprobs, strict=True)])
+        error[name] = (found - own[range(8), list(output.token_ids)]).abs().max().item()
+    assert error["dual_chunk:64:16"] < 1e-4  # float32 sums in another order
+    assert error["dual_chunk:8:4"] > 1e-2
+
+
+def test_what_is_refused() -> None:
+    for name in ("dual_chunk", "dual_chunk:8", "dual_chunk:8:x", "dual_chunk:8:5"):
+        with pytest.raises(ValueError, match="write dual_chunk:CHUNK:LOCAL"):
+            get_backend(name)
+    backend = get_backend("dual_chunk:8:4")
+    assert backend.priority is None and "more than 8 tokens" in backend.approximate
+    meta = quire.CommonAttentionMetadata.build([9], [9], [[1, 2, 3]], page_size=4)
+    cache = PagedKVCache.for_sites([SITE], num_pages=5, page_size=4, device="cpu")
+    q, k, v = random_sequences((9,))[0]
+    step = Step(cache, meta, attention=backend)
+    with running(step), pytest.raises(UnsupportedAttention, match="9 tokens and cannot rotate q.*served up to 8"):
+        ensure_planned(step, backend, [SITE])
+        backend.op(q, k, v, *cache.of_layer(0), meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens,
+                   None, [], scale=1.0, window=None, softcap=None, chunk=None)
+
+
+def test_a_sequence_whose_start_ran_elsewhere_is_refused() -> None:
+    """Its keys are in the cache, but the rotary embeddings that far chunks need are not known."""
+    backend = get_backend("dual_chunk:8:4")
+    cache = PagedKVCache.for_sites([SITE], num_pages=9, page_size=4, device="cpu")
+    meta = quire.CommonAttentionMetadata.build([1], [30], [list(range(1, 9))], page_size=4)
+    q, k, v = random_sequences((1,))[0]
+    step = Step(cache, meta, attention=backend)
+    with running(step), pytest.raises(RuntimeError, match="no token at position 8 has passed"):
+        ensure_planned(step, backend, [SITE])
+        backend.rope_op(q, k, v, *tables(torch.tensor([29])), None, None, 0.0, *cache.of_layer(0), meta.slot_mapping,
+                        meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, None, [], scale=1.0, window=None,
+                        softcap=None, chunk=None)
