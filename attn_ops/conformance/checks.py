@@ -199,8 +199,7 @@ class Kit:
         whole = {name: value for name, value in self.features.items() if name not in ("window", "chunk")}
         with_others = [*usual, (0, 4)], [(0, 9), *usual, (1, page)], [(2, 2 * page), *usual]
         self.exact(usual[:2], *with_others, shared=2 * page, pad=(2, 1))
-        for features in (whole, self.features):
-            self.exact(usual, shared=2 * page, **features)
+        self.exact(usual, shared=2 * page, **whole)
 
     def rope(self) -> None:
         if self.backend.rope_op is None:

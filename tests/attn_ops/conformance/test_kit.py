@@ -28,9 +28,9 @@ from quire.attn_ops.registry import get_backend, register_backend
 from quire.attn_ops.step import current_step
 from tests.attn_ops.oracle import oracle_attention
 
-#: Without MLA, whose checks have tests of their own (tests/attn_ops/test_mla.py).
-NATIVE = dataclasses.replace(get_backend("torch_native"), mla_op=None, capabilities=dataclasses.replace(
-    get_backend("torch_native").capabilities, mla=False))
+#: Without MLA and states, whose checks have tests of their own (tests/attn_ops/test_mla.py, test_states.py).
+NATIVE = dataclasses.replace(get_backend("torch_native"), mla_op=None, state_op=None, capabilities=dataclasses.replace(
+    get_backend("torch_native").capabilities, mla=False, lse=False))
 NAMES = ("q", "k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "slot_mapping", "block_table", "query_start_loc",
          "seq_lens", "sinks", "prepared")
 
