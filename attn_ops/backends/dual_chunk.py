@@ -201,8 +201,8 @@ def backend(name: str, chunk: int, length: int) -> AttentionBackend:
         out[batch.near.token], lse[batch.near.token] = attend(rotated[batch.near.token], batch.near, True)
         for b, part in enumerate(batch.far):
             query = q[part.token]
-            tables = (t.expand(len(query), -1) for t in known.table(layer, b))
-            query = norm_and_rotate(query, q_norm_weight, *tables, eps, form)
+            far_cos, far_sin = (t.expand(len(query), -1) for t in known.table(layer, b))
+            query = norm_and_rotate(query, q_norm_weight, far_cos, far_sin, eps, form)
             found = merge_state(out[part.token], lse[part.token], *attend(query, part, False))
             out[part.token], lse[part.token] = found
         return out
