@@ -181,37 +181,6 @@ def backends(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_and_texts(args: argparse.Namespace, seed: int) -> tuple[Any, Any, list[list[int]]]:
-    """The model, its tokenizer, and the texts of ``quire calibrate`` and ``quire quality``."""
-    from quire.graph_runner.loading import TINY_MODEL, load
-    from quire.graph_runner.quality import token_texts
-
-    _no_loading_bar()
-    model, tokenizer = _loaded(args.model or TINY_MODEL, lambda: load(args.model or TINY_MODEL, None))
-    if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer (tokenizer.json or tokenizer_config.json)")
-    text = None if args.text is None else Path(args.text).read_text()
-    return model, tokenizer, token_texts(model, tokenizer, text, args.length, seed)
-
-
-def calibrate(args: argparse.Namespace) -> int:
-    """``quire calibrate``."""
-    from quire.graph_runner.quality import calibrate as measure
-
-    found = measure(*_model_and_texts(args, seed=0), args.out)
-    print(f"{args.out}: channels of {len(found['channels'])} layers by importance, measured on {found['tokens']} tokens")
-    return 0
-
-
-def quality(args: argparse.Namespace) -> int:
-    """``quire quality``."""
-    from quire.graph_runner.quality import compare
-
-    for found in compare(*_model_and_texts(args, seed=100), args.attention):
-        print(found)
-    return 0
-
-
 def bench(args: argparse.Namespace) -> int:
     """``quire bench``."""
     from quire.graph_runner.bench.main import run
@@ -223,6 +192,7 @@ def bench(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     from quire.graph_runner.bench.main import add_arguments, engine_option
     from quire.graph_runner.config import option_help
+    from quire.graph_runner.quality_commands import add_commands
 
     parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
@@ -274,19 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("backends", backends, "list the attention backends: usable here or why not, and what each can do")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
 
-    text: dict[str, Any] = {"metavar": "FILE", "help": "text to run (default: what the model itself writes)"}
-    length: dict[str, Any] = {"type": int, "default": 1024, "metavar": "N",
-                              "help": "tokens of a part of the text (default: 1024)"}
-    sub = command("calibrate", calibrate, "measure which channels of the keys matter, for approximate attention backends")
-    sub.add_argument("--out", required=True, metavar="FILE", help="where to write the channels, as JSON")
-    for option, given in (("--model", model), ("--text", text), ("--length", length)):
-        sub.add_argument(option, **given)
-
-    sub = command("quality", quality, "decode a text through attention backends, and compare each with the first")
-    sub.add_argument("--attention", action="append", required=True, metavar="NAME", help="a backend; give two or more")
-    for option, given in (("--model", model), ("--text", text), ("--length", length)):
-        sub.add_argument(option, **given)
-
+    add_commands(command)
     add_arguments(command("bench", bench, "measure decoding, mixed traffic, prefill, start-up and the attention kernels"))
     return parser
 

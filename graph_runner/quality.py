@@ -103,6 +103,7 @@ def _decode(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attentio
                       for ids in here]
             outputs = engine.generate([{"prompt_token_ids": list(ids[:position])} for ids in here], params)
             for ids, output in zip(here, outputs, strict=True):
+                assert output.logprobs is not None  # asked for
                 logprobs.append(output.logprobs[0][ids[position]].logprob)
                 likeliest.append(output.token_ids[0])
     return torch.tensor(logprobs, dtype=torch.float64), torch.tensor(likeliest)

@@ -7,6 +7,8 @@ go to ``paged_attention_ragged``, all others to ``mha_batch_prefill_func``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -79,7 +81,12 @@ def paged_attention(
 def available(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.version.hip:
         return "runs on AMD GPUs with a ROCm build of torch"
-    return missing("aiter", INSTALL)
+    if why := missing("aiter", INSTALL):
+        return why
+    found = importlib.util.find_spec("aiter")
+    if not any(Path(folder, "ops").is_dir() for folder in (found and found.submodule_search_locations) or ()):
+        return f"the package aiter that is installed is not AMD's: pip uninstall aiter, then {INSTALL}"
+    return None
 
 
 BACKEND = AttentionBackend(

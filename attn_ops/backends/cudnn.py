@@ -62,7 +62,7 @@ def _make_state(sites: Any, cache: Any, limits: Any, device: torch.device | None
 
 
 def available(device: torch.device) -> str | None:
-    return (wrong_gpu(device, 8, 9, 10, 12) or missing("flashinfer", "pip install flashinfer-python")
+    return (wrong_gpu(device, 8, 9, 10, 12) or missing(LIBRARY.partition(".")[0], "pip install flashinfer-python")
             or too_old("flashinfer-python", "0.7.2") or missing("cudnn", "pip install nvidia-cudnn-frontend"))
 
 

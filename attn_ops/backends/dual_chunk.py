@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 class Batch(NamedTuple):
     """near: keys that a query sees at the true distance. far[b]: those of chunk b, seen from CHUNK + b * L. passing: (token, b)
-    of tokens that stand there. longest: tokens of the longest sequence."""
+    of tokens that stand there. longest: tokens of the longest sequence with queries; up to CHUNK the rest is empty."""
 
     near: Part
     far: list[Part]
@@ -64,6 +64,9 @@ class Batch(NamedTuple):
 
 def divide(query_lens: Sequence[int], seq_lens: Sequence[int], chunk: int, length: int, device: torch.device) -> Batch:
     """Divide a batch, whose sequence r schedules the last query_lens[r] of its seq_lens[r] tokens, on the host."""
+    longest = max((total for count, total in zip(query_lens, seq_lens, strict=True) if count), default=0)
+    if longest <= chunk:  # plain attention
+        return Batch(_part([], device), [], [], longest)
     near: list[tuple[int, int, int, int, int]] = []  # row, tokens from, to, keys from, to
     far: list[list[tuple[int, int, int, int, int]]] = []
     passing, begin = [], 0
@@ -81,7 +84,7 @@ def divide(query_lens: Sequence[int], seq_lens: Sequence[int], chunk: int, lengt
             if position >= first:
                 passing.append((begin + position - first, b))
         begin += count
-    return Batch(_part(near, device), [_part(some, device) for some in far], passing, max(seq_lens, default=0))
+    return Batch(_part(near, device), [_part(some, device) for some in far], passing, longest)
 
 
 def _part(pieces: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> Part:
@@ -201,8 +204,8 @@ def backend(name: str, chunk: int, length: int) -> AttentionBackend:
         out[batch.near.token], lse[batch.near.token] = attend(rotated[batch.near.token], batch.near, True)
         for b, part in enumerate(batch.far):
             query = q[part.token]
-            tables = (t.expand(len(query), -1) for t in known.table(layer, b))
-            query = norm_and_rotate(query, q_norm_weight, *tables, eps, form)
+            far_cos, far_sin = (t.expand(len(query), -1) for t in known.table(layer, b))
+            query = norm_and_rotate(query, q_norm_weight, far_cos, far_sin, eps, form)
             found = merge_state(out[part.token], lse[part.token], *attend(query, part, False))
             out[part.token], lse[part.token] = found
         return out

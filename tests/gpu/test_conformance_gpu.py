@@ -43,6 +43,8 @@ COMBINATIONS = [
     pytest.param("hybrid:flashinfer+triton", torch.bfloat16, None, marks=pytest.mark.slow),
     ("hybrid:torch_native+triton", torch.bfloat16, None),
     ("full=torch_native,window=triton", torch.float32, None),
+    ("double_sparsity:1048576:0:all", torch.bfloat16, None),  # with room for all keys these are exact
+    ("dual_chunk:1048576:4", torch.bfloat16, None),
 ]
 
 

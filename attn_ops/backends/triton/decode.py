@@ -12,9 +12,9 @@ A program serves one token and one key head, with all the query heads that read 
 NOTE [How far keys are split]: on an H200, with 32/8 heads x 128 in bfloat16, a program alone took about 4 us and 28 ns per key,
 and merging another 3.5 us (benchmarks/results/h200_triton_decode_sweep*.json). Three programs fit on a multiprocessor
 (``python -m benchmarks.hopper``), and two read as fast as memory gives; of heads of 64, three do. So one wave of two or three
-programs per multiprocessor is best, whatever the context: ``wave`` splits per slot. But the few programs of one long sequence
-among short ones would run alone, so that a split has at most ``chunk_max`` keys. Programs without keys take 2 ns each: at most
-1024 are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU.
+programs per multiprocessor is best, whatever the context: ``Plan.wave`` splits per slot. But the few programs of one long
+sequence among short ones would run alone, so that a split has at most ``chunk_max`` keys. Programs without keys take 2 ns each:
+at most 1024 are launched, unless a wave is more. From a slot per multiprocessor on, slots alone fill the GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DecodeConfig(NamedTuple):
 
     block_n: keys per step.  warps, stages: of the kernel and its loop.  chunk_min: fewest keys per split (a multiple of
     block_n).  max_splits: bound on splits.  dot: tensor cores (the group is padded to 16 rows), else sums of products.
-    chunk_max: keys per split that a long context is cut into, unless ``wave`` splits per slot, which fill the GPU once, make
-    them longer than max_splits allows.
+    chunk_max: keys per split that a long context is cut into, unless ``Plan.wave`` splits per slot, which fill the GPU once,
+    make them longer than max_splits allows.
     """
 
     block_n: int

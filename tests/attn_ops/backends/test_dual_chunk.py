@@ -133,6 +133,12 @@ def test_a_model_runs_with_it() -> None:
     assert error["dual_chunk:8:4"] > 1e-2
 
 
+def test_a_long_sequence_without_queries_does_not_count() -> None:
+    """A row of the batch that has nothing to do in this step, however long."""
+    batch = module.divide([0, 2], [50, 5], CHUNK, LENGTH, torch.device("cpu"))
+    assert batch.longest == 5 and not batch.far and not batch.passing
+
+
 def test_what_is_refused() -> None:
     for name in ("dual_chunk", "dual_chunk:8", "dual_chunk:8:x", "dual_chunk:8:5"):
         with pytest.raises(ValueError, match="write dual_chunk:CHUNK:LOCAL"):

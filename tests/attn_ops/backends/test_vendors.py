@@ -328,6 +328,17 @@ def test_packages_of_the_wrong_version_are_named(monkeypatch) -> None:
     assert too_old("no-such-distribution", "1.0") is None
 
 
+def test_another_project_of_the_same_name_is_not_taken(monkeypatch, tmp_path) -> None:
+    """PyPI's aiter would fail in the middle of a step, with an AttributeError."""
+    (tmp_path / "aiter").mkdir()
+    (tmp_path / "aiter" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "is not AMD's: pip uninstall aiter, then pip install" in aiter.BACKEND.available(torch.device("cuda"))
+    (tmp_path / "aiter" / "ops").mkdir()
+    assert aiter.BACKEND.available(torch.device("cuda")) is None
+
+
 def test_flash_attention_chooses_by_gpu_and_package(monkeypatch) -> None:
     installed = {"flash_attn_interface", "flash_attn.cute", "flash_attn"}
     monkeypatch.setattr(flash_attention, "missing", lambda module, install: None if module in installed else "missing")

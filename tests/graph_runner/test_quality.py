@@ -1,0 +1,60 @@
+"""``quire calibrate`` and ``quire quality``: channels as measured by hand, and texts that decode alike where all keys count."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backends import torch_native
+from quire.attn_ops.calibration import ChannelMoments, recorder
+from quire.attn_ops.conformance.batches import compare, lay_out, run
+from quire.graph_runner import cli
+
+SITE = AttentionSite(layer=0, num_heads=4, num_kv_heads=2, head_dim=8, head_dim_v=8, dtype=torch.float32, scale=0.5)
+
+
+def test_channels_are_ranked_by_what_they_add_to_scores() -> None:
+    """Of live tokens only, and with the output as without measuring."""
+    moments = ChannelMoments()
+    backend = recorder(torch_native.BACKEND, moments)
+    batch = lay_out(SITE, [5, 1], [5, 9], page_size=4, pad=(3, 1))
+    compare(run(backend, batch), batch)
+    q, k = batch.q[:6].double(), batch.new_k[:6].double()
+    wanted = torch.zeros(2, 8, dtype=torch.float64)
+    for head in range(4):
+        wanted[head // 2] += q[:, head].square().sum(0)
+    wanted = (wanted * k.square().sum(0)).sqrt()
+    torch.testing.assert_close(moments.importance(0), wanted)
+    assert moments.tokens == 6
+    ranked = moments.ranked()[0]
+    assert all((wanted[h][ranked[h]].diff() <= 0).all() and sorted(ranked[h]) == list(range(8)) for h in range(2))
+    moments.reset()
+    assert moments.tokens == 0 and not moments.importance(0).any()
+
+
+def test_only_plain_backends_can_be_measured_through() -> None:
+    import dataclasses
+
+    with pytest.raises(ValueError, match="without state and plan, which torch_native is not"):
+        recorder(dataclasses.replace(torch_native.BACKEND, plan=lambda *args: None), ChannelMoments())
+
+
+@pytest.mark.slow
+def test_the_commands(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Few keys change the model's log probabilities; all keys leave them."""
+    text, out = tmp_path / "text", tmp_path / "channels.json"
+    text.write_text("Once upon a time, there was a fox who liked soup. " * 6)
+    assert cli.main(["calibrate", "--text", str(text), "--length", "24", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert sorted(found["channels"]) == ["0", "1", "2", "3"]
+    assert f"measured on {found['tokens']} tokens" in capsys.readouterr().out
+    names = ["torch_native", f"double_sparsity:64:0:16:{out}", f"double_sparsity:2:0:16:{out}"]
+    command = ["quality", "--text", str(text), "--length", "24"]
+    assert cli.main(command + [part for name in names for part in ("--attention", name)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    drift = [float(line.rpartition(" ")[2]) for line in lines]
+    assert [line.partition(": p")[0] for line in lines] == names
+    assert drift[0] == 0 and drift[1] < 1e-4 < 1e-2 < drift[2]
