@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import PagedKVCache
@@ -36,6 +38,7 @@ class Step:
     Args:
         states: the backends' own states, by name (``AttentionBackend.make_state``).
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
+        adapters: (at least T,) int64, the adapters of each token as bits (``attn_ops/ops/lora.py``), or None.
         served: layers whose attention has run.  planned: backends that have planned.
     """
 
@@ -45,6 +48,7 @@ class Step:
     states: dict[str, Any] = field(default_factory=dict)
     graph_key: Any = None
     capturing: bool = False
+    adapters: torch.Tensor | None = None
     served: set[int] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)
 

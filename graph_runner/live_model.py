@@ -13,6 +13,7 @@ from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
 from quire.graph_runner.window_pages import Reach, fit_requests
+from quire.passes.capture.lora import can_choose
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +25,13 @@ class LiveModel:
         config: the options, with the lengths and the number of pages that were chosen.
         runner: of the latest trace.
         num_pages: pages of the KV cache, the same for every trace.
+        adapters: whether each request has adapters of its own.
     """
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
         loading.check_model(model, self.config.max_model_len)
+        self.adapters = False
         self._stale: str | None = None  # a change after which the model could not be traced
         self._trace()
         self.num_pages = self.runner.cache.num_pages
@@ -37,8 +40,9 @@ class LiveModel:
 
     def _trace(self) -> None:
         versions = buffer_versions(self.model)
+        self.adapters = self.adapters and can_choose(self.model)
         with own_forward(self.model):
-            self.runner = ModelRunner(self.model, self.config)
+            self.runner = ModelRunner(self.model, self.config, self.adapters)
         self._guard = ModelGuard(self.model, addresses=self.runner.device.type == "cuda", reads=self.runner.paged.reads or None,
                                  buffer_values=any(site.route != "interface" for site in self.runner.sites), versions=versions)
 
@@ -55,14 +59,16 @@ class LiveModel:
         return *fit_requests(reach, self.num_pages, config.page_size, config.prefill_chunk_size,
                              config.max_num_batched_tokens, self.runner.max_model_len), reach
 
-    def trace_again(self, change: str) -> None:
-        """Replace the runner by one for the model as it is now; no step may be in flight.
+    def trace_again(self, change: str, own_adapters: bool = False) -> None:
+        """Replace the runner by one for the model as it is now; no step may be in flight. ``own_adapters``: from now on each
+        request has adapters of its own, as long as the model allows it.
 
         Raises:
             RuntimeError: the model cannot be served any more. ``change`` then returns the same change; call this again.
         """
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
-        self._stale = change
+        self._stale, before = change, self.adapters
+        self.adapters |= own_adapters
         self.runner.close()
         try:
             self._trace()
@@ -70,6 +76,7 @@ class LiveModel:
                 raise ValueError("its attention reaches further back than before, so that requests may need more KV cache than "
                                  "there is")
         except Exception as error:
+            self.adapters = before  # if they are the reason, the next step can go on without
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
                                f"now: {error}. Undo the change, or close the engine") from error
         self._stale = None

@@ -24,6 +24,7 @@ from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
+from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.buckets import decode_buckets, token_buckets
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
@@ -37,6 +38,7 @@ from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
+from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
 
@@ -105,6 +107,9 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 class ModelRunner:
     """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
 
+    Args:
+        adapters: each request has adapters of its own (``graph_runner/adapters.py``).
+
     Raises:
         UnsupportedAttention: the model cannot be served.
     """
@@ -112,7 +117,10 @@ class ModelRunner:
     @_without_autocast
     @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
+    def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
+        names = adapter_names(model) if adapters else None
+        self.adapters = None if names is None else TokenAdapters(model, names, max(
+            config.max_num_batched_tokens, config.max_num_seqs), next(model.parameters()).device)
         self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
@@ -122,7 +130,7 @@ class ModelRunner:
         try:
             # Tracing makes millions of objects, which the collector would walk repeatedly. Garbage may hold GPU memory.
             with freeze_gc(collect=self.device.type == "cuda"):
-                self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead)
+                self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead, adapters=names)
                 with start_times.timed("set-up"):
                     if ahead is not None:
                         ahead.wait()
@@ -293,7 +301,7 @@ class ModelRunner:
         """Stage an all-padding batch and plan for it, so that the capture has no host work."""
         self.buffers.stage_padding(bucket)
         step = Step(self.cache, self.buffers.metadata(bucket, None, None), self.backend, self._states, graph_key=bucket,
-                    capturing=True)
+                    capturing=True, adapters=None if self.adapters is None else self.adapters.tokens)
         ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
@@ -328,7 +336,8 @@ class ModelRunner:
         if self.plans:
             self.buffers.update_table(shape)
         metadata = self.buffers.metadata(shape, host, batch)
-        step = Step(self.cache, metadata, self.backend, self._states, graph_key=bucket)
+        step = Step(self.cache, metadata, self.backend, self._states, graph_key=bucket,
+                    adapters=None if self.adapters is None else self.adapters.stage(batch))
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
         return StagedStep(batch, shape, bucket, host, step, ScoredRows.of(batch, self.device))

@@ -1,6 +1,7 @@
 """Pages of the KV cache that several requests read: equal beginnings are computed once.
 
-Keys and values of a token depend on the tokens up to it and on the weights, and on nothing else: the model was proved to treat
+Keys and values of a token depend on the tokens up to it, on the weights and on the request's adapters (``Request.root``),
+and on nothing else: the model was proved to treat
 each token by itself outside causal attention, windows and chunks are counted from the sequence's own positions, and pages hold
 every token whatever the window. So a full page is known by the hash of its tokens chained to the hash of the page before
 (SHA-256), and a request whose tokens begin with the same pages reads these instead of computing its own. Never all of them: the
@@ -86,7 +87,7 @@ class PrefixCache:
         keys, size = request.page_keys, self.page_size
         for i in range(len(keys), count):
             tokens = array("q", request.token_ids[i * size : (i + 1) * size]).tobytes()
-            keys.append(hashlib.sha256((keys[-1] if keys else b"") + tokens).digest())
+            keys.append(hashlib.sha256((keys[-1] if keys else request.root) + tokens).digest())
         return keys[:count]
 
     def _fresh(self, since: int, request: Request) -> bool:
@@ -114,7 +115,7 @@ class PrefixCache:
                 return Match(pages, page, left, self._since[page])
             if keys[-1] in self._coming:
                 return Match(pages, coming=True)
-        other = self._tails.get(keys[len(pages) - 1] if pages else b"")
+        other = self._tails.get(keys[len(pages) - 1] if pages else request.root)
         if (other is not None and other.num_behind <= len(pages) < len(other.pages)
                 and self._fresh(other.computed_since, request)):
             known = other.token_ids[begin : min(begin + left, other.num_computed, len(other.prompt_token_ids))]
@@ -162,7 +163,7 @@ class PrefixCache:
         full = len(request.prompt_token_ids) // self.page_size
         if request.num_computed >= len(request.prompt_token_ids) and len(request.prompt_token_ids) % self.page_size:
             before = self._keys(request, full)
-            self._tails[before[-1] if before else b""] = request
+            self._tails[before[-1] if before else request.root] = request
 
     def left(self, request: Request) -> None:
         """The request gives up its pages."""
@@ -170,7 +171,7 @@ class PrefixCache:
             if self._coming.get(key) is request:
                 del self._coming[key]
         full = len(request.prompt_token_ids) // self.page_size
-        key = request.page_keys[full - 1] if 0 < full <= len(request.page_keys) else b""
+        key = request.page_keys[full - 1] if 0 < full <= len(request.page_keys) else request.root
         if self._tails.get(key) is request:
             del self._tails[key]
         self.release(request.pages[request.num_behind :])
