@@ -69,11 +69,17 @@ class TokenAdapters:
         self._model, self._device = model, device
         self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
 
+    def _bits(self, names: Sequence[str]) -> int:
+        return sum(1 << self.names.index(name) for name in names)
+
+    def active(self) -> torch.Tensor:
+        """(max_tokens,) int64: the model's active adapters for each token."""
+        return self.tokens.fill_(self._bits(active_adapters(self._model)))
+
     def stage(self, batch: ScheduledBatch) -> torch.Tensor:
         """(max_tokens,) int64, which a step reads; those of padding are of an earlier one."""
-        bits = {name: 1 << i for i, name in enumerate(self.names)}
         own = [active_adapters(self._model) if r.request.adapters is None else r.request.adapters for r in batch.rows]
-        of_row = np.array([sum(bits[name] for name in names) for names in own], np.int64)
+        of_row = np.array(list(map(self._bits, own)), np.int64)
         of_token = np.repeat(of_row, [row.num_new for row in batch.rows])
         self.tokens[: len(of_token)].copy_(to_device(of_token, self._device), non_blocking=True)
         return self.tokens

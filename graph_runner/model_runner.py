@@ -124,7 +124,7 @@ class ModelRunner:
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
         names = adapter_names(model) if adapters else None
         self.adapters = None if names is None else TokenAdapters(model, names, max(
-            config.max_num_batched_tokens, config.max_num_seqs), next(model.parameters()).device)
+            config.max_num_batched_tokens, config.max_num_seqs, TRIAL.num_tokens), next(model.parameters()).device)
         self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
@@ -188,7 +188,7 @@ class ModelRunner:
         self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
-                      max_model_len=self.max_model_len)
+                      max_model_len=self.max_model_len, adapters=None if self.adapters is None else self.adapters.active())
         self._new_states(self.cache)
         if self.graphs.buckets:
             with start_times.timed("capture"):

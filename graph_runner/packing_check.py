@@ -43,9 +43,9 @@ _ROUNDING_OF_HALVES = 0.1
 
 
 def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
-                  kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int, max_model_len: int
-                  ) -> None:
-    """Run the trial.
+                  kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int,
+                  max_model_len: int, adapters: torch.Tensor | None = None) -> None:
+    """Run the trial. ``adapters``: those that are active in the model, for each token (``Step.adapters``).
 
     Raises:
         UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention.
@@ -75,7 +75,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         table = [[*row, *[0] * (pages_for(max_model_len, page_size) - len(row))] for row in table]
         meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
         ids = torch.cat(sequences).to(device)
-        out = paged(Step(cache, meta, backend), ids, meta.positions, torch.arange(len(ids), device=device))
+        out = paged(Step(cache, meta, backend, adapters=adapters), ids, meta.positions, torch.arange(len(ids), device=device))
         return list(out.float().split(lengths))
 
     (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
