@@ -50,7 +50,7 @@ class AttentionSite:
     """What one attention site needs. Static facts only: this is what backends are checked against.
 
     Args:
-        layer: the model's number of the layer; unique in a model.
+        layer: the layer's number in the model; unique.
         name: the module path of the attention module, for messages.
         num_heads, num_kv_heads, head_dim, head_dim_v: H, Hkv, D, Dv.
         dtype: of q, k and v.
@@ -75,6 +75,11 @@ class AttentionSite:
     name: str = ""
     route: str = "op"
     latent: Latent | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a query sees only the last tokens before it: a window or a chunk."""
+        return self.window is not None or self.chunk is not None
 
     @property
     def dense(self) -> AttentionSite:

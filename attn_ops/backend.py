@@ -36,9 +36,9 @@ scale, ...         as in ``attention.py``
 Rules:
 
 * Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
-  raises UnsupportedAttention for a feature that it has not, and changes no input.
+  raises UnsupportedAttention for a feature that it lacks, and changes no input.
 * Write the mapped slots and nothing else. See NOTE [Padding]: rows may be empty, padding tokens give zeros.
-* Read nothing on the host in the op: work on the host is ``plan``'s, which finds its state in ``current_step()``.
+* Read nothing on the host in the op: host work belongs in ``plan``, which finds its state in ``current_step()``.
 * For ``attention="auto"``, set ``priority`` for each device type, and ``packages`` to the distributions that the speed depends
   on: times that ``quire bench attention --save`` measured with other versions do not count.
 """
@@ -53,6 +53,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
+from quire.attn_ops.breaks import breakable
 from quire.attn_ops.library import LIBRARY, define_op
 
 PAGED_SCHEMA = (
@@ -65,6 +66,11 @@ PAGED_SCHEMA = (
 ROPE_PAGED_SCHEMA = PAGED_SCHEMA.replace("Tensor? k, Tensor? v, ", (
     "Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, ")).replace(
     ") ->", ", bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) ->")
+#: Attention as a *state* (``attn_ops/ops/merge_state.py``): the paged op without window, chunk and sinks, that returns the
+#: output and its log-sum-exp (T, H) float32, natural logarithm. Not ``causal``: every query sees all ``seq_lens`` keys of its
+#: sequence, perhaps none or fewer than it has queries. A query without keys, as a padding token, gives 0 and -inf.
+STATE_SCHEMA = PAGED_SCHEMA.replace("Tensor? sinks, ", "").replace(
+    "int? window, float? softcap, int? chunk) -> Tensor", "float? softcap, bool causal) -> (Tensor, Tensor)")
 
 
 class CudagraphSupport(IntEnum):
@@ -83,13 +89,14 @@ class AttentionCapabilities:
     Args:
         devices: torch device types.
         dtypes: of q, k and v.
-        kv_dtypes: of the cache, beside the dtype of q.  kv_dtypes_note: why no others, for messages.
+        kv_dtypes: of the cache, besides the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
         head_dims: predicate on (D, Dv).  mla_dims: on (rank, R).  page_sizes: on tokens per page.  *_note: for messages.
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
-        mla: MLA on the latent cache, with ``mla_op``.  cross, encoder, cascade: kinds that no backend here has yet.
+        mla: MLA on the latent cache, with ``mla_op``.
+        lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         cudagraph_support: see CudagraphSupport.
     """
@@ -113,9 +120,7 @@ class AttentionCapabilities:
     chunk: bool = False
     non_causal: bool = False
     mla: bool = False
-    cross: bool = False
-    encoder: bool = False
-    cascade: bool = False
+    lse: bool = False
     batch_invariant: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
@@ -174,6 +179,8 @@ class AttentionBackend:
             nothing.
         rope_op: the paged op with the rotary embedding in front (ROPE_PAGED_SCHEMA), for kernels that fuse it.
         mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
+        state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.lse``. It must need no
+            plan.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
@@ -185,7 +192,7 @@ class AttentionBackend:
             Tensor[]`` recorded in the graph once per forward; every layer gets the result as ``prepared``. Device work only:
             no sync, no shape that depends on data.
         priority: place in the order of ``attention="auto"``, by device type; lower is tried first, missing is not tried.
-        packages: distributions, beside torch, that its speed depends on.
+        packages: distributions, besides torch, that its speed depends on.
         verified: whether the kit has passed on the hardware that it is for. False: only its calls have been checked, against
             the signatures that its package publishes; tables say so.
         route: for a backend made of backends: site -> which of them serve it, as text.
@@ -201,6 +208,7 @@ class AttentionBackend:
     op: Any
     rope_op: Any | None = None
     mla_op: Any | None = None
+    state_op: Any | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
@@ -258,12 +266,23 @@ def define_paged_op(name: str, impl: Callable[..., torch.Tensor], devices: Itera
         launches: see ``define_op``.
     """
     schema = f"{name}_rope_paged_attention{ROPE_PAGED_SCHEMA}" if rope else f"{name}_paged_attention{PAGED_SCHEMA}"
-    keys = set(devices)
-    op = define_op(schema, cpu=impl if "CPU" in keys else None, cuda=impl if "CUDA" in keys else None,
-                   fake=_rope_paged_fake if rope else _paged_fake, launches=launches)
+    keys, fake = set(devices), _rope_paged_fake if rope else _paged_fake
+    impl = breakable(impl, fake)
+    op = define_op(schema, cpu=impl if "CPU" in keys else None, cuda=impl if "CUDA" in keys else None, fake=fake,
+                   launches=launches)
     for key in keys - {"CPU", "CUDA"}:
         LIBRARY.impl(op.name().removeprefix("quire::"), impl, key)
     return op
+
+
+def define_state_op(name: str, impl: Callable[..., tuple[torch.Tensor, torch.Tensor]], launches: bool = False) -> Any:
+    """Register ``impl`` as ``quire::<name>_attention_state`` with STATE_SCHEMA and its fake, for CPU and CUDA; return the op
+    overload. ``launches``: see ``define_op``."""
+    return define_op(f"{name}_attention_state{STATE_SCHEMA}", cpu=impl, cuda=impl, fake=_state_fake, launches=launches)
+
+
+def _state_fake(q: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _paged_fake(q, *args, **kwargs), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _paged_fake(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor,
@@ -282,4 +301,5 @@ def listed(items: Iterable[str]) -> str:
 
 
 __all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA",
-           "ROPE_PAGED_SCHEMA", "UnsupportedAttention", "define_paged_op", "dtype_name", "listed"]
+           "ROPE_PAGED_SCHEMA", "STATE_SCHEMA", "UnsupportedAttention", "define_paged_op", "define_state_op", "dtype_name",
+           "listed"]

@@ -80,7 +80,7 @@ def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support
     for name in ("head_dims_note", "page_sizes_note", "kv_dtypes_note"):
         both[name] = "; ".join(dict.fromkeys(note for c in caps if (note := getattr(c, name)) not in ("", "any"))) or (
             "" if name == "kv_dtypes_note" else "any")
-    both["mla"] = False
+    both["mla"] = both["lse"] = False
     needs = [item for c in caps for item in c.min_kv_compute_capability.items()]
     return CompositeCapabilities(
         **{**both, **features}, min_kv_compute_capability={d: max(n for k, n in needs if k == d) for d, _ in needs},

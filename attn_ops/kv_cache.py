@@ -19,7 +19,7 @@ site_finders: list[SiteFinder] = []
 
 
 def register_site_finder(find: Finder) -> Finder:
-    """Decorator: ``PagedKVCache.for_model`` finds a model's attention sites with ``find``; the last one registered counts."""
+    """Decorator: ``PagedKVCache.for_model`` finds a model's attention sites with ``find``; the last one registered is used."""
     site_finders.append(find)
     return find
 
@@ -36,11 +36,14 @@ class PagedKVCache:
     (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), in either layout with the heads outside the
     tokens in memory: a kernel reads the scales of one head. Else both lists hold None.
 
-    Of a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
+    In a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
     rank of them: ``of_layer`` gives None for it.
+
+    Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``).
 
     Args:
         num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
+        layer_pages: pages of each layer, where they differ; num_pages of each by default.
         page_size: tokens per page.
         num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one per layer. head_dim_v defaults to head_dim.
         layout: "NHD" or "HND"; ``get_kv_cache_layout()`` by default.
@@ -57,10 +60,12 @@ class PagedKVCache:
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int], head_dim_v: int | Sequence[int] | None = None, dtype: torch.dtype,
         device: torch.device | str, layout: Layout | None = None, layer_ids: Sequence[int] | None = None,
-        latent: bool | Sequence[bool] = False,
+        latent: bool | Sequence[bool] = False, layer_pages: Sequence[int] | None = None,
     ) -> None:
-        if num_pages < 2:
-            raise ValueError(f"a paged KV cache needs at least 2 pages (page 0 is the null page), got num_pages={num_pages}")
+        for fewest in (num_pages, *(layer_pages or ())):
+            if fewest < 2:
+                raise ValueError(f"a paged KV cache needs at least 2 pages (page 0 is the null page), got num_pages={fewest}")
+        self.layer_pages = _per_layer("layer_pages", num_pages if layer_pages is None else layer_pages, num_layers)
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}")
         layout = get_kv_cache_layout() if layout is None else layout
@@ -83,34 +88,40 @@ class PagedKVCache:
                 raise ValueError("a latent layer has one key head, values that are part of its keys, and no quantized dtype; "
                                  f"got {h} heads of {d}/{d_v}, {dtype_name(dtype)}")
         self._index = {layer: i for i, layer in enumerate(self.layer_ids)}
-        self.k = [self._allocate(h, d) for h, d in zip(heads, dims, strict=True)]
-        self.v = [k[..., :d] if is_latent else self._allocate(h, d)
-                  for k, h, d, is_latent in zip(self.k, heads, dims_v, self.latent, strict=True)]
-        self.beside: dict[str, list[torch.Tensor]] = {}  # by backend: what it keeps of keys, (num_pages, page_size, ...)
-        self.k_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
-        self.v_scale: list[torch.Tensor | None] = [self._allocate_scale(h) for h in heads]
+        pages = self.layer_pages
+        self.k = [self._allocate(n, h, d) for n, h, d in zip(pages, heads, dims, strict=True)]
+        self.v = [k[..., :d] if is_latent else self._allocate(n, h, d)
+                  for k, n, h, d, is_latent in zip(self.k, pages, heads, dims_v, self.latent, strict=True)]
+        self.beside: dict[str, dict[int, torch.Tensor]] = {}  # by backend and layer: what it keeps of keys, (num_pages, ...)
+        self.k_scale: list[torch.Tensor | None] = [self._allocate_scale(n, h) for n, h in zip(pages, heads, strict=True)]
+        self.v_scale: list[torch.Tensor | None] = [self._allocate_scale(n, h) for n, h in zip(pages, heads, strict=True)]
 
     @property
     def quantized(self) -> bool:
         """Whether k and v hold codes with scales."""
         return self.dtype in QUANTIZED_KV_DTYPES
 
-    def _allocate_scale(self, heads: int) -> torch.Tensor | None:
+    def _allocate_scale(self, num_pages: int, heads: int) -> torch.Tensor | None:
         if not self.quantized:
             return None
-        return torch.zeros(self.num_pages, heads, self.page_size, dtype=torch.float32, device=self.device).transpose(1, 2)
+        return torch.zeros(num_pages, heads, self.page_size, dtype=torch.float32, device=self.device).transpose(1, 2)
 
-    def _allocate(self, heads: int, dim: int) -> torch.Tensor:
+    def _allocate(self, num_pages: int, heads: int, dim: int) -> torch.Tensor:
         # Zeros, not empty: a kernel may load (and mask out) the rest of a page, and 0 * NaN would still be NaN.
         if self.layout == "NHD":
-            return torch.zeros(self.num_pages, self.page_size, heads, dim, dtype=self.dtype, device=self.device)
-        pages = torch.zeros(self.num_pages, heads, self.page_size, dim, dtype=self.dtype, device=self.device)
+            return torch.zeros(num_pages, self.page_size, heads, dim, dtype=self.dtype, device=self.device)
+        pages = torch.zeros(num_pages, heads, self.page_size, dim, dtype=self.dtype, device=self.device)
         return pages.transpose(1, 2)
 
     @classmethod
     def for_sites(cls, sites: Sequence[AttentionSite], *, num_pages: int, page_size: int = 16, device: torch.device | str,
-                  dtype: torch.dtype | None = None, layout: Layout | None = None) -> PagedKVCache:
-        """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent."""
+                  dtype: torch.dtype | None = None, layout: Layout | None = None, window_pages: int | None = None
+                  ) -> PagedKVCache:
+        """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent.
+
+        Args:
+            window_pages: of layers with a window or chunk, the null page included; num_pages by default.
+        """
         if not sites:
             raise ValueError("no attention sites: there is nothing to cache")
         heads, dims, dims_v = zip(*map(_entry, sites), strict=True)
@@ -118,6 +129,7 @@ class PagedKVCache:
             num_layers=len(sites), num_pages=num_pages, page_size=page_size, num_kv_heads=heads, head_dim=dims,
             head_dim_v=dims_v, dtype=dtype or sites[0].dtype, device=device, layout=layout,
             layer_ids=[s.layer for s in sites], latent=[s.latent is not None for s in sites],
+            layer_pages=[window_pages if window_pages is not None and s.bounded else num_pages for s in sites],
         )
 
     @classmethod
@@ -154,10 +166,12 @@ class PagedKVCache:
         """Whether that layer holds latent vectors."""
         return self.latent[self.index(layer)]
 
-    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy pages ``source`` to pages ``target``, both (n,) int64 on the cache's device, with their scales and what
-        backends keep beside them. All are read before any is written."""
-        for t in (*self.k, *self.v, *self.k_scale, *self.v_scale, *(t for kept in self.beside.values() for t in kept)):
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor, layers: Sequence[int] | None = None) -> None:
+        """Copy pages ``source`` to pages ``target`` of these layers (of all by default), both (n,) int64 on the cache's device,
+        with their scales and what backends keep beside them. All are read before any is written."""
+        chosen = self.layer_ids if layers is None else layers
+        kept = [tensors[layer] for tensors in self.beside.values() for layer in chosen if layer in tensors]
+        for t in (*(t for layer in chosen for t in self.of_layer(layer)), *kept):
             if t is not None:
                 codes = t.view(torch.uint8) if t.element_size() == 1 else t  # float8 cannot be indexed
                 codes.index_copy_(0, target, codes.index_select(0, source))

@@ -10,7 +10,8 @@ So a cache of ``[c, k_rope]``, rank + R numbers per token in place of H * (D + D
     q_h . k_h  =  [W_UK_h^T q_nope_h, q_rope_h] . [c, k_rope]            ``absorb_query``
     sum_j p_j v_hj  =  W_UV_h sum_j p_j c_j                              ``expand_output``
 
-In these *absorbed* terms all H heads attend to one key head of dim rank + R whose value is its first rank numbers. ``kv_b`` is
+In these *absorbed* terms all H heads attend to one key head of dim rank + R whose value is its first rank numbers. A prefill of
+many tokens takes fewer products with keys and values expanded (``mla_prefill.py``). ``kv_b`` is
 always the model's own parameter, read in every step: weights that are updated in place reach the next step.
 
 =======  ==========================================================================================================
@@ -28,6 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from quire.attn_ops.attention import attention_eager
+from quire.attn_ops.breaks import breakable
 from quire.attn_ops.library import define_op
 
 MLA_SCHEMA = "mla_attention(Tensor q, Tensor c, Tensor k_rope, Tensor kv_b, *, int layer, float scale) -> Tensor"
@@ -104,7 +106,7 @@ def define_mla_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterabl
         devices: "CPU", "CUDA" or both.
         launches: see ``define_op``.
     """
-    keys = set(devices)
+    keys, impl = set(devices), breakable(impl, _paged_fake)
     return define_op(f"{name}_mla_paged_attention{MLA_PAGED_SCHEMA}", cpu=impl if "CPU" in keys else None,
                      cuda=impl if "CUDA" in keys else None, fake=_paged_fake, launches=launches)
 

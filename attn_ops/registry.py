@@ -91,11 +91,6 @@ def all_backends() -> dict[str, AttentionBackend]:
     return REGISTRY.load()[0]
 
 
-def broken_backends() -> dict[str, str]:
-    """Entry points that did not load, with the reason."""
-    return REGISTRY.load()[1]
-
-
 def get_backend(name: str | Mapping[str, str]) -> AttentionBackend:
     """The backend of that name (or of these, by kind of layer), made now if it is a family's. Raises ValueError that lists the
     names there are."""
@@ -113,12 +108,7 @@ def plain_backend(device_type: str) -> AttentionBackend:
     return min(found, key=lambda item: item[0])[1]
 
 
-def family_usages() -> list[str]:
-    """The forms of the names of backends that are made when they are first used, each with what it is."""
-    return REGISTRY.usages
-
-
-FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "cross", "encoder", "cascade")
+FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "lse")
 
 
 @dataclass(frozen=True)
@@ -186,5 +176,5 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
 
 
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "broken_backends", "family_usages",
-           "get_backend", "plain_backend", "register_backend"]
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "get_backend", "plain_backend",
+           "register_backend"]

@@ -34,8 +34,11 @@ class Step:
     """One paged step.
 
     Args:
+        window_metadata: as ``metadata``, with the slots and the block table of layers with a window or chunk, where those have
+            page numbers of their own (``LoweringTarget.window_tables``); None: they have those of all layers.
         states: the backends' own states, by name (``AttentionBackend.make_state``).
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
+        by_hand: of ``quire.step``, and not of an engine, whose scheduler knows what the model needs.
         served: layers whose attention has run.  planned: backends that have planned.
     """
 
@@ -45,8 +48,10 @@ class Step:
     states: dict[str, Any] = field(default_factory=dict)
     graph_key: Any = None
     capturing: bool = False
+    by_hand: bool = False
     served: set[int] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)
+    window_metadata: CommonAttentionMetadata | None = None
 
 
 _CURRENT: ContextVar[Step | None] = ContextVar("quire_step", default=None)

@@ -54,12 +54,13 @@ def wrong_gpu(device: torch.device, *majors: int) -> str | None:
     return None
 
 
-def no_compiler(*prebuilt: str) -> str | None:
-    """None if there is nvcc, or a package of compiled kernels among ``prebuilt``, else what to install."""
+def no_compiler(package: str, prebuilt: str) -> str | None:
+    """None if nvcc or ``prebuilt``, a distribution of the kernels that ``package`` compiles, is there; else what to install."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
-    if nvcc is None and not any(importlib.util.find_spec(name) for name in prebuilt):
-        return "compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set CUDA_HOME"
+    if nvcc is None and importlib.util.find_spec(prebuilt.replace("-", "_")) is None:
+        return (f"{package} compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set "
+                f"CUDA_HOME, or pip install {prebuilt}")
     return None
 
 

@@ -1,6 +1,7 @@
 """Which kernels a step launches on an H100 or H200, without one: read from Inductor's code for CUDA, which never runs.
 
     python -m benchmarks.launches llama-8b                 # every distinct piece of the graph for small batches
+    python -m benchmarks.launches llama-8b --lora 16       # with PEFT's LoRA on all linear layers
     python -m benchmarks.launches gemma2-9b --large --code # the graph for more tokens, with the code of each kernel
 
 The model is traced, lowered and cut on the CPU, as in an engine. Then each piece's tensors are declared to be on a GPU, and
@@ -203,10 +204,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--large", action="store_true", help="the graph for more than 32 tokens")
     parser.add_argument("--own-experts", action="store_true", help="with transformers' implementation of the experts")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="with an adapter of this rank (needs peft)")
     parser.add_argument("--code", action="store_true", help="print the programs too")
     args = parser.parse_args()
     logging.disable()
     model = skeleton(ModelSpec(args.model, torch.bfloat16, torch.device("cpu"), args.layers)).to_empty(device="cpu").eval()
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        get_peft_model(model, LoraConfig(r=args.lora, target_modules="all-linear", lora_dropout=0.05),
+                       autocast_adapter_dtype=False)
     for i, program in enumerate(programs(model, small=not args.large, own_experts=args.own_experts)):
         calls = launches(program)
         print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}")

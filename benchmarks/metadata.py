@@ -22,6 +22,7 @@ from quire.attn_ops.metadata import (
     split_attn_metadata,
     split_decodes_and_prefills,
 )
+from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers
@@ -42,7 +43,7 @@ def _median_ms(function: Callable[[], object], repeats: int = 200) -> float:
 
 
 def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
-    """Pack a batch and make its metadata, as ``ModelRunner.stage`` does."""
+    """Pack a batch and make its ForwardBatch, as ``ModelRunner.stage`` does."""
     rows = len(query_lens)
     shape = BatchShape(sum(query_lens), rows)
     buffers = StepBuffers(shape, max_pages_per_seq=LENGTH // PAGE, max_num_seqs=rows, page_size=PAGE,
@@ -57,9 +58,9 @@ def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
         scheduled.append(ScheduledRow(request, LENGTH - count, count, True))
     batch = ScheduledBatch(scheduled, shape.num_tokens, sum(n == 1 for n in query_lens))
 
-    def run() -> CommonAttentionMetadata:
+    def run() -> ForwardBatch:
         host = buffers.fill(batch, shape)
-        return buffers.metadata(shape, host, batch)
+        return buffers.forward_batch(shape, host, batch)
 
     return run
 

@@ -24,12 +24,11 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.backends.triton import plan
-from quire.attn_ops.conformance.batches import planned, prepared
+from quire.attn_ops.conformance.batches import planned, prepared, scattered
 from quire.attn_ops.kernels.host import kernel_module
-from quire.attn_ops.kv_cache import PagedKVCache, pages_for
-from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.registry import get_backend
-from quire.graph_runner.bench.attention_op import CALLS, median_us
+from quire.graph_runner.bench.attention_op import COPIES, on_the_device
 from quire.graph_runner.bench.roofline import copy_bandwidth
 
 NOPE, DIM_V, LATENT = 128, 128, Latent(512, 64)
@@ -43,13 +42,10 @@ def measure(name: str, heads: int, query_lens: list[int], seq_lens: list[int], p
     dim = NOPE + LATENT.rope
     site = AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=dim, head_dim_v=DIM_V, dtype=dtype,
                          scale=dim**-0.5, latent=LATENT)
-    counts = [pages_for(n, page_size) for n in seq_lens]
-    order = iter((torch.randperm(sum(counts)) + 1).tolist())
-    table = [[next(order) for _ in range(count)] for count in counts]
-    meta = CommonAttentionMetadata.build(query_lens, seq_lens, table, page_size=page_size, device=device)
-    cache = PagedKVCache.for_sites([site], num_pages=sum(counts) + 1, page_size=page_size, device=device)
+    _, meta, pages = scattered(query_lens, seq_lens, page_size=page_size, device=device)
+    cache = PagedKVCache.for_sites([site], num_pages=pages, page_size=page_size, device=device)
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    caches = [cache.k[0], *(torch.randn_like(cache.k[0]) for _ in range(max(1, min(CALLS, 4 * l2 // cache.num_bytes))))]
+    caches = [cache.k[0], *(torch.randn_like(cache.k[0]) for _ in range(max(1, min(COPIES, 4 * l2 // cache.num_bytes))))]
     tokens = sum(query_lens)
     q, new, kv_b = (torch.randn(*shape, dtype=dtype, device=device) for shape in (
         (tokens, heads, dim), (tokens, sum(LATENT)), (heads * (NOPE + DIM_V), LATENT.rank)))
@@ -60,19 +56,10 @@ def measure(name: str, heads: int, query_lens: list[int], seq_lens: list[int], p
     with planned(backend, batch, graph_key="bench" if decode else None, capturing=decode):
         given = prepared(backend, batch)
 
-        def calls() -> None:
-            for i in range(CALLS if decode else 3):
-                backend.mla_op(q, *new.split(LATENT, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
+        def call(i: int) -> None:
+            backend.mla_op(q, *new.split(LATENT, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
 
-        calls()
-        torch.cuda.synchronize()
-        if decode:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                calls()
-            us = median_us(graph.replay, CALLS, 10)
-        else:
-            us = median_us(calls, 3, 5)
+        us = on_the_device(call, captured=decode).us
     size = 2 * (sum(seq_lens) * sum(LATENT) + kv_b.numel() + tokens * heads * (dim + DIM_V))
     pairs = sum(n * (2 * total - n + 1) // 2 for n, total in zip(query_lens, seq_lens, strict=True))
     return dict(backend=name, heads=heads, us=us, floor=size / bandwidth * 1e6 / us,

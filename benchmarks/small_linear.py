@@ -15,20 +15,19 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
 from quire.attn_ops.tuning.launch_config import STORE, Config, key
 from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, graph_time
+from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.roofline import copy_bandwidth
 
 # name: (rows of the weight, K, norm, residual, swiglu)
 SHAPES = {
@@ -75,12 +74,6 @@ def compile_share(job: tuple[int, int, list[tuple[int, LinearShape]]]) -> None:
             continue
 
 
-def copy_bandwidth() -> float:
-    a = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
-    b = torch.empty_like(a)
-    return 2 * a.numel() * 2 / graph_time(lambda: [torch.neg(a, out=b) for _ in range(4)], 4) / 1e6
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-8b", choices=sorted(SHAPES))
@@ -96,16 +89,17 @@ def main() -> int:
     work = [(name, m, shape_of(shape, m, codes)) for codes in kinds for name, shape in shapes for m in sizes]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_share, [(i, args.processes, [each[1:] for each in work]) for i in range(args.processes)])
-    bandwidth = copy_bandwidth()
+    device = torch.device("cuda")
+    bandwidth = copy_bandwidth(device)
     rows: list[dict[str, Any]] = []
     table: dict[str, list[int]] = {}
     print(f"{'shape':>10} {'codes':>14} {'M':>3} {'floor us':>9} {'cuBLAS':>8} {'eager':>8} {'best':>8}  config")
     for name, m, shape in work:
         n, k, codes = shape.n, shape.k, shape.codes
         copies = copies_of(shape)
-        calls = arguments(shape, m, torch.device("cuda"), copies)
+        calls = arguments(shape, m, device, copies)
         label = str(codes).removeprefix("torch.") if codes is not None else None
-        floor = n * k * calls[0][1].element_size() / bandwidth / 1e6
+        floor = n * k * calls[0][1].element_size() / bandwidth * 1e6
         plain = [(a[0], a[1] if codes is None else a[1].to(a[0].dtype)) for a in calls]  # cuBLAS has no product with codes
         cublas = graph_time(lambda c=plain: [torch.nn.functional.linear(*a) for a in c], copies)
         del plain
@@ -131,16 +125,13 @@ def main() -> int:
         print(f"{name:>10} {label or '':>14} {m:>3} {floor:9.2f} {cublas:8.2f} {eager:8.2f} {best[0]:8.2f}  "
               f"{tuple(best[1] or ())}", flush=True)
         del calls
-    environment = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-                   "python": platform.python_version(), "copy_tb_per_s": bandwidth, "command": " ".join(sys.argv),
-                   "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                                            capture_output=True, text=True, check=False).stdout.strip()}
+    conditions = {**environment(device, bandwidth), "command": " ".join(sys.argv)}
     if args.json:
         lines = ",\n".join(json.dumps(row) for row in rows)
-        args.json.write_text(f'{{"environment": {json.dumps(environment)},\n"rows": [\n{lines}\n]}}\n')
+        args.json.write_text(f'{{"environment": {json.dumps(conditions)},\n"rows": [\n{lines}\n]}}\n')
     if args.table:
         devices = dict(STORE.load(args.table) or {})
-        devices[environment["device"]] = dict(sorted((devices.get(environment["device"], {}) | table).items()))
+        devices[conditions["device"]] = dict(sorted((devices.get(conditions["device"], {}) | table).items()))
         STORE.save(devices, args.table)
     return 0
 

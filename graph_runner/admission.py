@@ -26,7 +26,7 @@ class Admission:
         self._deadlines: list[tuple[float, int, float]] = []  # a heap of (time, request, seconds)
 
     def check(self, options: RequestOptions, count: int, waiting: int) -> None:
-        """Whether ``count`` requests may be added where ``waiting`` wait for a slot (less than 0: so many slots are free).
+        """Check that ``count`` requests may be added while ``waiting`` wait for a slot (negative: that many slots are free).
 
         Raises:
             ValueError: another request has the name.

@@ -158,6 +158,10 @@ class EngineCalls:
                     advance()
         return sorted(done, key=lambda output: output.index)
 
+    def chat(self, messages: Prompt | Sequence[Prompt], params: _Params = None, **options: Any) -> list[RequestOutput]:
+        """``generate`` under the name that vLLM has for chats: a list of messages, or several."""
+        return self.generate(messages, params, **options)
+
     async def astream(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, **options: Any
                       ) -> AsyncIterator[StreamEvent]:
         """``stream`` for asyncio: steps run in a thread, so that the event loop goes on. Options as of ``stream``. Requests of

@@ -35,15 +35,23 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
     """All tensors of a checkpoint in host memory, by the names of ``model``.
 
     Raises:
-        FileNotFoundError: see ``files_of``. ValueError: a file cut short, or with a broken header; names it.
+        FileNotFoundError: see ``files_of``. ValueError: a file cut short, or with a broken header, or two files with the same
+            parameter; names them.
     """
     values: dict[str, torch.Tensor] = {}
+    held_by: dict[str, str] = {}
     for file in files_of(path):
         try:
             with safe_open(str(file), framework="pt") as opened:
-                values |= {name: opened.get_tensor(name) for name in opened.keys()}
+                own = {name: opened.get_tensor(name) for name in opened.keys()}
         except Exception as error:
             raise ValueError(f"{file.name} is incomplete or no safetensors file ({error})") from error
+        for name in own:
+            if name in held_by:
+                raise ValueError(f"{held_by[name]} and {file.name} both hold the parameter {name!r}: the folder has files of "
+                                 "two checkpoints. Remove those of one")
+            held_by[name] = file.name
+        values |= own
     names = set(model.state_dict())
     if values.keys() <= names or not hasattr(type(model), "from_pretrained"):
         return values

@@ -53,6 +53,10 @@ class EngineConfig:
         8192, "maximum number of tokens per step; longer prompts are computed in chunks", least=1)
     kv_cache_dtype: str | torch.dtype = _option(
         "auto", 'dtype of the KV cache: "auto" (the model\'s), "int8", "fp8" (e4m3), "fp8_e5m2", a torch dtype or its name')
+    dtype: str | torch.dtype | None = _option(
+        None, "dtype that the engine computes in, as a torch dtype or its name. None: the model's own. Another one, such as "
+        "bfloat16 for a model trained in float32: the engine keeps a copy of the parameters and persistent buffers that "
+        "differ, which follows them; memory for the copy, and none for a model that has that dtype already")
     max_model_len: int | None = _option(
         None, "maximum length of a request, prompt and continuation. None: what the model and the cache allow", least=2)
     gpu_memory_utilization: float = _option(
@@ -70,6 +74,9 @@ class EngineConfig:
     cudagraph_lazy: bool = _option(False, "capture a batch size when the first batch of it comes, and not at the start")
     cudagraph_debug: bool = _option(
         False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
+    cudagraph_piecewise: bool = _option(
+        False, "capture batches for which the attention backend allows no CUDA graph (flashinfer's with prompts) in pieces, "
+        "between its attention calls")
     compiler: str = _option(
         "auto", '"inductor", "inductor-whole", "eager", or "auto": inductor on a GPU, eager on a CPU, where compiling takes '
         "longer than it saves")
@@ -105,6 +112,7 @@ class EngineConfig:
 
         from quire.attn_ops.metadata.layout import get_kv_cache_layout
 
+        object.__setattr__(self, "dtype", compute_dtype(self.dtype))
         object.__setattr__(self, "kv_layout", self.kv_layout or get_kv_cache_layout())
         self.compile_options(torch.device("cpu"))  # raises for names that do not exist
 
@@ -128,6 +136,7 @@ class EngineConfig:
         on_gpu = device.type == "cuda"
         return QuireOptions(
             attention=self.attention, page_size=self.page_size, layout=self.kv_layout, max_model_len=self.max_model_len,
+            window_tables=True,
             kv_cache_dtype=kv_dtype(self.kv_cache_dtype),
             compiler=("inductor" if on_gpu else "eager") if self.compiler == "auto" else self.compiler,
             fusions=("all" if on_gpu else "none") if self.fusions == "auto" else self.fusions)
@@ -142,6 +151,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_dtype: str | torch.dtype
+    dtype: str | torch.dtype | None
     max_model_len: int | None
     gpu_memory_utilization: float
     kv_layout: Literal["NHD", "HND"] | None
@@ -150,6 +160,7 @@ class EngineOptions(TypedDict, total=False):
     cudagraph_token_sizes: Sequence[int] | Policy | None
     cudagraph_lazy: bool
     cudagraph_debug: bool
+    cudagraph_piecewise: bool
     compiler: str
     fusions: str | Sequence[str]
     enable_prefix_caching: bool | None
@@ -219,6 +230,17 @@ def kv_dtype(name: str | torch.dtype) -> torch.dtype | None:
     return dtype
 
 
+def compute_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype of the option ``dtype``. Raises ValueError for a name or dtype that weights cannot be cast to."""
+    import torch
+
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if name is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
+        return dtype
+    raise ValueError(f"dtype must be None, 'bfloat16', 'float16', 'float32' or 'float64', or such a torch dtype, got {name!r}. "
+                     "For smaller weights quantize the model first; the KV cache has kv_cache_dtype")
+
+
 def option_help(indent: int = 4) -> str:
     """One paragraph per option: its name, help text and default."""
     texts = (f"{option.name}: {option.metadata['help']} (default: {option.default!r})." for option in fields(EngineConfig))
@@ -255,4 +277,5 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-__all__ = ["EngineConfig", "EngineOptions", "check_options", "documents_options", "kv_dtype", "option_help", "parse_option"]
+__all__ = ["EngineConfig", "EngineOptions", "check_options", "compute_dtype", "documents_options", "kv_dtype",
+           "option_help", "parse_option"]

@@ -32,6 +32,7 @@ _PER_REQUEST = ("temperature", "top_k", "top_p", "min_p")
 # Fields of transformers' ContinuousBatchingConfig, and the option of quire.Engine that each sets.
 _OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "page_size": lambda v: {"page_size": v},
+    "block_size": lambda v: {"page_size": v},  # its name in transformers 5.17, deprecated later
     "num_blocks": lambda v: {"num_pages": v + 1},  # quire counts the null page
     "max_batch_tokens": lambda v: {"max_num_batched_tokens": v},
     "max_requests_per_batch": lambda v: {"max_num_seqs": v},
@@ -44,7 +45,8 @@ _READ = frozenset(("return_logprobs", "seed", "max_queue_size", "per_request_pro
 # About something that quire does not do: it moves no pages to the host, chooses its kernel by ``attention=``, refuses
 # processors instead of dropping them, and runs in one process. Setting one is logged.
 _NO_EFFECT = frozenset(("drop_unsupported_processors", "auto_switch_to_flash", "cpu_offload_space_safety_threshold",
-                        "disable_nccl_graph_mixing", "cpu_group_timeout", "max_blocks_per_request"))
+                        "disable_nccl_graph_mixing", "cpu_group_timeout", "max_blocks_per_request", "max_cached_graphs",
+                        "use_default_compile_configs"))
 
 
 def _graphs(varlen: bool | None, decode: bool | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from quire.attn_ops.breaks import breaking, left_out
 from quire.graph_runner.buckets import pick_bucket
 from quire.graph_runner.device_graph import GraphPool, Recorded, device_graphs
 from quire.graph_runner.forward_mode import CaptureHiddenMode
@@ -39,13 +40,16 @@ FIRST_WARMUPS, WARMUPS = 2, 1
 @dataclass
 class GraphStats:
     """Counts so far. ``fell_back``: steps that ran without a graph, by reason; ``replays``: by bucket; ``padding_tokens``: by
-    which batches were padded."""
+    which batches were padded; ``estimated_bytes``: what ``estimate`` found, before ``capture_bytes`` were measured;
+    ``pieces``: graphs that the captured steps are made of, one each unless they are cut."""
 
     captured: int = 0
     replayed: int = 0
     fell_back: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     capture_bytes: int = 0
+    estimated_bytes: int = 0
+    pieces: int = 0
     replays: Counter[BatchShape] = field(default_factory=Counter)
     padding_tokens: int = 0
 
@@ -67,7 +71,8 @@ class CudaGraphRunner:
         lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
         pool: memory shared with other runners; one of its own by default.
         keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool.
-        hidden_mode: the hidden states that ``run`` returns. A batch that wants more runs without a graph.
+        hidden_mode: the hidden states that ``run`` returns. A batch that needs more runs without a graph.
+        piecewise: shape -> whether it is captured in pieces, between its attention calls, which then need not be capturable.
         inputs: shape -> the tensors that ``run`` reads, to check that they are where they were (debugging).
 
     Attributes:
@@ -79,8 +84,9 @@ class CudaGraphRunner:
                  progress: Callable[[Sequence[BatchShape]], Iterator[BatchShape]] | None = None, lazy: bool = False,
                  pool: GraphPool | None = None, keep_outputs: bool = False,
                  hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+                 piecewise: Callable[[BatchShape], bool] = lambda shape: False,
                  inputs: Callable[[BatchShape], Iterable[torch.Tensor]] | None = None) -> None:
-        self._run, self._before, self.device = run, before_capture, device
+        self._run, self._before, self.device, self._piecewise = run, before_capture, device, piecewise
         self.buckets = sorted(set(buckets), reverse=True)
         self.stats = GraphStats()
         self.reason: str | None = None
@@ -101,7 +107,7 @@ class CudaGraphRunner:
         Args:
             shape: of the live batch.
             decode: every row has one token.
-            hidden: the hidden states that the batch wants.
+            hidden: the hidden states that the batch needs.
         """
         if not self._entries and not self.lazy:
             return self._no(shape, "nothing is captured")
@@ -156,15 +162,28 @@ class CudaGraphRunner:
         if self.lazy:
             return
         try:
-            self._capture(self.buckets)
+            self._capture(self._progress(self.buckets))
         except RuntimeError:
             self.clear()
             raise
 
-    def _capture(self, buckets: Sequence[BatchShape]) -> None:
+    def estimate(self) -> int:
+        """About how many bytes capturing all buckets will take: the two largest are captured, measured and dropped. The first
+        has the memory of its step, which later ones of the pool use again; each further one takes what a graph itself needs."""
+        costs: list[int] = []
+        for bucket in self.buckets[:2]:
+            before = self.stats.capture_bytes
+            self._capture([bucket])
+            costs.append(self.stats.capture_bytes - before)
+        self.clear()
+        self._graphs.release()
+        self.stats = GraphStats(estimated_bytes=sum(costs) + max(0, len(self.buckets) - 2) * (costs[-1] if costs else 0))
+        return self.stats.estimated_bytes
+
+    def _capture(self, buckets: Iterable[BatchShape]) -> None:
         began, before = time.perf_counter(), self._graphs.free_bytes()
         with freeze_gc():
-            for bucket in self._progress(buckets):
+            for bucket in buckets:
                 try:
                     self._capture_one(bucket)
                 except torch.OutOfMemoryError as error:
@@ -182,8 +201,15 @@ class CudaGraphRunner:
         def run() -> Any:
             return self._run(bucket)
 
-        self._graphs.warm_up(run, WARMUPS if self._entries else FIRST_WARMUPS)
-        self._entries[bucket] = self._graphs.record(run, self._pool.handle(self._graphs))
+        def run_without_attention() -> Any:
+            with breaking(left_out):
+                return self._run(bucket)
+
+        cut = self._piecewise(bucket)
+        self._graphs.warm_up(run_without_attention if cut else run, WARMUPS if self._entries else FIRST_WARMUPS)
+        record = self._graphs.record_in_segments if cut else self._graphs.record
+        self._entries[bucket] = record(run, self._pool.handle(self._graphs))
+        self.stats.pieces += self._entries[bucket].pieces
         if self._inputs is not None:
             self._addresses[bucket] = [t.data_ptr() for t in self._inputs(bucket)]
         self.stats.captured += 1

@@ -16,7 +16,7 @@ from typing import Any
 
 _CONTEXT = 6  # minimum tokens of context before the new ones
 _LONGEST = 18  # maximum; below it, the last decoding is reused as the text before
-_PATIENCE = 32  # tokens after which an incomplete character is returned: none has so many bytes
+_PATIENCE = 32  # tokens after which an incomplete character is returned: none has that many bytes
 _BEGUN = 3  # maximum tokens of an unfinished character at the prompt's end: it has at most four bytes
 _UNFINISHED = "\ufffd"  # what decoders print for an incomplete character
 

@@ -1,6 +1,6 @@
 """How a device records a step and replays it: all that ``CudaGraphRunner`` needs of one.
 
-A new device is one class with the four methods of ``DeviceGraphs``, registered for its torch device type. On a CPU there is
+A new device is one class with the methods of ``DeviceGraphs``, registered for its torch device type. On a CPU there is
 nothing to record: a step is kept as a callable, so that buckets, padding and fallback are tested without an accelerator.
 """
 
@@ -14,14 +14,16 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from quire.attn_ops.kernels.launch import side_stream
+from quire.graph_runner.breakable import record_in_segments
 
 
 @dataclass(frozen=True)
 class Recorded:
     """A recorded step. ``replay()`` runs it on the addresses that it was recorded on and returns its output, which is the same
-    tensors every time: valid until the next replay of any step of the pool."""
+    tensors every time: valid until the next replay of any step of the pool. ``pieces``: graphs that it was recorded in."""
 
     replay: Callable[[], Any]
+    pieces: int = 1
 
 
 class DeviceGraphs(Protocol):
@@ -41,8 +43,15 @@ class DeviceGraphs(Protocol):
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         """Record ``run``, whose memory comes from ``pool``."""
 
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        """The same, cut at attention calls, which a replay makes anew (``breakable.py``). Raises RuntimeError where the device
+        cannot."""
+
     def free_bytes(self) -> int:
         """Free device memory; 0 where that has no meaning."""
+
+    def release(self) -> None:
+        """Give the memory of dropped graphs back to the device."""
 
 
 class CpuGraphs:
@@ -62,8 +71,14 @@ class CpuGraphs:
     def record(self, run: Callable[[], Any], pool: Any) -> Recorded:
         return Recorded(run)
 
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        return Recorded(run)
+
     def free_bytes(self) -> int:
         return 0
+
+    def release(self) -> None:
+        pass
 
 
 class CudaGraphs:
@@ -96,13 +111,35 @@ class CudaGraphs:
 
         return Recorded(replay)
 
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        def begin() -> torch.cuda.CUDAGraph:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            return graph
+
+        def end(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+            graph.capture_end()
+            return graph.replay
+
+        self.release()  # what warming up left in the ordinary pool, as torch.cuda.graph does
+        stream = side_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            recorded = Recorded(*record_in_segments(begin, end, run))
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return recorded
+
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
 
 class NpuGraphs:
     """Ascend's graphs, by torch_npu's published names. Never run on hardware, and no attention backend here runs on an NPU yet:
-    the class is for who adds one. Lengths that a kernel reads from the host (``actual_seq_lengths_kv``) must be updated at each
+    the class is for adding one. Lengths that a kernel reads from the host (``actual_seq_lengths_kv``) must be updated at each
     replay by that backend's ``plan``."""
 
     verified: ClassVar[bool] = False
@@ -133,8 +170,14 @@ class NpuGraphs:
 
         return Recorded(replay)
 
+    def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
+        raise RuntimeError("piecewise graphs are not there on an NPU: make the engine without cudagraph_piecewise")
+
     def free_bytes(self) -> int:
         return self._npu.mem_get_info(self.device)[0]
+
+    def release(self) -> None:
+        self._npu.empty_cache()
 
 
 _DEVICES: dict[str, type[DeviceGraphs]] = {"cpu": CpuGraphs, "cuda": CudaGraphs, "npu": NpuGraphs}

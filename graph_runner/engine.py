@@ -74,7 +74,7 @@ class Engine(EngineCalls, WeightUpdates):
         self.scheduler = Scheduler(allocator, page_size=config.page_size, max_num_seqs=config.max_num_seqs,
                                    max_num_batched_tokens=config.max_num_batched_tokens,
                                    prefill_chunk_size=config.prefill_chunk_size, max_scored=SCORED_ROWS, prefixes=prefixes)
-        self.max_model_len, self.scheduler.prefill_chunk_size, self.scheduler.reach = self._live.limits()
+        self.max_model_len = self._live.fit(self.scheduler)
         self._depth = int(self.runner.device.type == "cuda" if config.async_stepping is None else config.async_stepping)
         self._random = random.Random(config.seed)
         self._in_flight: deque[Launched] = deque()
@@ -159,8 +159,11 @@ class Engine(EngineCalls, WeightUpdates):
     def _step(self) -> None:
         if self._closed:
             return
+        if self.runner.editor.in_processor:
+            raise RuntimeError("a logits processor ran the engine in whose step it runs; give it an engine of its own")
         if (change := self._live.change(everything=False)) is not None:
             self._trace_again(change)
+        self._live.refresh(everything=self._check_due)
         if self._launch_failed:  # that step may have replaced newest tokens on the device; from here on the host has them all
             self.collect()
             self._launch_failed = False
@@ -209,7 +212,7 @@ class Engine(EngineCalls, WeightUpdates):
         self.scheduler.preempt_all()
         self._launch_failed = False
         self._live.trace_again(change)
-        self.max_model_len, self.scheduler.prefill_chunk_size, self.scheduler.reach = self._live.limits()
+        self.max_model_len = self._live.fit(self.scheduler)
 
     def collect(self, leave: int = 0) -> None:
         """Wait for the launched steps but the last ``leave``, and take in their tokens."""
@@ -231,8 +234,9 @@ class Engine(EngineCalls, WeightUpdates):
     def _take(self, request: Request, token: int) -> None:
         """Append a new token to a request, decode it, and end the request if it is the last."""
         if token < 0:
-            return self._finish(request, FinishReason.ERROR, error=(
-                f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"))
+            return self._finish(request, FinishReason.ERROR, error=request.failure or (
+                f"the logits for token {len(request.token_ids)} contain NaN, or are all -inf; the model overflowed"
+                f"{'' if request.edits is None else ', or its sampling parameters leave no token'}"))
         output, params, text = request.output, request.params, request.detokenizer
         ends, full = request.append(token)
         piece = ""
@@ -273,7 +277,7 @@ class Engine(EngineCalls, WeightUpdates):
             self._abort(list(self.requests))
             self.collect()
             self.destroy_weights_update_group()
-            self.runner.close()
+            self._live.close()
 
     def __enter__(self) -> Engine:
         return self

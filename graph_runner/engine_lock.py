@@ -19,7 +19,7 @@ from typing import Any
 
 
 class EngineLock:
-    """A re-entrant lock that defers interrupts, and runs actions as soon as nobody holds it."""
+    """A re-entrant lock that defers interrupts, and runs actions as soon as it is free."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

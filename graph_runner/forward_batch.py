@@ -1,9 +1,9 @@
-"""``ForwardBatch``: one step's batch as model code of other engines expects it, over the same tensors as the step's metadata.
+"""``ForwardBatch``: one step's batch, in SGLang's names.
 
-For engine builders: quire's engine hands a step to the model through ``CommonAttentionMetadata`` and its staged inputs
-(``step_buffers.py``); ``ForwardBatch.of`` makes a view of these, copies nothing and waits for nothing. Beside it are pieces for
-engines on several ranks: padding for MLPs that all ranks run together, the halves of a batch for two-batch overlap, the
-tensors between pipeline stages.
+The engine's step buffers give each step as one (``StepBuffers.forward_batch``), over the staged inputs at their fixed
+addresses; the runner reads ids, positions, mode and metadata from it. ``ForwardBatch.of`` makes one of any metadata, for
+builders of other engines. Neither copies anything or waits for the device. Beside it, for engines on several ranks: padding
+for MLPs that all ranks run together, the halves of a batch for two-batch overlap, the tensors between pipeline stages.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from quire.attn_ops.metadata import CommonAttentionMetadata, UBatchSlice, create_ubatch_slices
 from quire.attn_ops.metadata.prefix_chunks import MAX_CHUNK_CAPACITY, PrefixChunks
 from quire.graph_runner.forward_mode import CaptureHiddenMode, ForwardMode
+from quire.graph_runner.multimodal import MultimodalInputs
 
 
 @dataclass
@@ -30,9 +31,15 @@ class ForwardBatch:
         metadata: lengths, block table and slots.
         input_ids, positions: (T,) int64.
         mrope_positions: (3, T) int64 for models with positions in time, height and width; None for the others.
-        capture_hidden_mode: hidden states that the batch wants.
+        capture_hidden_mode: hidden states to return.
         prefix_chunks: see ``prepare_chunked_prefix_cache_info``.  prefix_chunk_idx: the chunk at work.
         attn_attend_prefix_cache: True: attend to that chunk; False: to the new tokens; None: to all at once.
+        window_metadata: as ``metadata``, with slots and block table of layers with a window, where those have pages of their
+            own (``window_pages.py``); else None.
+        token_source: (T,) int64: the slot whose newest token is the token's id, -1 where ``input_ids`` has it; None: nowhere.
+        logits_indices: (B,) int64: each row's last token, 0 for padding rows.
+        mm_inputs: per sequence what it has beside text, or None; () where nothing has.
+        inputs: all staged inputs of the engine's step by name (``step_buffers.py``), these and the sampling parameters of rows.
     """
 
     forward_mode: ForwardMode
@@ -44,10 +51,16 @@ class ForwardBatch:
     prefix_chunks: PrefixChunks | None = None
     prefix_chunk_idx: int = -1
     attn_attend_prefix_cache: bool | None = None
+    window_metadata: CommonAttentionMetadata | None = None
+    token_source: torch.Tensor | None = None
+    logits_indices: torch.Tensor | None = None
+    mm_inputs: Sequence[MultimodalInputs | None] = ()
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, metadata: CommonAttentionMetadata, input_ids: torch.Tensor, positions: torch.Tensor | None = None, *,
-           rope_deltas: torch.Tensor | None = None, capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+           rope_deltas: torch.Tensor | None = None, mm_inputs: Sequence[MultimodalInputs | None] | None = None,
+           capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
            ) -> ForwardBatch:
         """The batch of a step's metadata.
 
@@ -55,9 +68,11 @@ class ForwardBatch:
             positions: (T,); those of the metadata by default.
             rope_deltas: (B,) int64 per sequence, for models with mrope: what its text positions are ahead of its token
                 positions (0 for a text without images).
+            mm_inputs: (B,) instead of that: the images of each sequence, with positions for mrope, or None for a text.
 
         Raises:
-            ValueError: token ids or positions that are not one per token.
+            ValueError: token ids or positions that are not one per token; images not one entry per sequence, or without
+                positions.
         """
         positions = metadata.positions if positions is None else positions
         for name, tensor in (("input_ids", input_ids), ("positions", positions)):
@@ -65,10 +80,21 @@ class ForwardBatch:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the batch has {metadata.num_tokens} tokens")
         lens = np.diff(metadata.query_start_loc_cpu.numpy()[: metadata.num_reqs + 1])
         made = cls(ForwardMode.of(int((lens == 1).sum()), len(lens)), metadata, input_ids, positions,
-                   capture_hidden_mode=capture_hidden_mode)
-        if rope_deltas is not None:
+                   capture_hidden_mode=capture_hidden_mode, logits_indices=metadata.logits_indices)
+        if mm_inputs is not None:
+            if len(mm_inputs) != metadata.num_reqs:
+                raise ValueError(f"mm_inputs has {len(mm_inputs)} entries for {metadata.num_reqs} sequences; a text has None")
+            made.mm_inputs = mm_inputs
+            made.mrope_positions = made._image_mrope_positions()
+        elif rope_deltas is not None:
             made.mrope_positions = made.text_mrope_positions(rope_deltas)
         return made
+
+    def token_ids(self, newest: torch.Tensor) -> torch.Tensor:
+        """(T,) int64 ids: ``input_ids``, and where a token comes from a slot the newest token (slots,) of that."""
+        if self.token_source is None:
+            return self.input_ids
+        return torch.where(self.token_source >= 0, newest[self.token_source.clamp_min(0)], self.input_ids)
 
     @property
     def batch_size(self) -> int:
@@ -109,7 +135,7 @@ class ForwardBatch:
 
     def text_mrope_positions(self, rope_deltas: torch.Tensor) -> torch.Tensor:
         """(3, T) int64: positions of text tokens, equal in time, height and width, each sequence shifted by its delta. Right
-        for decodes and for texts; those of an image's tokens follow from its grid, which the model's ``get_rope_index`` reads.
+        for decodes and for texts; those of an image's tokens follow from its grid (``multimodal.py``).
         """
         lens = self.metadata.query_start_loc.diff().long()
         actual = self.metadata.num_actual_tokens
@@ -117,6 +143,41 @@ class ForwardBatch:
         shift[:actual] = torch.repeat_interleave(rope_deltas.to(shift)[: lens.shape[0]], lens[: rope_deltas.shape[0]],
                                                  output_size=actual)
         return (self.positions + shift).expand(3, -1)
+
+    def _image_mrope_positions(self) -> torch.Tensor:
+        """(3, T) int64: in a prompt, the positions that ``mm_inputs`` has for its tokens; behind it, those of a text."""
+        if any(one is not None and one.mrope_positions is None for one in self.mm_inputs):
+            raise ValueError("mm_inputs without mrope_positions: make them with MultimodalInputs.of")
+        deltas = [0 if one is None else int(one.mrope_position_delta) for one in self.mm_inputs]
+        found = self.text_mrope_positions(torch.tensor(deltas, dtype=torch.int64)).clone()
+        starts, computed = self.metadata.query_start_loc_cpu.tolist(), self.metadata.num_computed_tokens_cpu.tolist()
+        for i, one in enumerate(self.mm_inputs):
+            if one is not None and one.mrope_positions is not None:
+                part = one.mrope_positions[:, computed[i] : computed[i] + starts[i + 1] - starts[i]]
+                found[:, starts[i] : starts[i] + part.shape[1]] = part.to(found.device, non_blocking=True)
+        return found
+
+    # -- images, video, audio ---------------------------------------------------------------------------------------
+
+    def merge_mm_inputs(self) -> MultimodalInputs | None:
+        """What all sequences have beside text, in one; None if none has any."""
+        given = [one for one in self.mm_inputs if one is not None]
+        return MultimodalInputs.merge(given) if given else None
+
+    def _contains(self, modality: str) -> bool:
+        return any(one is not None and one.contains(modality) for one in self.mm_inputs)
+
+    def contains_image_inputs(self) -> bool:
+        return self._contains("image")
+
+    def contains_video_inputs(self) -> bool:
+        return self._contains("video")
+
+    def contains_audio_inputs(self) -> bool:
+        return self._contains("audio")
+
+    def contains_mm_inputs(self) -> bool:
+        return any(one is not None and one.items for one in self.mm_inputs)
 
     # -- chunked prefixes -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What kind of step a batch is, and which hidden states it wants. Names and groups are SGLang's."""
+"""The kind of step that a batch is, and the hidden states to return. Names and groups are SGLang's."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.training_mode import training_difference
+from quire.passes.capture.reads import is_code_of
 
 # Arguments of ``generate`` beside the generation config: those that ``understand`` reads, those that transformers makes
 # processors and criteria of, and those without effect on the result.
@@ -66,6 +66,9 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
     if any(_injects_rows(hook) for m in model.modules() for hook in m._forward_pre_hooks.values()):
         return "each row has an adapter of its own (PEFT's adapter_names), and an engine has one for all rows"
     if (method := own_method(model, own_generate)) is not None:
+        if getattr(vars(model).get(method), "__module__", "").startswith("peft."):
+            return (f"{method} is PEFT's: prompt tuning, p-tuning and prefix tuning give the model embeddings or keys, and an "
+                    "engine takes token ids")
         return f"{method} is the model's own, and not transformers'"
     if torch.is_autocast_enabled(model.device.type):
         return "torch.autocast is on, and an engine computes in the model's own dtypes"
@@ -167,7 +170,7 @@ def own_method(model: torch.nn.Module, own_generate: Any) -> str | None:
         found = found or getattr(type(model), name, method)
         if found is vars(OwnCopies).get(name):
             found = getattr(super(OwnCopies, type(model)), name, method)
-        if not getattr(inspect.unwrap(found), "__module__", "").startswith("transformers."):
+        if not is_code_of(found, "transformers", "torch"):
             return name
     return None
 

@@ -27,7 +27,8 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
         without sampling, ``length_penalty`` without beams), and ``return_dict_in_generate``.
 
     Raises:
-        ValueError, TypeError: as for SamplingParams; ValueError for do_sample with temperature 0, as in ``generate``.
+        ValueError, TypeError: as for SamplingParams; ValueError for do_sample with temperature 0 or a negative top_k, as in
+            ``generate``.
     """
     def option(name: str, default: Any = None) -> Any:
         value = getattr(generation_config, name, None)
@@ -40,6 +41,8 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
                    "min_p": option("min_p", 0.0)}
         if values["temperature"] == 0:
             raise ValueError("do_sample=True with temperature=0.0; for the likeliest tokens set do_sample=False")
+        if values["top_k"] < 0:
+            raise ValueError(f"top_k must be at least 0 (which keeps all tokens), got {values['top_k']}")
     if option("eos_token_id") is not None:
         ids = option("eos_token_id")
         ids = ids if isinstance(ids, Iterable) else [ids]
@@ -76,14 +79,14 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "encoder_repetition_penalty": lambda v: v == 1,
     "no_repeat_ngram_size": lambda v: v == 0,
     "encoder_no_repeat_ngram_size": lambda v: v == 0,
-    "bad_words_ids": lambda v: len(v) == 0,
+    "bad_words_ids": _never,  # an empty list is transformers' error
     "forced_bos_token_id": _never,
     "forced_eos_token_id": _never,
     "remove_invalid_values": lambda v: not v,
     "exponential_decay_length_penalty": _never,
     "suppress_tokens": lambda v: len(v) == 0,
     "begin_suppress_tokens": lambda v: len(v) == 0,
-    "sequence_bias": lambda v: len(v) == 0,
+    "sequence_bias": _never,
     "token_healing": lambda v: not v,
     "guidance_scale": lambda v: v == 1,
     "watermarking_config": _never,

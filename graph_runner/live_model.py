@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 
 import torch
 
 from quire.graph_runner import loading
+from quire.graph_runner.cast_weights import CastWeights
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.model_guard import ModelGuard, buffer_versions
 from quire.graph_runner.model_runner import ModelRunner
 from quire.graph_runner.paged_forward import own_forward
-from quire.graph_runner.window_pages import Reach, fit_requests
+from quire.graph_runner.scheduler import Scheduler
+from quire.graph_runner.window_pages import WindowPages, fit_requests
+from quire.passes.capture.evaluating import ChangedWhileTraced
 
 logger = logging.getLogger(__name__)
+_ATTEMPTS = 8  # to trace a model that other threads change meanwhile
 
 
 class LiveModel:
@@ -23,12 +28,13 @@ class LiveModel:
     Attributes:
         config: the options, with the lengths and the number of pages that were chosen.
         runner: of the latest trace.
+        cast: the weights in the dtype that was asked for; None: the model's own are used.
         num_pages: pages of the KV cache, the same for every trace.
     """
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
-        loading.check_model(model, self.config.max_model_len)
+        loading.check_model(model)
         self._stale: str | None = None  # a change after which the model could not be traced
         self._trace()
         self.num_pages = self.runner.cache.num_pages
@@ -36,24 +42,81 @@ class LiveModel:
         self._longest = self.limits()[0]
 
     def _trace(self) -> None:
-        versions = buffer_versions(self.model)
-        with own_forward(self.model):
-            self.runner = ModelRunner(self.model, self.config)
-        self._guard = ModelGuard(self.model, addresses=self.runner.device.type == "cuda", reads=self.runner.paged.reads or None,
-                                 buffer_values=any(site.route != "interface" for site in self.runner.sites), versions=versions)
+        """Make the runner, again where another thread changed the model while it was traced.
+
+        Raises:
+            RuntimeError: the model changed each time.
+        """
+        changed: str | None = None
+        self.cast: CastWeights | None
+        for _ in range(_ATTEMPTS):
+            before, versions, dtype = ModelGuard(self.model, addresses=False), buffer_versions(self.model), self.config.dtype
+            self.cast = None  # the old copies are freed before new ones are made
+            self.cast = CastWeights(self.model, dtype) if isinstance(dtype, torch.dtype) else None
+            try:
+                with own_forward(self.model), self.cast.in_place() if self.cast is not None else contextlib.nullcontext():
+                    self.runner = ModelRunner(self.model, self.config)
+            except ChangedWhileTraced as error:
+                changed = str(error)
+                continue
+            except Exception:
+                seen = before.changed_meanwhile(())
+                if seen is None or seen == changed:  # the same twice: it is the forward that does it
+                    raise
+                changed = seen
+                continue
+            paged = self.runner.paged
+            if (changed := before.changed_meanwhile(paged.reads)) is None:
+                if self.cast is not None:
+                    paged.stand_ins = self.cast.stand_ins
+                self._guard = ModelGuard(
+                    self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads or None,
+                    of_modules=paged.reads_of_modules, versions=versions,
+                    buffer_values=any(site.route != "interface" for site in self.runner.sites))
+                return
+            self.runner.close()
+        raise RuntimeError(f"other threads changed the model each of the {_ATTEMPTS} times it was traced ({changed}). Change "
+                           "it before the engine is made, or between its steps: with engine.lock.hold(): ...")
 
     def change(self, everything: bool = True) -> str | None:
         """Describes a change of the model since it was traced, or None. ``everything``: compare the whole model, else the next
         few modules."""
         if self._stale is not None or not self.runner.paged.traced:
             return self._stale or "torch._dynamo.reset() dropped its trace"
+        if self.cast is not None and (replaced := self.cast.replaced()) is not None:
+            return replaced
         return self._guard.change() if everything else self._guard.next_change()
 
-    def limits(self) -> tuple[int, int | None, Reach | None]:
-        """The maximum length of a request, the maximum chunk of a prefill, and how far back attention reaches."""
-        config, reach = self.config, self.runner.reach
-        return *fit_requests(reach, self.num_pages, config.page_size, config.prefill_chunk_size,
-                             config.max_num_batched_tokens, self.runner.max_model_len), reach
+    def refresh(self, everything: bool) -> None:
+        """Let copies of the weights follow the model. ``everything``: also what PyTorch does not count."""
+        if self.cast is not None:
+            self.cast.refresh(everything)
+
+    def close(self) -> None:
+        """Free graphs, cache and copies of weights, and restore the model."""
+        self.runner.close()
+        self.cast = None
+
+    def limits(self) -> tuple[int, int | None]:
+        """The maximum length of a request, and the maximum chunk of a prefill."""
+        config, runner, windows = self.config, self.runner, self.runner.sizes.window_pages(self.num_pages)
+        length, chunk = fit_requests(runner.reach, self.num_pages, config.page_size, config.prefill_chunk_size,
+                                     config.max_num_batched_tokens, runner.max_model_len)
+        if windows is not None:
+            length, chunk = fit_requests(runner.window_reach, windows, config.page_size, chunk,
+                                         config.max_num_batched_tokens, length)
+        return length, chunk
+
+    def fit(self, scheduler: Scheduler) -> int:
+        """Give a scheduler of which no request runs the limits of the latest trace; returns the maximum length of a request."""
+        runner, pages = self.runner, self.runner.sizes.window_pages(self.num_pages)
+        length, scheduler.prefill_chunk_size = self.limits()
+        scheduler.reach, scheduler.windows, scheduler.length_limits = runner.reach, None, runner.length_limits
+        if runner.window_reach is not None and pages is not None:
+            scheduler.windows = WindowPages(runner.window_reach, pages, self.config.page_size)
+        if scheduler.prefixes is not None:
+            scheduler.prefixes.windows = scheduler.windows
+        return length
 
     def trace_again(self, change: str) -> None:
         """Replace the runner by one for the model as it is now; no step may be in flight.
@@ -71,7 +134,7 @@ class LiveModel:
                                  "there is")
         except Exception as error:
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
-                               f"now: {error}. Undo the change, or close the engine") from error
+                               f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
         self._stale = None
 
 

@@ -59,7 +59,7 @@ def _check_checkpoint(path: Path, config: Any) -> None:
 
     if getattr(config, "auto_map", None):  # its own code says what it is
         return
-    check_config(config, 1)  # the engine checks it again with its maximum length
+    check_config(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedAttention(f"the model at {path} is a {config.model_type}, which transformers' AutoModelForCausalLM "
                                    "does not know; load the model yourself and pass it instead of the path")
@@ -70,7 +70,7 @@ def _check_checkpoint(path: Path, config: Any) -> None:
                                    "serves causal LMs")
 
 
-def check_model(model: torch.nn.Module, max_model_len: int | None) -> None:
+def check_model(model: torch.nn.Module) -> None:
     """Refuse a model that is not a causal LM, before anything else is read from it.
 
     Raises:
@@ -78,7 +78,7 @@ def check_model(model: torch.nn.Module, max_model_len: int | None) -> None:
     """
     config = getattr(model, "config", None)
     if config is not None:
-        check_config(config, max_model_len)
+        check_config(config)
     can_generate = getattr(model, "can_generate", None)
     head = getattr(model, "get_output_embeddings", None)
     if callable(can_generate) and callable(head) and not can_generate() and head() is None:

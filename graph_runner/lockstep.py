@@ -62,6 +62,14 @@ class Rows:
         if pages > total:
             raise DoesNotFit(f"its {len(prompts)} sequences advance together and may fill {pages} pages, and the engine has "
                              f"{total} (see num_pages of quire.Engine)")
+        windows, self._chunk = engine.scheduler.windows, min(
+            config.max_num_batched_tokens, engine.scheduler.prefill_chunk_size or config.max_num_batched_tokens)
+        if windows is not None:
+            held = sum(min(pages_for(len(p) + max_tokens, config.page_size),
+                           windows.reach.pages_held(min(len(p), self._chunk), config.page_size)) for p in prompts)
+            if held > windows.allocator.num_total:
+                raise DoesNotFit(f"its {len(prompts)} sequences advance together and may hold {held} pages of layers with a "
+                                 f"window, and the engine has {windows.allocator.num_total} (see num_pages of quire.Engine)")
         self.engine, self._runner = engine, engine.runner
         self._rows = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(), engine.max_model_len)
                       for i, p in enumerate(prompts)]
@@ -93,7 +101,7 @@ class Rows:
     def __exit__(self, *exc: object) -> None:
         with self.engine.lock.hold():
             for row in self._rows:
-                self.engine.scheduler.allocator.free(row.pages)
+                self.engine.scheduler.give_back(row)
                 self.engine.scheduler.free_slots.append(row.slot)
         self._turn.held = False
         self._turn.lock.release()
@@ -125,11 +133,13 @@ class Rows:
         """Let the engine trace a model that has changed. Returns whether it did: keys and values are computed again then."""
         if (change := self.engine._live.change(everything)) is not None:
             self.engine._trace_again(change)
+        self.engine._live.refresh(everything)
         if self.engine.runner is self._runner:
             return False
         self._runner = self.engine.runner
         for row in self._rows:
-            row.num_computed = 0
+            self.engine.scheduler.allocator.free(row.pages)
+            row.num_computed, row.pages, row.window_pages, row.window_behind = 0, [], [], 0  # of another cache
         return True
 
     def _schedule(self) -> ScheduledBatch:
@@ -137,16 +147,19 @@ class Rows:
         engine, rows = self.engine, []
         budget = engine.config.max_num_batched_tokens
         for row in self._rows:
-            count = min(row.num_uncomputed, budget)
+            if engine.scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone
+                engine.scheduler.give_back(row)
+                row.num_computed, row.pages = 0, []
+            count = min(row.num_uncomputed, budget, self._chunk)
             missing = pages_for(row.num_computed + count, engine.config.page_size) - len(row.pages)
             if missing > 0:
-                pages = engine.scheduler.allocate(missing)
-                if pages is None:
+                if engine.scheduler.windows is not None:
+                    engine.scheduler.windows.free_behind(row)
+                if not engine.scheduler.extend(row, missing):
                     engine.collect()
                     engine.scheduler.preempt_all()
-                    pages = engine.scheduler.allocate(missing)
-                    assert pages is not None  # all rows fit: checked at the start
-                row.pages += pages
+                    extended = engine.scheduler.extend(row, missing)
+                    assert extended  # all rows fit: checked at the start
             if count:
                 budget -= count
                 rows.append(ScheduledRow(row, row.num_computed, count, False))

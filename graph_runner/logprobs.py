@@ -1,6 +1,6 @@
 """Log probabilities of a step: computed on the device, copied to the host, and given to the requests.
 
-They are computed after the step's graph, from its logits, so steps that want none pay nothing: the sampled token's in two
+They are computed after the step's graph, from its logits, so steps without them pay nothing: the sampled token's in two
 launches (``attn_ops/ops/logprobs.py``), the likeliest tokens (``topk``), other tokens by id, and prompt tokens. Nothing waits
 for the device before ``StepLogprobs.rows``.
 
@@ -132,7 +132,7 @@ def _dicts(tokens: Sequence[int], of_token: TokenLogprobs | None, more: _More | 
 def step_logprobs(batch: ScheduledBatch, logits: torch.Tensor, tokens: torch.Tensor,
                   temperature: torch.Tensor, sampled: Sampled | None, scored: ScoredRows | None, *,
                   to_host: Callable[[torch.Tensor], torch.Tensor]) -> StepLogprobs | None:
-    """Compute what the batch wants and start copying it to the host; None if it wants nothing.
+    """Compute what the batch asks for and start copying it to the host; None if it asks for nothing.
 
     Args:
         logits: (B + N, V) of the padded batch's B rows, then of the N scored ones.

@@ -5,10 +5,11 @@ it; other changes do not. So the engine compares: the whole model when it gets w
 is busy a few modules per step (``next_change``). After a change it traces the model again.
 
 Compared is what the trace read, by the names in Dynamo's guards: attributes that are plain values, functions, or lists, dicts
-and sets of these; fields of the configs that modules hold; attributes of the classes. In addition the hooks, with what they
-read beside their arguments (closures, globals, the object of a bound method), which modules there are, dtypes and devices,
-addresses where a CUDA graph has captured them, and the versions of buffers whose values were read. Not compared: the inside
-of other objects, and tensors that are neither parameters nor buffers.
+and sets of these; fields of the configs that modules hold; attributes of the classes; functions and plain values in the Python
+modules that the code reads. In addition the hooks, with what they read beside their arguments (closures, globals, the object of
+a bound method), which modules there are, dtypes and devices, addresses where a CUDA graph has captured them, and the versions
+of buffers whose values were read. Not compared: the inside of other objects, and tensors that are neither parameters nor
+buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 from torch.nn.modules import module as global_hooks
 
 from quire.graph_runner.on_instance import OnInstance
-from quire.passes.capture.hf_interface import NAME
+from quire.passes.capture.hf_interface import NAME, functions_of
+from quire.passes.capture.reads import values_of
 from quire.passes.verify.quantized import addresses as addresses_of
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -33,6 +35,10 @@ _OTHER = object()  # stands for what is not compared
 _OWN = frozenset(vars(torch.nn.Module()))  # attributes of every module; its hooks and children are compared separately
 # Methods that an instance may have in place of its class's, without effect on the forward. ``forward`` is compared separately.
 _METHODS = frozenset((*dir(torch.nn.Module), "generate", "save_pretrained"))
+# Of transformers' modules: read in training mode only, in which nothing is traced.
+_CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
+# Methods of a class that every call of a module goes through.
+_CALLS = frozenset(("forward", "__call__", "__getattr__", "__getattribute__"))
 # Fields of a config without effect on the forward, some of which saving a model sets.
 _UNREAD_FIELDS = frozenset(("architectures", "auto_map", "dtype", "name_or_path", "torch_dtype", "transformers_version",
                             "use_cache"))
@@ -151,7 +157,8 @@ def _class_of(module: torch.nn.Module) -> type:
 
 def _global_hooks() -> dict[str, Any]:
     return {"forward hooks of all modules": _hooks(global_hooks._global_forward_hooks),
-            "forward pre-hooks of all modules": _hooks(global_hooks._global_forward_pre_hooks)}
+            "forward pre-hooks of all modules": _hooks(global_hooks._global_forward_pre_hooks),
+            "nn.Module.__call__": _Same(torch.nn.Module.__call__)}
 
 
 def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> str | None:
@@ -181,16 +188,18 @@ class ModelGuard:
         model: as it was traced.
         addresses: parameters and buffers must stay at their addresses (a captured CUDA graph reads them).
         reads: names of the attributes that the trace read; None: all count.
+        of_modules: what its code read of Python modules (``globals_read``).
         buffer_values: the values of all buffers were read, not only those of integer and bool buffers.
         versions: ``buffer_versions`` from before the model ran. Buffers that its forward updates are not compared.
     """
 
     def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Collection[str] | None = None,
-                 buffer_values: bool = False, versions: Mapping[int, int] | None = None) -> None:
+                 of_modules: Collection[tuple[str, str]] = (), buffer_values: bool = False,
+                 versions: Mapping[int, int] | None = None) -> None:
         self._model, self._addresses, self._buffer_values = model, addresses, buffer_values
         now = buffer_versions(model)
         self._updated = {key for key, version in (versions or {}).items() if now.get(key, version) != version}
-        self._reads = None if reads is None else frozenset(reads)
+        self._reads, self._of_modules = None if reads is None else frozenset(reads), tuple(of_modules)
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
         self._next = 0
@@ -222,7 +231,7 @@ class ModelGuard:
             "forward pre-hooks": _hooks(module._forward_pre_hooks),
             "forward": None if forward is None else (_Same(forward), _reached(forward)),
             **{k: f for k, v in own.items() if k not in _OWN and k != "forward" and self._read(k)
-               and not _is_class_default(module, k, v) and (f := _setting(k, v)) is not _OTHER},
+               and not _is_class_default(module, k, v) and not _checkpoints(module, k) and (f := _setting(k, v)) is not _OTHER},
             **{n: _Tensor(type(p), p.dtype, p.device, addresses_of(p) if self._addresses else (), 0)
                for n, p in module._parameters.items() if p is not None},
             **{n: self._buffer(b) for n, b in module._buffers.items() if b is not None},
@@ -238,9 +247,16 @@ class ModelGuard:
         return [
             *((where, {k: f for k, v in vars(config).items() if self._is_field(k, v) and (f := _setting(k, v)) is not _OTHER})
               for where, config in self._configs),
-            *((cls.__name__, {k: f for k, v in vars(cls).items() if (k == "forward" or k[:2] != "__" and self._read(k))
+            *((cls.__name__, {k: f for k, v in vars(cls).items() if (k in _CALLS or k[:2] != "__" and self._read(k))
                               and (f := _fact(v)) is not _OTHER}) for cls in self._classes),
-            ("torch", _global_hooks())]
+            ("torch", _global_hooks()),
+            ("transformers", self._attention_functions()),
+            ("the code", {name: _fact(v) for name, v in values_of(self._of_modules).items()})]
+
+    def _attention_functions(self) -> dict[str, Any]:
+        """Those that the implementations of the configs mean, which quire's attention stands for."""
+        names = {vars(config).get(_IMPLEMENTATIONS[0]) for _, config in self._configs} - {None, NAME}
+        return {what: _Same(f) for name in names for what, f in functions_of(name, self._model).items()}
 
     def _is_field(self, name: str, value: Any) -> bool:
         if name in _IMPLEMENTATIONS:
@@ -276,6 +292,24 @@ class ModelGuard:
             self._next += 1
         return None
 
+    def changed_meanwhile(self, reads: Collection[str]) -> str | None:
+        """Of a guard that was made before a trace which read ``reads`` (empty: unknown): a hook, setting or class that another
+        thread changed during the trace, or None. What was absent before does not count: a first forward may set it."""
+
+        def kept(before: dict[str, Any]) -> dict[str, Any]:
+            return {k: f for k, f in before.items() if not isinstance(f, _Tensor) and k not in _IMPLEMENTATIONS
+                    and (not reads or k in reads or " " in k or k in ("class", "forward"))}
+
+        found = [(name or type(self._model).__name__, kept(self._then[name]), now)
+                 for name, module, _ in self._modules for now in [self._facts(module)]]
+        found += [(where, kept(before), after) for (where, before), (_, after) in
+                  zip(self._elsewhere_then, self._elsewhere(), strict=True)]
+        for where, before, after in found:
+            if (text := _difference(where, before, {k: after[k] for k in before if k in after})) is not None:
+                return text
+        return next((f"{name or type(self._model).__name__}: its modules changed" for name, module, children in self._modules
+                     if _children(module) != children), None)
+
     def change(self) -> str | None:
         """Describes a change since the trace, as "module.attribute: before -> after", or None."""
         now = dict(self._model.named_modules())
@@ -295,6 +329,10 @@ class ModelGuard:
 
 def _is_class_default(module: torch.nn.Module, name: str, value: Any) -> bool:
     return type(value) in _PLAIN and getattr(type(module), name, _OTHER) == value
+
+
+def _checkpoints(module: torch.nn.Module, name: str) -> bool:
+    return name in _CHECKPOINTING and any(cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
 
 
 def _version(buffer: torch.Tensor) -> int:

@@ -20,20 +20,23 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport
-from quire.attn_ops.kv_cache import PagedKVCache, bytes_per_page, pages_for
-from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned
+from quire.attn_ops.kv_cache import PagedKVCache, pages_for
+from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.buckets import decode_buckets, token_buckets
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
+from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.gc_freeze import freeze_gc
 from quire.graph_runner.loading import progress_bar, vocab_size
+from quire.graph_runner.logits_editor import LogitsEditor
 from quire.graph_runner.logprobs import RowLogprobs, ScoredRows, StepLogprobs, step_logprobs, to_device
 from quire.graph_runner.packing_check import TRIAL, check_packing
+from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
-from quire.graph_runner.step_buffers import BatchShape, StepBuffers
+from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
 from quire.passes.capture.paged_model import PagedModel
@@ -50,9 +53,11 @@ FEW_ROWS, FEW_ROWS_FROM = 16, 128
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A batch on the device, padded to ``shape``; ``bucket`` is the captured graph that runs it, or None."""
+    """A batch on the device, padded to ``shape``; ``bucket`` is the captured graph that runs it, or None. ``host``: what was
+    staged, on the host."""
 
     batch: ScheduledBatch
+    forward_batch: ForwardBatch
     shape: BatchShape
     bucket: BatchShape | None
     host: dict[str, np.ndarray]
@@ -70,7 +75,7 @@ class StepResults(NamedTuple):
 @dataclass(frozen=True)
 class Launched:
     """A launched step. ``tokens()`` waits for it and returns the sampled token of each row; -1 where the logits had NaN. After
-    that ``logprobs()`` has what each row wanted, or None."""
+    that ``logprobs()`` has what each row asked for, or None."""
 
     batch: ScheduledBatch
     host_tokens: torch.Tensor
@@ -138,6 +143,10 @@ class ModelRunner:
         self.selection = self.paged.selection
         self.sites: list[AttentionSite] = list(self.selection.sites)  # as the backend serves them
         self.backend, self.reach = self.selection.backend, Reach.of(self.sites)
+        self.length_limits = self.paged.graph.length_limits
+        # Layers with a window have pages of their own, beside others that see everything.
+        own = self.paged.graph.compiled().lowered.inputs.window_tables
+        self.window_reach = Reach.of(s for s in self.sites if s.bounded) if own else None
         logger.info("attention: %s", self.selection)
         if self.device.type == "cuda" and tuning_enabled():
             with start_times.timed("autotune"):
@@ -146,26 +155,33 @@ class ModelRunner:
         # updated before planning, else inside the graph.
         self.plans = self.backend.plan is not None
         self.sampler = Sampler()
+        self.editor = LogitsEditor(self.sampler, self.device)
         width = pages_for(self.max_model_len, config.page_size)
         largest, cuda = self._largest, self.device.type == "cuda"
         self.paged.check_sizes(*largest)
         self.limits = StepLimits(largest.num_reqs, largest.num_tokens, width)
         self.buffers = StepBuffers(largest, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
-                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws)
+                                   page_size=config.page_size, device=self.device, graph_draws=self.paged.draws,
+                                   total_lens=bool(self.length_limits), windows=self.window_reach is not None)
         self._host_tokens = [torch.zeros(config.max_num_seqs, dtype=torch.int64, pin_memory=cuda) for _ in range(4)]
         self._next_host_tokens = 0
         self._states: dict[str, Any] = {}
         self._capture_steps: dict[BatchShape, Step] = {}
         self._replaying: Step | None = None
-        self.cache = self._new_cache(self._pages_that_fit(largest) if config.num_pages is None else config.num_pages)
+        self.sizes = PoolSizes(
+            self.sites, config.page_size, self._kv_dtype, config.max_num_seqs, largest.num_tokens, width, self.reach,
+            self.window_reach, config.enable_prefix_caching is True)
+        buckets = self._buckets(self.backend.capabilities.cudagraph_support)
+        self.graphs = CudaGraphRunner(
+            self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
+            progress=self._progress("Capturing CUDA graphs"), piecewise=self._is_piecewise,
+            inputs=self._inputs if config.cudagraph_debug else None)
+        self.step_bytes = 0  # not measured
+        self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
                       max_model_len=self.max_model_len)
         self._new_states(self.cache)
-        buckets = self._buckets(self.backend.capabilities.cudagraph_support)
-        self.graphs = CudaGraphRunner(
-            self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
-            progress=self._progress("Capturing CUDA graphs"), inputs=self._inputs if config.cudagraph_debug else None)
         if self.graphs.buckets:
             with start_times.timed("capture"):
                 self.graphs.capture()
@@ -182,7 +198,8 @@ class ModelRunner:
 
     def _new_cache(self, num_pages: int) -> PagedKVCache:
         return PagedKVCache.for_sites(self.sites, num_pages=num_pages, page_size=self.config.page_size, device=self.device,
-                                      dtype=self._kv_dtype, layout=self.config.kv_layout)
+                                      dtype=self._kv_dtype, layout=self.config.kv_layout,
+                                      window_pages=self.sizes.window_pages(num_pages))
 
     def _progress(self, description: str) -> Callable[[Sequence[Any]], Iterator[Any]]:
         return (lambda items: progress_bar(items, description)) if self.device.type == "cuda" else iter
@@ -206,11 +223,12 @@ class ModelRunner:
         return BatchShape(max(self.config.max_num_batched_tokens, self.config.max_num_seqs), self.config.max_num_seqs)
 
     def _buckets(self, support: CudagraphSupport) -> list[BatchShape]:
-        """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch."""
+        """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch; all in pieces."""
         config = self.config
         sizes, token_sizes = config.cudagraph_capture_sizes, config.cudagraph_token_sizes
         found: list[BatchShape] = []
-        if support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE and (sizes is None or len(sizes)):
+        pieces = config.cudagraph_piecewise
+        if (pieces or support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE) and (sizes is None or len(sizes)):
             found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes)]
         if token_sizes is None:  # by default on a GPU, and with decode graphs only
             token_sizes = token_buckets(min(MIXED_TOKENS, config.max_num_batched_tokens)) if (
@@ -219,101 +237,109 @@ class ModelRunner:
             limit = min(MIXED_TOKENS, config.max_num_batched_tokens) if isinstance(token_sizes, str) else (
                 config.max_num_batched_tokens)
             token_sizes = token_buckets(limit, token_sizes)
-        if support is CudagraphSupport.ALWAYS:
+        if pieces or support is CudagraphSupport.ALWAYS:
             for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
                 found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
                           if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
         return found
 
-    def _pages_that_fit(self, largest: BatchShape) -> int:
-        """Pages for the KV cache: CPU_KV_BYTES' worth on a CPU, what the largest step leaves free on a GPU."""
-        config = self.config
-        page = bytes_per_page(self.sites, config.page_size, self._kv_dtype)
-        useful = config.max_num_seqs * self.buffers.width + 1
-        if self.reach is not None and not config.enable_prefix_caching:  # a lasting cache keeps what requests gave back
-            useful = min(useful, self.reach.useful_pages(config.max_num_seqs, largest.num_tokens, config.page_size))
+    def _is_piecewise(self, bucket: BatchShape) -> bool:
+        """Whether the backend allows no graph of that shape, so that it is captured in pieces."""
+        decode = bucket.num_tokens == bucket.num_reqs
+        needed = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
+        return self.backend.capabilities.cudagraph_support < needed
+
+    def _pages_that_fit(self) -> int:
+        """Pages for the KV cache: CPU_KV_BYTES' worth on a CPU, what the largest step and the graphs leave free on a GPU."""
         if self.device.type != "cuda":
-            return max(2, min(useful, CPU_KV_BYTES // page))
+            return max(2, min(self.sizes.useful, self.sizes.pages_in(CPU_KV_BYTES)))
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self.device)[0]
-        cache = self._new_cache(2)
-        self._new_states(cache)
+        self.cache = self._new_cache(2)
+        self._new_states(self.cache)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.buffers.stage_padding(largest)
-        step = Step(cache, self.buffers.metadata(largest, None, None), self.backend, self._states)
+        self.buffers.stage_padding(self._largest)
+        batch = self.buffers.forward_batch(self._largest)
         allocated = torch.cuda.memory_allocated(self.device)
-        self._compute(step, largest)
+        self._compute(self._step(batch), batch)
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - allocated
+        self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated
+        with start_times.timed("graph memory"):
+            graphs = self.graphs.estimate()
         self._states.clear()
-        del step, cache
+        self._capture_steps.clear()
+        del self.cache
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        free = torch.cuda.mem_get_info(self.device)[0]
-        spare = total * (1 - config.gpu_memory_utilization)
-        pages = int((free - peak - spare) // page)
-        logger.info("KV cache: %.1f GiB free of %.1f, the largest step needs %.1f GiB, %d pages fit (%.1f GiB free before)",
-                    free / 2**30, total / 2**30, peak / 2**30, pages, free_before / 2**30)
+        plan = MemoryPlan(torch.cuda.get_device_properties(self.device).total_memory,
+                          torch.cuda.mem_get_info(self.device)[0], self.config.gpu_memory_utilization, self.step_bytes, graphs)
+        pages = self.sizes.pages_in(plan.cache)
+        logger.info("KV cache: %s; %d pages fit (%.1f GiB free before)", plan, pages, free_before / 2**30)
         if pages < 2:
-            raise RuntimeError(
-                f"no GPU memory is left for the KV cache: {free / 2**30:.1f} GiB free, the largest step needs "
-                f"{peak / 2**30:.1f} GiB and {spare / 2**30:.1f} GiB stay unused (gpu_memory_utilization="
-                f"{config.gpu_memory_utilization}). Raise gpu_memory_utilization or lower max_num_batched_tokens.")
-        return min(useful, pages)
+            raise RuntimeError(f"no GPU memory is left for the KV cache: {plan}. Raise gpu_memory_utilization, lower "
+                               "max_num_batched_tokens, or capture fewer graphs (cudagraph_capture_sizes, "
+                               "cudagraph_token_sizes).")
+        return min(self.sizes.useful, pages)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _compute(self, step: Step, shape: BatchShape, scored: ScoredRows | None = None) -> StepResults:
-        """Results of the batch in the static buffers; stores the tokens too."""
+    def _step(self, batch: ForwardBatch, **graph: Any) -> Step:
+        """The batch as attention sees it."""
+        return Step(self.cache, batch.metadata, self.backend, self._states, window_metadata=batch.window_metadata, **graph)
+
+    def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
+        """Results of the staged batch; stores the tokens too."""
+        v, rows = batch.inputs, batch.seq_lens.shape[0]
         if not self.plans:
-            self.buffers.update_table(shape)
-        v = self.buffers.views(shape)
-        source = v["token_source"]
-        ids = torch.where(source >= 0, self.buffers.last_tokens[source.clamp_min(0)], v["input_ids"])
+            self.buffers.update_table(batch)
+        ids, indices = batch.token_ids(self.buffers.last_tokens), v["logits_indices"]
         sampling: tuple[torch.Tensor, ...] | None = None
         if self.paged.draws:
             sampling = v["temperature"], v["seed"], v["sample_position"]
-        indices = v["logits_indices"]
         if scored is not None:
             indices = torch.cat([indices, scored.indices])
             if sampling is not None:
                 sampling = tuple(torch.cat([t, t.new_zeros(len(scored.indices))]) for t in sampling)
-        logits, tokens = self.paged.run(step, ids, v["positions"], indices, sampling)
-        tokens = tokens[: shape.num_reqs]
-        self._store(shape, tokens)
+        logits, tokens = self.paged.run(step, ids, batch.positions, indices, sampling)
+        tokens = tokens[:rows]
+        self._store(batch, tokens)
         return StepResults(logits, tokens)
 
-    def _store(self, shape: BatchShape, tokens: torch.Tensor) -> None:
+    def _store(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
         """Put each row's token where the next step reads it; padding rows write to the dummy slot."""
-        self.buffers.last_tokens[self.buffers.views(shape)["sample_slot"]] = tokens.clamp_min(0)
+        self.buffers.last_tokens[batch.inputs["sample_slot"]] = tokens.clamp_min(0)
 
     def _before_capture(self, bucket: BatchShape) -> None:
         """Stage an all-padding batch and plan for it, so that the capture has no host work."""
         self.buffers.stage_padding(bucket)
-        step = Step(self.cache, self.buffers.metadata(bucket, None, None), self.backend, self._states, graph_key=bucket,
-                    capturing=True)
-        ensure_planned(step, self.backend, self.sites)
+        batch = self.buffers.forward_batch(bucket)
+        if self._is_piecewise(bucket):  # attention is not run while the rest is captured, so there is nothing to plan
+            step = self._step(batch)
+            step.planned.add(self.backend.name)
+        else:
+            step = self._step(batch, graph_key=bucket, capturing=True)
+            ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
     def _run_captured(self, bucket: BatchShape) -> StepResults:
         step = self._capture_steps.get(bucket) or self._replaying
         assert step is not None
-        return self._compute(step, bucket)
+        return self._compute(step, self.buffers.forward_batch(bucket))
 
     def bucket_for(self, batch: ScheduledBatch) -> BatchShape | None:
         """The captured graph that runs the batch, or None. Captured steps have logits for one token per row only."""
         if batch.num_scored:
             return None
         live = BatchShape(batch.num_tokens, len(batch.rows))
-        bucket = self.graphs.can_run(live, batch.is_decode) if self.graphs.buckets else None
+        bucket = self.graphs.can_run(live, batch.forward_mode.is_decode()) if self.graphs.buckets else None
         self._capture_steps.clear()  # of a late capture
         return bucket
 
     def _inputs(self, bucket: BatchShape) -> list[torch.Tensor]:
         """What a graph reads beside the weights."""
         cache, buffers = self.cache, self.buffers
-        return [*buffers.views(bucket).values(), buffers.last_tokens, buffers.table.device, buffers.table.rows, *cache.k,
-                *cache.v, *self.paged.model.parameters()]
+        tables = [table for t in (buffers.table, buffers.window_table) if t is not None for table in (t.device, t.rows)]
+        return [*buffers.views(bucket).values(), buffers.last_tokens, *tables, *cache.k, *cache.v,
+                *self.paged.model.parameters()]
 
     def stage(self, batch: ScheduledBatch, bucket: BatchShape | None) -> StagedStep:
         """Copy the batch's inputs to the device, padded to ``bucket`` if one is given, and plan its replay."""
@@ -323,42 +349,49 @@ class ModelRunner:
         if self.config.cudagraph_debug:
             self.buffers.poison_padding(shape, len(batch.rows), batch.num_tokens, self.vocab_size - 1,
                                         self.max_model_len - 1)
+        made = self.buffers.forward_batch(shape, host, batch)
         if self.plans:
-            self.buffers.update_table(shape)
-        metadata = self.buffers.metadata(shape, host, batch)
-        step = Step(self.cache, metadata, self.backend, self._states, graph_key=bucket)
+            self.buffers.update_table(made)
+        cut = bucket is not None and self._is_piecewise(bucket)
+        step = self._step(made, graph_key=None if cut else bucket)  # attention of a step in pieces is that of any step
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
-        return StagedStep(batch, shape, bucket, host, step, ScoredRows.of(batch, self.device))
+        return StagedStep(batch, made, shape, bucket, host, step, ScoredRows.of(batch, self.device))
 
     def forward(self, staged: StagedStep) -> StepResults:
         """Results of the batch staged last; writes the KV cache."""
         if staged.bucket is None:
-            return self._compute(staged.step, staged.shape, staged.scored)
+            return self._compute(staged.step, staged.forward_batch, staged.scored)
         self._replaying = staged.step
-        return self.graphs.replay(staged.bucket)
+        with running(staged.step):  # for attention between the pieces
+            return self.graphs.replay(staged.bucket)
 
     @_without_autocast
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
-        if batch.copies:
-            pages = to_device(np.array(batch.copies, np.int64), self.device)
-            self.cache.copy_pages(pages[:, 0], pages[:, 1])
+        windows = self.window_reach is not None
+        for copies, bounded in ((batch.copies, False), (batch.window_copies, True)):
+            if copies:
+                pages = to_device(np.array(copies, np.int64), self.device)
+                layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
+                self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
         staged = self.stage(batch, self.bucket_for(batch))
         logits, tokens = self.forward(staged)
-        shape, rows, sampled = staged.shape, len(batch.rows), None
-        self.buffers.table.commit()
+        shape, made, rows, sampled = staged.shape, staged.forward_batch, len(batch.rows), None
+        self.buffers.commit()
         sampling = self.buffers.sampling(shape, staged.host, batch)
         if sampling is not None:
             # The other rows keep the graph's token, which does not depend on the rest of the batch.
-            sampled = self.sampler.draw(logits[: shape.num_reqs], sampling)
-            tokens = torch.where(self.buffers.views(shape)["resample"] != 0, sampled.tokens, tokens)
-            self._store(shape, tokens)
+            edited = (staged.host["resample"][:rows] & EDITED).any()
+            draw = functools.partial(self.editor.draw, batch) if edited else self.sampler.draw
+            sampled = draw(logits[: shape.num_reqs], sampling)
+            tokens = torch.where(made.inputs["resample"] != 0, sampled.tokens, tokens)
+            self._store(made, tokens)
         found = None
         if batch.num_scored or staged.host["logprob_temperature"][:rows].any():
-            found = step_logprobs(batch, logits, tokens, self.buffers.views(shape)["logprob_temperature"], sampled,
+            found = step_logprobs(batch, logits, tokens, made.inputs["logprob_temperature"], sampled,
                                   staged.scored, to_host=self._to_host)
         host_tokens = self._host_tokens[self._next_host_tokens]
         self._next_host_tokens = (self._next_host_tokens + 1) % len(self._host_tokens)
@@ -381,7 +414,7 @@ class ModelRunner:
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run a step whose rows sample nothing. (rows, V): logits of each row's last token, valid until the next step."""
         logits = self.forward(self.stage(batch, self.bucket_for(batch)))[0]
-        self.buffers.table.commit()
+        self.buffers.commit()
         return logits[: len(batch.rows)]
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ not proved to keep tokens apart (``passes/verify/tokens.py``); this second check
 sequences, of lengths drawn at random, through the compiled model: as they are; with the later tokens of the first one changed;
 with the first one made of a single token, the one with the largest embedding (for what happens rarely); and in the other order,
 so that the longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
+A model in float32 must also give what its own forward gives for the first one alone.
 
 Equal kernels on equal shapes give equal bits, so that in any dtype the logits of a sequence beside another neighbour of its
 length are the same to the last bit. Where the order of sums depends on other rows (a mixture of experts gathers tokens by
@@ -27,6 +28,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.graph_runner.step_buffers import BatchShape
+from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))
     changed = torch.cat([first[:_SAME], (first[_SAME:] + 1 + shift[_SAME:] % (vocab_size - 1)) % vocab_size])
 
-    _check_own_positions(paged, first.to(device), rounding)
+    plain = _check_own_positions(paged, first.to(device), rounding)
 
     def logits(*sequences: torch.Tensor) -> list[torch.Tensor]:
         lengths = [len(s) for s in sequences]
@@ -89,6 +91,13 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         return
     limit = _ROUNDING_OF_HALVES if coarse else rounding
     beside = torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare))
+    if plain is not None and plain.dtype in _ROUNDING and not coarse:
+        share = _gap(one, plain.to(one)).max().item() / effect
+        if not share <= rounding:
+            raise UnsupportedAttention(
+                f"a trial sequence has other logits paged than by the model's own forward: they differ by {share:.2g} times "
+                "what another token in its past changes. The forward may do something else when it is compiled "
+                "(torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
     found: dict[str, Any] = {
         "its neighbour in the batch": beside,
         "its place in the batch": _gap(two, two_in_front),
@@ -105,21 +114,30 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     logger.info("packing check: passed")
 
 
-def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> None:
+def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> torch.Tensor | None:
     """Refuse a model whose own positions are not 0, 1, 2, ... (RoBERTa's begin at padding_idx + 1). The same kernels run with
-    and without positions, so a difference is not rounding."""
+    and without positions, so a difference is not rounding. Returns its logits with positions; None: it does not run so."""
+    positions = torch.arange(len(ids), device=ids.device)
+    try:
+        plain = paged.by_itself(ids, positions)
+    except Exception as error:
+        logger.info("packing check: the model does not run by itself: %s: %s", type(error).__name__, error)
+        return None
     try:
         own = paged.by_itself(ids, None).float()
+    except ChangedWhileTraced:
+        raise
     except Exception as error:  # it may need them, or something else that the engine does without
         logger.info("packing check: the model does not run by itself without positions: %s: %s", type(error).__name__, error)
-        return
-    given = paged.by_itself(ids, torch.arange(len(ids), device=ids.device)).float()
+        return plain
+    given = plain.float()
     difference, largest = _gap(own, given).max().item(), own[own.isfinite()].abs().max().item() if own.isfinite().any() else 0.0
     if difference > limit * largest and difference > 3 * _gap(own, paged.by_itself(ids, None).float()).max().item():
         raise UnsupportedAttention(
             "the model counts positions in a way of its own: with position_ids 0, 1, 2, ... its logits differ by "
             f"{difference / max(largest, 1e-30):.2g} of the largest from those without position_ids. quire gives a model the "
             "positions of each token in its sequence, from 0.")
+    return plain
 
 
 def _rare(model: torch.nn.Module, first: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Pages of the KV cache that several requests read: equal beginnings are computed once.
 
-Keys and values of a token depend on the tokens up to it and on the weights, and on nothing else: the model was proved to treat
+Keys and values of a token depend on the tokens up to it and on the weights (and on whether the sequence is longer than the
+scheduler's ``length_limits``, which is part of the hash), and on nothing else: the model was proved to treat
 each token by itself outside causal attention, windows and chunks are counted from the sequence's own positions, and pages hold
 every token whatever the window. So a full page is known by the hash of its tokens chained to the hash of the page before
 (SHA-256), and a request whose tokens begin with the same pages reads these instead of computing its own. Never all of them: the
@@ -25,19 +26,23 @@ from typing import NamedTuple
 import torch
 
 from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.optimizer_steps import optimizer_steps
 from quire.graph_runner.request import Request
+from quire.graph_runner.window_pages import WindowPages
 from quire.passes.verify.quantized import parts
 
 
 class Match(NamedTuple):
     """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were
-    computed from step ``copied_since`` on. ``coming``: a running request is about to compute the next page."""
+    computed from step ``copied_since`` on. ``coming``: a running request is about to compute the next page. ``window_from``: as
+    ``copy_from``, of layers with a window that have pages of their own."""
 
     pages: list[int]
     copy_from: int = -1
     copied: int = 0
     copied_since: int = 0
     coming: bool = False
+    window_from: int = -1
 
 
 @dataclass
@@ -51,17 +56,21 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Which pages hold which tokens. Holds a reference to each of its pages; those that nobody else holds are *idle*, and given
-    back, least recently used first, when pages are needed.
+    """Which pages hold which tokens. Holds a reference to each of its pages; those without another owner are *idle*, and
+    freed, least recently used first, when pages are needed.
 
     Args:
         model: whose weights are followed.
         lasting: keep pages of finished requests for later ones. See NOTE [No older than the request].
+
+    Attributes:
+        windows: pages of layers with a window, beside the others'; None: all layers have the same.
     """
 
     def __init__(self, allocator: BlockAllocator, page_size: int, model: torch.nn.Module | None = None, *,
                  lasting: bool = False) -> None:
         self.allocator, self.page_size, self.model, self.lasting = allocator, page_size, model, lasting
+        self.windows: WindowPages | None = None
         self._weights = weights_version(model)
         self.stats, self.epoch = PrefixStats(), 0  # the epoch: how often it was cleared
         self._page_of: dict[bytes, int] = {}
@@ -86,7 +95,7 @@ class PrefixCache:
         keys, size = request.page_keys, self.page_size
         for i in range(len(keys), count):
             tokens = array("q", request.token_ids[i * size : (i + 1) * size]).tobytes()
-            keys.append(hashlib.sha256((keys[-1] if keys else b"") + tokens).digest())
+            keys.append(hashlib.sha256((keys[-1] if keys else _root(request)) + tokens).digest())
         return keys[:count]
 
     def _fresh(self, since: int, request: Request) -> bool:
@@ -94,6 +103,13 @@ class PrefixCache:
 
     def match(self, request: Request) -> Match:
         """What a waiting request need not compute."""
+        found = self._match(request)
+        if self.windows is None or (usable := self.windows.usable(request.page_keys[: len(found.pages)])) == len(found.pages):
+            return found
+        return Match(found.pages[:usable], coming=found.coming)
+
+    def _match(self, request: Request) -> Match:
+        """The same, whether or not layers with a window have their pages too."""
         size, ids = self.page_size, request.token_ids
         most = len(ids) - 1
         if request.num_scored < len(request.prompt_token_ids):  # logits are needed from the token before
@@ -110,17 +126,19 @@ class PrefixCache:
             return Match(pages)
         if len(keys) > len(pages):  # the request's next page is full, and all but its last tokens may be read
             page = self._page_of.get(keys[-1])
-            if page is not None and self._fresh(self._since[page], request):
-                return Match(pages, page, left, self._since[page])
+            window = -1 if self.windows is None else self.windows.page_of(keys[-1])
+            if page is not None and window is not None and self._fresh(self._since[page], request):
+                return Match(pages, page, left, self._since[page], window_from=window)
             if keys[-1] in self._coming:
                 return Match(pages, coming=True)
-        other = self._tails.get(keys[len(pages) - 1] if pages else b"")
-        if (other is not None and other.num_behind <= len(pages) < len(other.pages)
+        other = self._tails.get(keys[len(pages) - 1] if pages else _root(request))
+        if (other is not None and max(other.num_behind, other.window_behind) <= len(pages) < len(other.pages)
                 and self._fresh(other.computed_since, request)):
             known = other.token_ids[begin : min(begin + left, other.num_computed, len(other.prompt_token_ids))]
             same = next((i for i, t in enumerate(known) if t != ids[begin + i]), len(known))
             if same:
-                return Match(pages, other.pages[len(pages)], same, other.computed_since)
+                window = -1 if self.windows is None else other.window_pages[len(pages)]
+                return Match(pages, other.pages[len(pages)], same, other.computed_since, window_from=window)
         return Match(pages)
 
     def admit(self, request: Request, match: Match, step: int) -> None:
@@ -158,11 +176,13 @@ class PrefixCache:
             if key not in self._page_of and page not in self._key_of and i >= request.num_behind:
                 self.allocator.share([page])
                 self._page_of[key], self._key_of[page], self._since[page] = page, key, request.computed_since
+            if self.windows is not None and key in self._page_of:
+                self.windows.keep(key, request, i)
         request.num_keyed = max(request.num_keyed, count)
         full = len(request.prompt_token_ids) // self.page_size
         if request.num_computed >= len(request.prompt_token_ids) and len(request.prompt_token_ids) % self.page_size:
             before = self._keys(request, full)
-            self._tails[before[-1] if before else b""] = request
+            self._tails[before[-1] if before else _root(request)] = request
 
     def left(self, request: Request) -> None:
         """The request gives up its pages."""
@@ -170,7 +190,7 @@ class PrefixCache:
             if self._coming.get(key) is request:
                 del self._coming[key]
         full = len(request.prompt_token_ids) // self.page_size
-        key = request.page_keys[full - 1] if 0 < full <= len(request.page_keys) else b""
+        key = request.page_keys[full - 1] if 0 < full <= len(request.page_keys) else _root(request)
         if self._tails.get(key) is request:
             del self._tails[key]
         self.release(request.pages[request.num_behind :])
@@ -196,22 +216,29 @@ class PrefixCache:
         self._coming.clear()
 
     def _forget(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
-        del self._since[page]
+        key = self._key_of.pop(page)
+        del self._page_of[key], self._since[page]
+        if self.windows is not None:
+            self.windows.forget(key)
         self._idle.pop(page, None)
         self.allocator.free([page])
 
 
+def _root(request: Request) -> bytes:
+    """What the key of a first page begins with: requests of different kinds share nothing."""
+    return b"%d" % request.length_kind if request.length_kind else b""
+
+
 def weights_version(model: torch.nn.Module | None) -> int:
-    """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced.
+    """A number that changes when a parameter or buffer is updated in place by PyTorch, or replaced, or an optimizer steps.
 
     Not noticed: what PyTorch does not count (writes through ``p.data``, to inference tensors, and by kernels that only have an
     address), and tensors that are neither parameters nor buffers.
     """
     if model is None:
         return 0
-    return hash(tuple((part.data_ptr(), 0 if part.is_inference() else part._version)
-                      for owner in (model.parameters(), model.buffers()) for t in owner for part in parts(t)))
+    return hash((optimizer_steps(), *((part.data_ptr(), 0 if part.is_inference() else part._version)
+                                      for owner in (model.parameters(), model.buffers()) for t in owner for part in parts(t))))
 
 
 __all__ = ["Match", "PrefixCache", "PrefixStats", "weights_version"]

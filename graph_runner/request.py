@@ -10,6 +10,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.graph_runner.detokenizer import Detokenizer
+from quire.graph_runner.forward_mode import ForwardMode
+from quire.graph_runner.logits_edits import LogitsEdits
 from quire.graph_runner.prompts import Prompt, params_of, text_of, token_ids_of
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -103,9 +105,11 @@ class Request:
     launched steps whose results are not collected yet. ``num_computed`` tokens have their keys and values in the cache, or
     will have when the launched steps are done. ``num_scored``: from which prompt token on log probabilities are still to be
     computed; the prompt's length if none. ``inbox``: where the events of the request go. The scheduler's step ``arrived_at`` is
-    the last that was launched before it came. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``).
+    the last that was launched before it came. The first ``num_behind`` of ``pages`` are given back (``window_pages.py``), and
+    the first ``window_behind`` of ``window_pages``, which are those of layers with a window where other layers have none.
     ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache; ``num_cached_tokens`` were read from others'
-    pages.
+    pages. ``length_kind``: how many of the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind.
+    ``edits``: what it asks to be done to its logits; ``failure``: why that failed, or None.
     """
 
     request_id: int
@@ -126,13 +130,18 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     num_behind: int = 0
+    window_pages: list[int] = field(default_factory=list)
+    window_behind: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     num_keyed: int = 0
+    length_kind: int = 0
     epoch: int = 0
     computed_since: int = 0
     num_cached_tokens: int = 0
     preemptions: int = 0
     finished: bool = False
+    edits: LogitsEdits | None = None
+    failure: str | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -150,10 +159,6 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens, the pending ones included."""
         return len(self.token_ids) + self.num_pending
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - len(self.prompt_token_ids)
 
     @property
     def num_uncomputed(self) -> int:
@@ -174,17 +179,23 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """One step's rows: decode rows (one token each) first. ``copies``: (from, to) pages to copy before the step."""
+    """One step's rows: decode rows (one token each) first. ``copies``: (from, to) pages to copy before the step, and of layers
+    with a window ``window_copies``, where these have pages of their own."""
 
     rows: Sequence[ScheduledRow]
     num_tokens: int
     num_decode_rows: int
     num_scored: int = 0
     copies: Sequence[tuple[int, int]] = ()
+    window_copies: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:
         return self.num_decode_rows == len(self.rows)
+
+    @property
+    def forward_mode(self) -> ForwardMode:
+        return ForwardMode.of(self.num_decode_rows, len(self.rows))
 
 
 def _detokenizer_of(params: SamplingParams, tokenizer: Any, prompt_token_ids: list[int]) -> Detokenizer | None:
@@ -278,8 +289,10 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
     if any(token >= limits.num_logits for token in ids[score_from:]):
         raise ValueError(f"the prompt has tokens of {limits.num_logits} and more, for which the model has no logits, and so no "
                          "log probability")
+    edits, trace = LogitsEdits.of(params, tokenizer, limits.num_logits), params.trace_decode_token_ids
     limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
-    stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+    limit = min(limit, len(ids) + len(trace)) if trace else limit
+    stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos or trace else eos_token_ids)
     made = []
     for k in range(params.n):
         seed = params.seed if params.seed is not None else random.getrandbits(62)
@@ -292,7 +305,7 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
         made.append(Request(
             first_id + k, ids, params, output, seed=(seed + k * 0x9E3779B9) % 2**63, stop_token_ids=stops,
             max_total_tokens=limit, inbox=inbox, detokenizer=_detokenizer_of(params, tokenizer, ids), num_scored=score_from,
-            priority=options.priority))
+            priority=options.priority, edits=edits))
     return made
 
 

@@ -102,11 +102,15 @@ class Sampler:
 
     def draw(self, logits: Tensor, params: SamplingTensors) -> Sampled:
         """See `sample`. Also returns what the tokens were drawn from."""
-        vocabulary = logits.shape[-1]
-        return _draw(logits, params, (lambda piece: _compiled(piece, vocabulary)) if logits.is_cuda else lambda piece: piece)
+        return _draw(logits, params, lambda piece: compiled_on_cuda(piece, logits))
 
 
 _Piece = Callable[..., Tensor]
+
+
+def compiled_on_cuda(piece: _Piece, logits: Tensor) -> _Piece:
+    """The piece, compiled for any number of rows if the logits (B, V), its first argument, are on CUDA."""
+    return _compiled(piece, logits.shape[-1]) if logits.is_cuda else piece
 
 
 @functools.cache
@@ -116,7 +120,9 @@ def _compiled(piece: _Piece, vocabulary: int) -> _Piece:
     compiled = torch.compile(with_own_code(piece), dynamic=True)
 
     def run(logits: Tensor, *rest: Tensor) -> Tensor:
-        torch._dynamo.mark_static(logits, 1)
+        for tensor in (logits, *rest):
+            if tensor.dim() > 1:
+                torch._dynamo.mark_static(tensor, 1)
         return compiled(logits, *rest)
 
     return run
@@ -136,7 +142,7 @@ def _draw(logits: Tensor, params: SamplingTensors, get: Callable[[_Piece], _Piec
     if not logits.numel():
         return Sampled(torch.full((rows,), INVALID_TOKEN, dtype=torch.int64, device=logits.device), logits, None)
     if params.banned is not None:
-        logits = _without(logits, params.banned)
+        logits = without(logits, params.banned)
     if params.all_greedy:
         best, token = logits.max(-1)  # the first of equals; a NaN is the maximum, and not greater than -inf
         return Sampled(torch.where(best > -math.inf, token, INVALID_TOKEN), logits, None)
@@ -253,7 +259,7 @@ def _integer(dtype: torch.dtype) -> torch.dtype:
     return torch.int16 if dtype.itemsize == 2 else torch.int32
 
 
-def _without(logits: Tensor, banned: Tensor) -> Tensor:
+def without(logits: Tensor, banned: Tensor) -> Tensor:
     """A copy of the logits, -inf at the (row, token) pairs of `banned`. Ids past the vocabulary hit a spare column."""
     rows, vocabulary = logits.shape
     mask = torch.zeros((rows, vocabulary + 1), dtype=torch.bool, device=logits.device)
@@ -262,4 +268,4 @@ def _without(logits: Tensor, banned: Tensor) -> Tensor:
     return logits.masked_fill(mask[:, :vocabulary], -math.inf)
 
 
-__all__ = ["INVALID_TOKEN", "Sampled", "Sampler", "SamplingTensors", "sample"]
+__all__ = ["INVALID_TOKEN", "Sampled", "Sampler", "SamplingTensors", "compiled_on_cuda", "sample", "without"]

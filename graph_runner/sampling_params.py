@@ -7,27 +7,33 @@ code written for vLLM runs here. Fields that quire does not support accept no va
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
-_SUPPORTED = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
-    "min_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode", "detokenize", "skip_special_tokens",
-    "include_stop_str_in_output",
-)
+_UNSUPPORTED = ("spaces_between_special_tokens", "truncate_prompt_tokens")
 #: Of which distribution log probabilities are: the model's, or the one that tokens are drawn from. vLLM's names.
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-_MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32; the sampler reads float32
+_MAX_FLOAT32 = 3.4028234663852886e38  # the sampler reads float32
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_TOKENS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "trace_decode_token_ids")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one request. Frozen and hashable; change one with `dataclasses.replace`.
 
+    What changes the logits is applied in vLLM's order, in float32: allowed_token_ids, bad_words, min_tokens, logit_bias,
+    logits_processors, repetition_penalty, frequency_penalty, presence_penalty; then temperature and filters.
+
     Args:
         n: sequences to generate per prompt, >= 1; must be 1 with temperature 0.
+        presence_penalty, frequency_penalty: subtracted from the logit of each token of the continuation so far, the second
+            times how often the token is there; in [-2, 2]. The formula of OpenAI's API reference.
+        repetition_penalty: the logit of each token of the prompt or the continuation so far is divided by it where positive and
+            multiplied by it elsewhere, > 0; 1 is off. Keskar et al., "CTRL", 2019, section 4.1, with the two signs as in
+            vLLM and transformers.
         temperature: logits are divided by it before the softmax, >= 0. 0 takes the likeliest token (greedy), and then
             top_k, top_p and min_p have no effect. Any float32 value is accepted; vLLM clamps to at least 0.01 and refuses
             more than 2.
@@ -36,6 +42,15 @@ class SamplingParams:
         min_p: keep tokens at least this times as likely as the likeliest, in [0, 1].
         seed: any integer. The same seed gives the same tokens, whatever else is in the batch. None or -1: a different
             one every time. Stored as None for -1.
+        bad_words: strings that the continuation must not contain, each also after a space: the last token of each is excluded
+            where the continuation ends with those before it. Needs a tokenizer. Stored as a tuple.
+        logit_bias: numbers, finite, that are added to the logits of some tokens, by token id.
+        allowed_token_ids: only these can be sampled. Stored as a tuple; empty means all.
+        logits_processors: functions of the continuation's token ids (a list) and the logits, (V,) float32 on the device, that
+            return (V,) logits; or with the prompt's token ids as a third argument, the first. transformers' LogitsProcessors
+            are called as transformers does, with (1, tokens) ids and (1, V) scores. They need every token on the host, so these
+            requests wait for each step's result. One that raises fails its request. A function with state of its own must not
+            be given to two requests (n > 1). Stored as a tuple.
         stop: string or strings that end generation as soon as they appear in the text. Stored as a tuple.
         stop_token_ids: tokens that end generation, in addition to the end-of-sequence token. Stored as a tuple.
         ignore_eos: continue after the end-of-sequence token.
@@ -47,14 +62,16 @@ class SamplingParams:
             then computed in chunks of a few hundred tokens.
         logprob_token_ids: tokens whose log probabilities are given beside those. Stored as a tuple.
         logprobs_mode: "raw_logprobs", of the model's distribution (log_softmax of the logits), or "processed_logprobs", of the
-            one that the token was drawn from (after temperature, top_k, top_p, min_p and min_tokens; -inf for excluded
+            one that the token was drawn from (after all that changes the logits, temperature and filters; -inf for excluded
             tokens). vLLM has it as an option of the engine.
+        trace_decode_token_ids: the tokens to give out instead of sampled ones, with their log probabilities: the same steps as
+            when they were sampled. Ends after them at the latest; the end-of-sequence token does not end it. n must be 1.
+            Stored as a tuple; empty means none.
         detokenize: False returns token ids without text; `stop` needs text.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: end the text with the stop string that ended it instead of before it.
 
-    Not supported, and refused unless left at their defaults: presence_penalty, frequency_penalty, repetition_penalty,
-    spaces_between_special_tokens, bad_words, logit_bias, truncate_prompt_tokens, trace_decode_token_ids.
+    Not supported, and refused unless left at their defaults: spaces_between_special_tokens, truncate_prompt_tokens.
 
     Raises:
         ValueError: a value out of range, contradictory values, or an unsupported field.
@@ -82,11 +99,13 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     bad_words: Sequence[str] | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     truncate_prompt_tokens: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     logprobs_mode: str = "raw_logprobs"
     trace_decode_token_ids: Sequence[int] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
@@ -98,39 +117,52 @@ class SamplingParams:
         for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), "an integer or None")
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
             _check_number(name, getattr(self, name))
         self._normalize()
         self._check_ranges()
 
     def _refuse_unsupported(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _SUPPORTED:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name not in _UNSUPPORTED:
                 continue
-            empty = field.default is None and isinstance(value, (list, tuple, dict)) and not value
-            if empty or (not isinstance(value, Sized) and value == field.default):  # arrays are compared item by item
+            if not isinstance(value, Sized) and value == option.default:  # arrays are compared item by item
                 continue
             raise ValueError(
-                f"{field.name}={value!r}: quire does not support {field.name}; leave it at its default, {field.default!r}. "
-                f"Supported: {', '.join(_SUPPORTED)}")
+                f"{option.name}={value!r}: quire does not support {option.name}; leave it at its default, {option.default!r}. "
+                f"Supported: {', '.join(f.name for f in fields(self) if f.name not in _UNSUPPORTED)}")
 
     def _normalize(self) -> None:
         """Store one form of values that have several spellings."""
         stop = self.stop
         stop = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop, "a string or a list of strings")
-        ids = _as_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        for text in stop:
-            if not isinstance(text, str):
-                raise TypeError(f"stop must be a string or a list of strings, got {text!r} in it")
-        shown = _as_tuple("logprob_token_ids", self.logprob_token_ids, "a list of token ids")
-        for name, tokens in (("stop_token_ids", ids), ("logprob_token_ids", shown)):
-            for token in tokens:
-                _check_int(f"every item of {name}", token)
+        words = _as_tuple("bad_words", self.bad_words, "a list of strings")
+        for name, texts in (("stop", stop), ("bad_words", words)):
+            for text in texts:
+                if not isinstance(text, str):
+                    raise TypeError(f"{name} must be {'a string or ' * (name == 'stop')}a list of strings, got {text!r} in it")
         set_field = object.__setattr__  # the dataclass is frozen
+        for name in _TOKENS:
+            ids = _as_tuple(name, getattr(self, name), "a list of token ids")
+            for token in ids:
+                _check_int(f"every item of {name}", token)
+            ids = tuple(map(int, ids))
+            set_field(self, name, ids if name == "trace_decode_token_ids" else tuple(dict.fromkeys(ids)))
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise TypeError(f"logit_bias must be a dict of numbers by token id, got {self.logit_bias!r}")
+            for token, number in self.logit_bias.items():
+                _check_int("every key of logit_bias", token)
+                _check_number("every value of logit_bias", number)
+            set_field(self, "logit_bias", {int(t): float(x) for t, x in self.logit_bias.items()} or None)
+        functions = _as_tuple("logits_processors", self.logits_processors, "a list of functions")
+        for function in functions:
+            if not callable(function):
+                raise TypeError(f"logits_processors must be a list of functions, got {function!r} in it")
         set_field(self, "stop", stop)
-        set_field(self, "stop_token_ids", tuple(dict.fromkeys(map(int, ids))))
-        set_field(self, "logprob_token_ids", tuple(dict.fromkeys(map(int, shown))))
+        set_field(self, "bad_words", words)
+        set_field(self, "logits_processors", functions)
         for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             set_field(self, name, value if value is None else int(value))  # numpy's integers overflow
@@ -138,13 +170,13 @@ class SamplingParams:
         set_field(self, "seed", None if self.seed == -1 else self.seed)
 
     def _check_ranges(self) -> None:
-        assert self.stop is not None and self.stop_token_ids is not None and self.logprob_token_ids is not None  # `_normalize`
+        assert self.stop is not None and self.bad_words is not None  # `_normalize`
         rules: list[tuple[bool, str]] = [
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (0 <= self.temperature < math.inf,
              f"temperature must be a finite number of at least 0 (0 means greedy), got {self.temperature}"),
-            (self.temperature <= _MAX_TEMPERATURE,
-             f"temperature must be at most {_MAX_TEMPERATURE}, the largest float32 number, got {self.temperature}"),
+            (self.temperature <= _MAX_FLOAT32,
+             f"temperature must be at most {_MAX_FLOAT32}, the largest float32 number, got {self.temperature}"),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1] (1 keeps all tokens), got {self.top_p}"),
             (self.top_k >= -1, f"top_k must be at least 1, or 0 or -1 to keep all tokens, got {self.top_k}"),
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1] (0 keeps all tokens), got {self.min_p}"),
@@ -156,13 +188,21 @@ class SamplingParams:
             (all(self.stop), "stop contains an empty string, which would stop before the first token"),
             (not self.stop or self.detokenize, "stop strings need text, and detokenize=False omits it; set "
              "detokenize=True, or use stop_token_ids"),
-            (min(self.stop_token_ids, default=0) >= 0,
-             f"stop_token_ids must not be negative, got {min(self.stop_token_ids, default=0)}"),
+            *((min(ids, default=0) >= 0, f"{name} must not be negative, got {min(ids, default=0)}")
+              for name in _TOKENS for ids in (getattr(self, name),)),
+            *((-2 <= value <= 2, f"{name} must be in [-2, 2], got {value}") for name, value in (
+                ("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty))),
+            (0 < self.repetition_penalty <= _MAX_FLOAT32,
+             f"repetition_penalty must be a finite number above 0 (1 is off), got {self.repetition_penalty}"),
+            (all(word.strip() for word in self.bad_words), "bad_words contains an empty string, which every text contains"),
+            *((token >= 0 and abs(number) <= _MAX_FLOAT32,
+               f"logit_bias must have finite numbers and token ids that are not negative, got {token}: {number}")
+              for token, number in (self.logit_bias or {}).items()),
+            (self.n == 1 or not self.trace_decode_token_ids,
+             f"n must be 1 with trace_decode_token_ids, got {self.n}: all sequences would be the same"),
             *((count is None or count >= -1,
                f"{name} must be at least 0, -1 for the whole vocabulary, or None for none, got {count}")
               for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))),
-            (min(self.logprob_token_ids, default=0) >= 0,
-             f"logprob_token_ids must not be negative, got {min(self.logprob_token_ids, default=0)}"),
             (self.logprobs_mode in LOGPROBS_MODES,
              f"logprobs_mode must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {self.logprobs_mode!r}"),
             (self.n == 1 or self.temperature > 0, f"n must be 1 with temperature 0, got {self.n}: all sequences "

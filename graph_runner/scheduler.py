@@ -18,7 +18,7 @@ from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.block_allocator import BlockAllocator
 from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.request import Request, ScheduledBatch, ScheduledRow
-from quire.graph_runner.window_pages import Reach
+from quire.graph_runner.window_pages import Reach, WindowPages
 
 
 class Scheduler:
@@ -35,6 +35,9 @@ class Scheduler:
 
     Attributes:
         reach: of the model's attention; pages behind it are freed. None: all of a request's pages are needed.
+        length_limits: numbers of tokens beyond which all keys of a sequence are others (longrope): a request that grows past
+            one is preempted, and computed again.
+        windows: pages of layers with a window, where others see everything and ``reach`` is None; else None.
     """
 
     def __init__(self, allocator: BlockAllocator, *, page_size: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -42,6 +45,8 @@ class Scheduler:
         self.allocator, self.page_size, self.prefixes = allocator, page_size, prefixes
         self._free = allocator.free if prefixes is None else prefixes.release
         self.reach: Reach | None = None
+        self.length_limits: tuple[int, ...] = ()
+        self.windows: WindowPages | None = None
         self.max_num_batched_tokens, self.prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
         self.max_scored = self._scores_left = max_scored
         self.waiting: deque[Request] = deque()
@@ -50,6 +55,7 @@ class Scheduler:
         self.num_preemptions = self.num_steps = 0
         self._computed: list[Request] = []  # requests with prompt tokens in the step launched last
         self._copies: dict[int, tuple[int, int]] = {}  # pages to copy before the step, by request
+        self._window_copies: dict[int, tuple[int, int]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -89,6 +95,13 @@ class Scheduler:
             start, total = request.num_computed, len(request.token_ids) + request.num_pending
             if request.slot < 0 or request.finished or total >= request.max_total_tokens:
                 continue
+            if request.num_pending and request.edits is not None and request.edits.reads_tokens:
+                continue  # until its newest token is known
+            if self.length_limits and self.length_kind(total) != request.length_kind:
+                if request.num_pending:
+                    raise NeedsDrain
+                self._preempt(request)
+                continue
             if total - start == 1:  # a decode: the fast path of the loop
                 if start < len(request.pages) * self.page_size or self._make_room(request, 1):
                     budget -= 1
@@ -113,8 +126,9 @@ class Scheduler:
         scored = sum(row.num_scored for row in prefills)
         self.num_steps += 1
         self._computed = [row.request for row in prefills]
-        copies, self._copies = tuple(self._copies.values()), {}
-        return ScheduledBatch(rows, sum(row.num_new for row in prefills) + len(decodes), len(decodes), scored, copies)
+        copies, windows = tuple(self._copies.values()), tuple(self._window_copies.values())
+        self._copies, self._window_copies = {}, {}
+        return ScheduledBatch(rows, sum(row.num_new for row in prefills) + len(decodes), len(decodes), scored, copies, windows)
 
     def _admit(self, prefills: list[ScheduledRow], budget: int) -> None:
         """Start waiting requests with what is left of the budget."""
@@ -123,6 +137,7 @@ class Scheduler:
             self.prefixes.follow_weights()
         while self.waiting and budget and self.free_slots:
             request = self.waiting[0]
+            self.set_length_kind(request)
             match = self.prefixes.match(request) if self.prefixes is not None else None
             if match is not None and match.coming:
                 passed.append(self.waiting.popleft())
@@ -130,24 +145,43 @@ class Scheduler:
             shared = [] if match is None else match.pages
             if self.prefixes is not None:
                 self.prefixes.hold(shared)
+                if self.windows is not None:
+                    self.windows.share(request, request.page_keys[: len(shared)])
             request.num_computed = len(shared) * self.page_size + (0 if match is None else match.copied)
             count = self._chunk(request, budget)
-            pages = self.allocate(pages_for(request.num_computed + count, self.page_size) - len(shared)) if count else None
-            if pages is None:
-                if self.prefixes is not None:
-                    self.prefixes.release(shared)
-                request.num_computed = 0
+            request.pages = list(shared)
+            missing = pages_for(request.num_computed + count, self.page_size) - len(shared)
+            if not count or not self.extend(request, missing):
+                self._free(shared)
+                if self.windows is not None:
+                    self.windows.give_back(request)
+                request.num_computed, request.pages = 0, []
                 break
             self.waiting.popleft()
-            request.pages, request.slot = shared + pages, self.free_slots.pop()
+            request.slot = self.free_slots.pop()
             if self.prefixes is not None and match is not None:
                 self.prefixes.admit(request, match, self.num_steps + 1)
                 if match.copied:
-                    self._copies[request.request_id] = match.copy_from, pages[0]
+                    self._copies[request.request_id] = match.copy_from, request.pages[len(shared)]
+                    if self.windows is not None:
+                        self._window_copies[request.request_id] = match.window_from, request.window_pages[len(shared)]
             self.running.append(request)
             budget -= count
             prefills.append(self._row(request, count))
         self.waiting.extendleft(reversed(passed))
+
+    def length_kind(self, num_tokens: int) -> int:
+        """How many of the limits a sequence of ``num_tokens`` tokens exceeds."""
+        return sum(num_tokens > limit for limit in self.length_limits)
+
+    def set_length_kind(self, request: Request) -> bool:
+        """Note the kind that a request without keys has now. Returns whether it is another one."""
+        kind = self.length_kind(request.num_tokens)
+        if kind == request.length_kind:
+            return False
+        request.length_kind = kind
+        request.page_keys.clear()
+        return True
 
     def take_back(self, batch: ScheduledBatch) -> None:
         """Undo the last ``schedule``: its batch did not run."""
@@ -203,8 +237,8 @@ class Scheduler:
         return ScheduledRow(request, request.num_computed, count, end == request.num_tokens, scored)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Free pages, those that running requests need no more, or those of the prefix cache that nobody reads; None if there
-        are too few."""
+        """Free pages, pages that running requests no longer need, or idle pages of the prefix cache; None if there are too
+        few."""
         if count > self.allocator.num_free and self.reach is not None:
             for request in self.running:
                 self.reach.free_behind(request, self._free, self.page_size)
@@ -213,15 +247,32 @@ class Scheduler:
             self.prefixes.evict(missing)
         return self.allocator.allocate(count)
 
+    def extend(self, request: Request, count: int) -> bool:
+        """``count`` more pages for the request; False: there are too few, and it has what it had."""
+        pages = self.allocate(count)
+        if pages is None:
+            return False
+        if self.windows is not None and not self.windows.extend(request, count, self.running):
+            self._free(pages)
+            return False
+        request.pages += pages
+        return True
+
+    def give_back(self, request: Request) -> None:
+        """Free the pages of a request that was not scheduled here (``lockstep.py``)."""
+        self._free(request.pages)
+        if self.windows is not None:
+            self.windows.give_back(request)
+
     def _make_room(self, request: Request, count: int) -> bool:
         """Allocate pages for ``count`` more tokens, preempting others if needed. False if ``request`` was preempted."""
         missing = pages_for(request.num_computed + count, self.page_size) - len(request.pages)
         if self.reach is not None:
             self.reach.free_behind(request, self._free, self.page_size)
+        if self.windows is not None:
+            self.windows.free_behind(request)
         while missing > 0:
-            pages = self.allocate(missing)
-            if pages is not None:
-                request.pages += pages
+            if self.extend(request, missing):
                 return True
             victim = max(reversed(self.running), key=lambda r: r.priority)  # the last of the lowest priority
             if victim.num_pending:
@@ -247,6 +298,8 @@ class Scheduler:
             if self.prefixes.lasting:
                 self.prefixes.computed(request)
             self.prefixes.left(request)
+        if self.windows is not None:
+            self.windows.give_back(request)
         self.free_slots.append(request.slot)
         request.pages, request.slot, request.num_behind = [], -1, 0
 

@@ -20,12 +20,17 @@ class EngineStats:
         finished: requests that ended, failed ones included.
         preemptions: requests that gave up their pages and were computed again.
         pages, pages_used, pages_idle: of the KV cache: all, held by requests, and kept by the prefix cache for later ones.
+        window_pages, window_pages_used: of layers with a window, where others see everything; 0 where all have the same pages.
         prefix_requests, prefix_hits: requests started, and those that reused computed pages.
         prefix_tokens, saved_tokens: tokens of the requests started, and those of them that were not computed.
         prompt_tokens, generated_tokens: of finished and unfinished requests.
         busy_seconds: time with at least one request.
         tokens_per_second: generated tokens per busy second.
-        weight_bytes, kv_cache_bytes, graph_bytes: memory of the model, the KV cache and captured CUDA graphs.
+        weight_bytes, kv_cache_bytes, graph_bytes: memory of the model (with its copies for the option ``dtype``), the KV cache
+            and captured CUDA graphs.
+        estimated_graph_bytes: what graphs were expected to take when the KV cache was sized; 0 where nothing was sized for them
+            (on a CPU, and with num_pages).
+        step_bytes: what the largest step needs beside these, as measured then; 0 where it was not.
         free_bytes: of the GPU; None on a CPU.
     """
 
@@ -36,6 +41,8 @@ class EngineStats:
     pages: int
     pages_used: int
     pages_idle: int
+    window_pages: int
+    window_pages_used: int
     prefix_requests: int
     prefix_hits: int
     prefix_tokens: int
@@ -47,15 +54,18 @@ class EngineStats:
     weight_bytes: int
     kv_cache_bytes: int
     graph_bytes: int
+    estimated_graph_bytes: int
+    step_bytes: int
     free_bytes: int | None
 
     def __str__(self) -> str:
         memory = (("weights", self.weight_bytes), ("KV cache", self.kv_cache_bytes), ("graphs", self.graph_bytes),
-                  ("free", self.free_bytes))
+                  ("largest step", self.step_bytes or None), ("free", self.free_bytes))
+        windows = f"of windows: {self.window_pages_used} of {self.window_pages} used; " if self.window_pages else ""
         return (f"{self.running} running, {self.waiting} waiting, {self.finished} finished; {self.generated_tokens} new "
                 f"tokens, {self.tokens_per_second:,.0f}/s; pages: {self.pages_used} of {self.pages} used, {self.pages_idle} "
-                f"kept; prefix cache: {self.prefix_hits} of {self.prefix_requests} requests, {self.saved_tokens} tokens saved; "
-                f"{self.preemptions} preemptions; memory: "
+                f"kept; {windows}prefix cache: {self.prefix_hits} of {self.prefix_requests} requests, {self.saved_tokens} "
+                f"tokens saved; {self.preemptions} preemptions; memory: "
                 + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory if size is not None))
 
 
@@ -89,21 +99,25 @@ def stats_of(engine: Any) -> EngineStats:
     scheduler, runner, past = engine.scheduler, engine.runner, engine.counters
     allocator, prefixes = scheduler.allocator, scheduler.prefixes
     idle = 0 if prefixes is None else prefixes.num_idle
+    windows = scheduler.windows
     outputs = [r.output for r in engine.requests.values()]
     generated = past.generated_tokens + sum(len(o.token_ids) for o in outputs)
     on_gpu = runner.device.type == "cuda"
     counts = None if prefixes is None else prefixes.stats
     tensors = {id(t): t for t in (*engine.model.parameters(), *engine.model.buffers())}
+    copies = 0 if engine._live.cast is None else engine._live.cast.num_bytes
     return EngineStats(
         running=len(scheduler.running), waiting=len(scheduler.waiting), finished=past.finished,
         preemptions=scheduler.num_preemptions, pages=allocator.num_total,
         pages_used=allocator.num_total - allocator.num_free - idle, pages_idle=idle,
+        window_pages=windows.allocator.num_total if windows else 0, window_pages_used=windows.num_used if windows else 0,
         prefix_requests=counts.requests if counts else 0, prefix_hits=counts.hits if counts else 0,
         prefix_tokens=counts.tokens if counts else 0, saved_tokens=counts.saved_tokens if counts else 0,
         prompt_tokens=past.prompt_tokens + sum(len(o.prompt_token_ids) for o in outputs), generated_tokens=generated,
         busy_seconds=past.busy_seconds, tokens_per_second=generated / past.busy_seconds if past.busy_seconds else 0.0,
-        weight_bytes=sum(map(num_bytes, tensors.values())), kv_cache_bytes=runner.cache.num_bytes,
-        graph_bytes=runner.graphs.stats.capture_bytes, free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
+        weight_bytes=copies + sum(map(num_bytes, tensors.values())), kv_cache_bytes=runner.cache.num_bytes,
+        graph_bytes=runner.graphs.stats.capture_bytes, estimated_graph_bytes=runner.graphs.stats.estimated_bytes,
+        step_bytes=runner.step_bytes, free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
 
 
 __all__ = ["Counters", "EngineStats", "stats_of"]

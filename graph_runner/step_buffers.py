@@ -8,7 +8,7 @@ the host packs step n + 1 while the copy of step n may still run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +16,18 @@ import torch
 
 from quire.attn_ops.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from quire.graph_runner.block_table import BlockTable, change_capacity
+from quire.graph_runner.forward_batch import ForwardBatch
+from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.request import Request, ScheduledBatch
 from quire.graph_runner.sampler import SamplingTensors
 
 # Sampling parameters: name, type, value for padding rows.
 _PARAMS = (("seed", "i8", 0), ("temperature", "f4", 0), ("top_k", "i4", 0), ("top_p", "f4", 1), ("min_p", "f4", 0),
            ("logprob_temperature", "f4", 0))
-#: Bytes. Inductor copies inputs that are not aligned so, at every call of every compiled piece.
+#: Bytes. Inductor copies inputs with less alignment, at every call of every compiled piece.
 ALIGNMENT = 16
+#: In the field "resample", of rows whose logits are edited; of others that the sampler draws it is 1.
+EDITED = 2
 _TORCH = {"i8": torch.int64, "i4": torch.int32, "f4": torch.float32}
 
 
@@ -34,16 +38,19 @@ class BatchShape(NamedTuple):
     num_reqs: int
 
 
-def _fields(shape: BatchShape, page_size: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, type, shape) of each field."""
+def _fields(shape: BatchShape, page_size: int, windows: bool, total_lens: bool) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, type, shape) of each field. ``windows``, ``total_lens``: see StepBuffers."""
     t, b = shape
     changes = change_capacity(t, b, page_size)
+    of_windows = [("window_slot_mapping", "i8", (t,)), ("window_change_at", "i8", (changes,)),
+                  ("window_change_page", "i4", (changes,))]
     return [
         ("input_ids", "i8", (t,)), ("positions", "i8", (t,)), ("slot_mapping", "i8", (t,)), ("token_source", "i8", (t,)),
         ("logits_indices", "i8", (b,)), ("row_slot", "i8", (b,)), ("sample_slot", "i8", (b,)), ("seed", "i8", (b,)),
         ("sample_position", "i8", (b,)), ("change_at", "i8", (changes,)), ("change_page", "i4", (changes,)),
         ("query_start_loc", "i4", (b + 1,)), ("seq_lens", "i4", (b,)), ("top_k", "i4", (b,)), ("temperature", "f4", (b,)),
         ("top_p", "f4", (b,)), ("min_p", "f4", (b,)), ("resample", "i4", (b,)), ("logprob_temperature", "f4", (b,)),
+        *(of_windows if windows else ()), *([("total_lens", "i4", (b,))] if total_lens else ()),
     ]
 
 
@@ -56,10 +63,10 @@ class StepLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, shape: BatchShape, page_size: int) -> StepLayout:
+    def of(cls, shape: BatchShape, page_size: int, windows: bool = False, total_lens: bool = False) -> StepLayout:
         """``page_size`` bounds the number of new pages in a step."""
         fields, at = {}, 0
-        for name, kind, size in _fields(shape, page_size):
+        for name, kind, size in _fields(shape, page_size, windows, total_lens):
             fields[name] = (at, kind, size)
             at += -(-int(np.prod(size)) * int(kind[1]) // ALIGNMENT) * ALIGNMENT
         return cls(shape, fields, at)
@@ -89,24 +96,27 @@ class StepBuffers:
         max_pages_per_seq: width of a block table row.
         max_num_seqs: slots; the table of newest tokens has one more, which padding rows write.
         device: where the step runs.
+        total_lens: whether the model reads ``total_lens``; see CommonAttentionMetadata.
         graph_draws: whether the model's graph samples rows with a temperature; then only filters need the sampler.
+        windows: whether layers with a window have pages of their own (``Request.window_pages``).
     """
 
     def __init__(self, max_shape: BatchShape, *, max_pages_per_seq: int, max_num_seqs: int, page_size: int,
-                 device: torch.device, graph_draws: bool = False) -> None:
+                 device: torch.device, graph_draws: bool = False, total_lens: bool = False, windows: bool = False) -> None:
         self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
-        self.dummy_slot = max_num_seqs
+        self.dummy_slot, self.total_lens = max_num_seqs, total_lens
         # The largest mixed shape has both the most tokens and the most rows, so it bounds every layout.
-        num_bytes = StepLayout.of(max_shape, page_size).num_bytes
+        num_bytes = StepLayout.of(max_shape, page_size, windows, total_lens).num_bytes
         pin = device.type == "cuda"
         self.host = [HostArrays(num_bytes, pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.table = BlockTable(max_num_seqs, max_shape.num_reqs, max_pages_per_seq, device)
+        self.window_table = BlockTable(max_num_seqs, max_shape.num_reqs, max_pages_per_seq, device) if windows else None
         # Parameters of each slot's request, written when it gets the slot; a step only gathers them.
         self._holder: list[list[int] | None] = [None] * max_num_seqs
         self._params = {name: np.zeros(max_num_seqs, np.dtype(kind)) for name, kind, _ in _PARAMS}
-        self._resample = np.zeros(max_num_seqs, np.bool_)
+        self._resample = np.zeros(max_num_seqs, np.int32)
         self._may_end_at = np.zeros(max_num_seqs, np.int64)  # sequence length from which on it may end
         self._layouts: dict[BatchShape, StepLayout] = {}
         self._copied: list[torch.cuda.Event | None] = [None, None]
@@ -120,7 +130,7 @@ class StepBuffers:
                 self._views.clear()
                 for host in self.host:
                     host._views.clear()
-            self._layouts[shape] = StepLayout.of(shape, self.page_size)
+            self._layouts[shape] = StepLayout.of(shape, self.page_size, self.window_table is not None, self.total_lens)
         return self._layouts[shape]
 
     def views(self, shape: BatchShape) -> dict[str, torch.Tensor]:
@@ -143,17 +153,15 @@ class StepBuffers:
         slots, start, num_pages, first_id = self._columns(batch)
         if batch.is_decode:
             ends, total, sample_slot = np.arange(1, n + 1), start + 1, slots
-            positions = start
-            pages_of = self.table.host[slots, positions // page]
+            positions, token_slot = start, slots
             a["input_ids"][:n] = np.maximum(first_id, 0)
             a["token_source"][:n] = np.where(first_id < 0, slots, -1)
         else:
             count = np.fromiter((r.num_new for r in rows), np.int64, n)
             ends, total = np.cumsum(count), start + count
             sample_slot = np.where(np.fromiter((r.samples for r in rows), np.bool_, n), slots, self.dummy_slot)
-            row_of = np.repeat(np.arange(n), count)
             positions = np.arange(t) + np.repeat(start - (ends - count), count)
-            pages_of = self.table.host[slots[row_of], positions // page]
+            token_slot = np.repeat(slots, count)
             a["token_source"][:t] = -1
             a["input_ids"][ends - count] = np.maximum(first_id, 0)
             a["token_source"][ends - count] = np.where(first_id < 0, slots, -1)
@@ -162,9 +170,15 @@ class StepBuffers:
                     a["input_ids"][end - row.num_new : end] = row.request.token_ids[row.start : row.start + row.num_new]
         a["input_ids"][t:], a["token_source"][t:] = 0, -1
         a["positions"][:t], a["positions"][t:] = positions, 0
-        a["slot_mapping"][:t], a["slot_mapping"][t:] = pages_of.astype(np.int64) * page + positions % page, PAD_SLOT_ID
+        for prefix, table in self._tables():
+            pages_of = table.host[token_slot, positions // page].astype(np.int64)
+            a[f"{prefix}slot_mapping"][:t], a[f"{prefix}slot_mapping"][t:] = pages_of * page + positions % page, PAD_SLOT_ID
+            table.pack(slots, num_pages, a[f"{prefix}change_at"], a[f"{prefix}change_page"])
         a["query_start_loc"][0], a["query_start_loc"][1 : n + 1], a["query_start_loc"][n + 1 :] = 0, ends, t
         a["seq_lens"][:n], a["seq_lens"][n:] = total, 0
+        if self.total_lens:  # without the token that the row samples
+            a["total_lens"][:n] = np.fromiter((r.request.num_tokens - r.samples for r in rows), np.int64, n)
+            a["total_lens"][n:] = 0
         a["logits_indices"][:n], a["logits_indices"][n:] = ends - 1, 0
         a["row_slot"][:n], a["row_slot"][n:] = slots, self.dummy_slot
         a["sample_slot"][:n], a["sample_slot"][n:] = sample_slot, self.dummy_slot
@@ -172,13 +186,16 @@ class StepBuffers:
         for name, _, pad in _PARAMS:
             a[name][:n], a[name][n:] = self._params[name][slots], pad
         a["resample"][:n], a["resample"][n:] = self._resample[slots] | self._banned_rows(a, n), 0
-        self.table.pack(slots, num_pages, a["change_at"], a["change_page"])
         return a
+
+    def _tables(self) -> list[tuple[str, BlockTable]]:
+        """The block tables, with what begins the names of their fields."""
+        return [("", self.table)] + ([] if self.window_table is None else [("window_", self.window_table)])
 
     def _columns(self, batch: ScheduledBatch) -> list[np.ndarray]:
         """Per row: slot, start position, number of pages, and first token id, -1 if it is still on the device. The only loop
         over rows; it also registers new requests of slots, and new pages."""
-        holder, note = self._holder, self.table.note
+        holder, note, windows = self._holder, self.table.note, self.window_table
         slots, start, num_pages, first_id = [], [], [], []
         for request, begin, *_ in batch.rows:
             slot, pages, ids = request.slot, request.pages, request.token_ids
@@ -187,6 +204,9 @@ class StepBuffers:
             note(slot, pages)
             if request.num_behind:
                 self.table.clear(slot, request.num_behind)
+            if windows is not None:
+                windows.note(slot, request.window_pages)
+                windows.clear(slot, request.window_behind)
             slots.append(slot)
             start.append(begin)
             num_pages.append(len(pages))
@@ -201,9 +221,10 @@ class StepBuffers:
         for (name, _, _), number in zip(_PARAMS, values, strict=True):
             self._params[name][slot] = number
         filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-        self._resample[slot] = draws and (filtered or not self.graph_draws)
+        self._resample[slot] = EDITED if request.edits is not None else draws and (filtered or not self.graph_draws)
         self._may_end_at[slot] = len(request.prompt_token_ids) + p.min_tokens if p.min_tokens else 0
-        self.table.new_holder(slot)
+        for _, table in self._tables():
+            table.new_holder(slot)
         self._holder[slot] = request.pages  # last: if interrupted, all of it is done again
 
     def _banned_rows(self, a: dict[str, np.ndarray], n: int) -> np.ndarray:
@@ -220,35 +241,47 @@ class StepBuffers:
             self._copied[self._turn] = event
         self._turn = 1 - self._turn
 
-    def metadata(self, shape: BatchShape, host: dict[str, np.ndarray] | None, batch: ScheduledBatch | None) -> \
-            CommonAttentionMetadata:
-        """Metadata over the device fields; host-side lengths from ``host``, or of an all-padding batch."""
+    def forward_batch(self, shape: BatchShape, host: dict[str, np.ndarray] | None = None, batch: ScheduledBatch | None = None
+                      ) -> ForwardBatch:
+        """The step over the device fields; host-side lengths from ``host``, or of an all-padding batch."""
         v = self.views(shape)
         if host is None or batch is None:
             start, lens = np.zeros(shape.num_reqs + 1, np.int32), np.zeros(shape.num_reqs, np.int32)
-            longest_query, longest, tokens, reqs = 1, 1, shape.num_tokens, shape.num_reqs
+            longest_query, longest, tokens, reqs, mode = 1, 1, shape.num_tokens, shape.num_reqs, ForwardMode.IDLE
         else:
             start, lens = host["query_start_loc"], host["seq_lens"]
             longest_query = 1 if batch.is_decode else max(r.num_new for r in batch.rows)
-            longest, tokens, reqs = int(lens.max()), batch.num_tokens, len(batch.rows)
-        return CommonAttentionMetadata(
+            longest, tokens, reqs, mode = int(lens.max()), batch.num_tokens, len(batch.rows), batch.forward_mode
+        metadata = CommonAttentionMetadata(
             query_start_loc=v["query_start_loc"], query_start_loc_cpu=torch.from_numpy(start), seq_lens=v["seq_lens"],
             seq_lens_cpu=torch.from_numpy(lens), block_table_tensor=self.table.rows[: shape.num_reqs],
             slot_mapping=v["slot_mapping"], num_reqs=reqs, num_actual_tokens=tokens, max_query_len=longest_query,
-            max_seq_len=longest, page_size=self.page_size)
+            max_seq_len=longest, page_size=self.page_size, total_lens=v["total_lens"] if self.total_lens else None)
+        windows = None if self.window_table is None else replace(
+            metadata, block_table_tensor=self.window_table.rows[: shape.num_reqs], slot_mapping=v["window_slot_mapping"])
+        return ForwardBatch(mode, metadata, v["input_ids"], v["positions"], window_metadata=windows,
+                            token_source=v["token_source"], logits_indices=v["logits_indices"], inputs=v)
 
-    def update_table(self, shape: BatchShape) -> None:
-        """Device work: update the block table and gather the batch's rows for ``metadata``."""
-        v = self.views(shape)
-        self.table.update(v["change_at"], v["change_page"], v["row_slot"])
+    def update_table(self, batch: ForwardBatch) -> None:
+        """Device work: update the block tables and gather the batch's rows for its metadata."""
+        v = batch.inputs
+        for prefix, table in self._tables():
+            table.update(v[f"{prefix}change_at"], v[f"{prefix}change_page"], v["row_slot"])
+
+    def commit(self) -> None:
+        """The step packed last was launched; see NOTE [Table in step]."""
+        for _, table in self._tables():
+            table.commit()
 
     def stage_padding(self, shape: BatchShape) -> None:
         """Stage an all-padding batch: it writes no slot, reads the null page and leaves the block table unchanged."""
         self.device_bytes.zero_()
         v = self.views(shape)
-        for name, value in (("slot_mapping", PAD_SLOT_ID), ("token_source", -1), ("sample_slot", self.dummy_slot),
-                            ("row_slot", self.dummy_slot), ("change_at", self.dummy_slot * self.width)):
+        for name, value in (("token_source", -1), ("sample_slot", self.dummy_slot), ("row_slot", self.dummy_slot)):
             v[name].fill_(value)
+        for prefix, _ in self._tables():
+            v[f"{prefix}slot_mapping"].fill_(PAD_SLOT_ID)
+            v[f"{prefix}change_at"].fill_(self.dummy_slot * self.width)
 
     def poison_padding(self, shape: BatchShape, rows: int, tokens: int, last_token: int, last_position: int) -> None:
         """Fill what lies past the batch with values that would show if they had an effect (debugging). Slots, lengths and
@@ -281,4 +314,4 @@ class StepBuffers:
         return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
 
 
-__all__ = ["BatchShape", "HostArrays", "StepBuffers", "StepLayout"]
+__all__ = ["EDITED", "BatchShape", "HostArrays", "StepBuffers", "StepLayout"]

@@ -45,6 +45,14 @@ class WeightSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype given by name ("bfloat16") or as it is. Raises WeightUpdateError for another name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise WeightUpdateError(f"{dtype!r} is no dtype of torch; give names such as 'bfloat16'")
+    return found
+
+
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters and persistent buffers themselves, by their names in ``state_dict``, tied ones under each name."""
     return model.state_dict(keep_vars=True)
@@ -94,16 +102,29 @@ def missing_names(model: torch.nn.Module, given: Iterable[str]) -> list[str]:
 
 
 def write(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copy checked values into the parameters. Conversions are made first: copying alone needs no memory, and cannot fail."""
+    """Copy checked values into the parameters. Conversions are made first: copying alone needs no memory, and cannot fail.
+
+    Raises:
+        WeightUpdateError: two names of one (tied) parameter have different values, or a value could not be converted; nothing
+            is written.
+    """
     written = {part.untyped_storage().data_ptr() for part in targets.values()}
-    ready = {}
+    ready: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}  # of each parameter, the first
     for name, value in values.items():
         target = targets[name]
-        value = value.detach().to(target.dtype)
-        if value.device != target.device and not (value.is_contiguous() and target.is_contiguous()):
-            value = value.to(target.device)  # copy_ would need memory for that
-        # A value that is itself a parameter to be written, such as one of two that are exchanged.
-        ready[name] = value.clone() if value.untyped_storage().data_ptr() in written else value
+        try:
+            value = value.detach().to(target.dtype)
+            if value.device != target.device and not (value.is_contiguous() and target.is_contiguous()):
+                value = value.to(target.device)  # copy_ would need memory for that
+            # A value that is itself a parameter to be written, such as one of two that are exchanged.
+            ready[name] = value.clone() if value.untyped_storage().data_ptr() in written else value
+        except RuntimeError as error:  # out of memory, too
+            raise WeightUpdateError(f"the update of the parameter {name!r} could not be converted: {error}", name) from error
+        first = names.setdefault(id(target), name)
+        if first != name and not torch.allclose(ready[first].to(value.device), value, rtol=0, atol=0, equal_nan=True):
+            raise WeightUpdateError(f"{name!r} and {first!r} are one parameter of this model (tied weights), and their updates "
+                                    "differ. Give one of them, or load a model that does not tie them", name)
     for name, value in ready.items():
         with torch.inference_mode(targets[name].is_inference()), torch.no_grad():  # inference tensors: in that mode only
             targets[name].copy_(value)
@@ -210,8 +231,11 @@ class WeightUpdates:
         """
         if self._weights_group is None:
             raise RuntimeError("the engine is in no group for weight updates; call init_weights_update_group first")
-        specs = [WeightSpec(n, getattr(torch, d) if isinstance(d, str) else d, tuple(s))
-                 for n, d, s in zip(names, dtypes, shapes, strict=True)]
+        columns = list(names), [dtype_of(d) for d in dtypes], [tuple(s) for s in shapes]
+        if len({len(column) for column in columns}) > 1:
+            raise WeightUpdateError(f"names, dtypes and shapes describe {len(columns[0])}, {len(columns[1])} and "
+                                    f"{len(columns[2])} parameters; the numbers must be equal")
+        specs = [WeightSpec(*spec) for spec in zip(*columns, strict=True)]
         targets, values = check_specs(self.model, specs), {}
         for spec in specs:
             try:

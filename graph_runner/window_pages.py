@@ -5,18 +5,22 @@ the KV cache of a window model is bounded by its window and not by its context. 
 numbers the request must not read, not even to multiply them by a weight of zero (0 * NaN is NaN). So its block table then has
 the null page there.
 
-A model with one site that sees everything keeps all pages: its layers share one block table. (Layers with windows could have
-one of their own, with pages of their own; that is not there yet.)
+Where some layers have a window and others see everything (gemma3, gpt_oss, llama4), those with a window have page numbers, a
+block table and slots of their own (``WindowPages``), from which pages are freed; the others keep all of a request's pages. Only
+backends that plan nothing on the host can do so, since a plan is made of one block table; with the others all layers of such a
+model share one table, and all pages are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.kv_cache import pages_for
 from quire.attn_ops.metadata import NULL_PAGE
+from quire.graph_runner.block_allocator import BlockAllocator
 from quire.graph_runner.request import Request
 
 
@@ -52,12 +56,130 @@ class Reach:
 
     def free_behind(self, request: Request, free: Callable[[list[int]], None], page_size: int) -> None:
         """Give back the pages that the request's next token and those after it cannot see."""
-        first = min(self.first_needed(request.num_computed) // page_size, len(request.pages))
-        if first > request.num_behind:
-            behind = slice(request.num_behind, first)
-            free(request.pages[behind])
-            request.pages[behind] = [NULL_PAGE] * (first - request.num_behind)
-            request.num_behind = first
+        request.num_behind = self._free_behind(request.pages, request.num_behind, request.num_computed, free, page_size)
+
+    def _free_behind(self, pages: list[int], behind: int, position: int, free: Callable[[list[int]], None], page_size: int
+                     ) -> int:
+        """Free those of ``pages``, of which the first ``behind`` are given back, that no query from ``position`` on sees.
+        Returns how many are given back now."""
+        first = min(self.first_needed(position) // page_size, len(pages))
+        if first <= behind:
+            return behind
+        free(pages[behind:first])
+        pages[behind:first] = [NULL_PAGE] * (first - behind)
+        return first
+
+
+class WindowPages:
+    """Pages of the layers with a window, where others see everything. A request has as many of them as of the others
+    (``Request.window_pages``), and the null page in the places of those that were given back.
+
+    With a prefix cache, a kept page of the other layers may have one of these beside it, by the same key. A request that reads
+    n kept pages needs of these only the last ones, within reach of its next token (``usable``). Those that no request holds are
+    *idle*, and given back, least recently used first, when pages are needed; the pages beside them may stay.
+
+    Args:
+        reach: of the layers with a window.
+        num_pages: of these layers, the null page included.
+        page_size: tokens per page.
+    """
+
+    def __init__(self, reach: Reach, num_pages: int, page_size: int) -> None:
+        self.reach, self.page_size, self.allocator = reach, page_size, BlockAllocator(num_pages)
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @staticmethod
+    def useful_pages(reach: Reach, max_num_seqs: int, max_num_batched_tokens: int, page_size: int, lasting: bool) -> int:
+        """Pages that full batches can use, the null page included; with a ``lasting`` prefix cache twice as many, for the ends
+        of what it keeps."""
+        return reach.useful_pages(max_num_seqs, max_num_batched_tokens, page_size) * (2 if lasting else 1)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that requests hold."""
+        return self.allocator.num_total - self.allocator.num_free - self.num_idle
+
+    # -- of requests ------------------------------------------------------------------------------------------------
+
+    def extend(self, request: Request, count: int, running: Iterable[Request]) -> bool:
+        """``count`` more pages for the request, if need be those that ``running`` ones or nobody needs; False: there are too
+        few, and nothing has changed."""
+        if count > self.allocator.num_free:
+            for other in running:
+                self.free_behind(other)
+        for _ in range(min(count - self.allocator.num_free, self.num_idle)):
+            self._forget(next(iter(self._idle)))
+        pages = self.allocator.allocate(count)
+        request.window_pages += pages or []
+        return pages is not None
+
+    def free_behind(self, request: Request) -> None:
+        """Give back the pages that the request's next token and those after it cannot see."""
+        request.window_behind = self.reach._free_behind(request.window_pages, request.window_behind, request.num_computed,
+                                                        self._release, self.page_size)
+
+    def give_back(self, request: Request) -> None:
+        """The request holds none any more."""
+        self._release(request.window_pages[request.window_behind :])
+        request.window_pages, request.window_behind = [], 0
+
+    def _release(self, pages: Sequence[int]) -> None:
+        self.allocator.free(pages)
+        for page in reversed(pages):
+            if page in self._key_of and self.allocator.ref_count(page) == 1:
+                self._idle[page] = None
+
+    # -- of the prefix cache ----------------------------------------------------------------------------------------
+
+    def usable(self, keys: Sequence[bytes]) -> int:
+        """How many of the pages with these keys, from the first on, a request can read: the largest number of which those in
+        reach of the next token are here."""
+        found = missing = 0  # missing: pages up to and with the last that is not here
+        for count in range(1, len(keys) + 1):
+            if keys[count - 1] not in self._page_of:
+                missing = count
+            if missing <= self._first(count):
+                found = count
+        return found
+
+    def _first(self, count: int) -> int:
+        """The first page that the token after ``count`` full pages can see."""
+        return self.reach.first_needed(count * self.page_size) // self.page_size
+
+    def page_of(self, key: bytes) -> int | None:
+        """The kept page with that key, or None."""
+        return self._page_of.get(key)
+
+    def share(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Let the request, which has no pages, read those with these keys, as many as are ``usable``."""
+        first = self._first(len(keys))
+        pages = [self._page_of[key] for key in keys[first:]]
+        self.allocator.share(pages)
+        for page in pages:
+            self._idle.pop(page, None)
+        request.window_pages, request.window_behind = [NULL_PAGE] * first + pages, first
+
+    def keep(self, key: bytes, request: Request, i: int) -> None:
+        """Keep the request's ``i``-th page for others, if there is none with that key."""
+        if i >= request.window_behind and key not in self._page_of and (page := request.window_pages[i]) not in self._key_of:
+            self.allocator.share([page])
+            self._page_of[key], self._key_of[page] = page, key
+
+    def forget(self, key: bytes) -> None:
+        """Nobody reads the page with that key any more, if there is one."""
+        if (page := self._page_of.get(key)) is not None:
+            self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._idle.pop(page, None)
+        self.allocator.free([page])
 
 
 def fit_requests(reach: Reach | None, num_pages: int, page_size: int, chunk: int | None, budget: int, max_model_len: int
@@ -74,4 +196,4 @@ def fit_requests(reach: Reach | None, num_pages: int, page_size: int, chunk: int
     return (max_model_len, room) if room >= 1 else (whole, chunk)
 
 
-__all__ = ["Reach", "fit_requests"]
+__all__ = ["Reach", "WindowPages", "fit_requests"]

@@ -54,6 +54,8 @@ def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options:
     chosen = QuireOptions.of(options)
     if chosen.max_model_len is not None:
         raise ValueError("max_model_len is an option of quire.Engine; in a step by hand sequences are as long as you make them")
+    if chosen.window_tables:
+        raise ValueError("window_tables is for quire.Engine; in a step by hand all layers have one block table")
     return QuireBackend(chosen, _shared_weights(gm, example_inputs))(gm, example_inputs)
 
 

@@ -253,7 +253,7 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node without users may be erased. FX takes what changes a value in place for pure (``x += y``, ``x.add_(y)``);
+    """Whether a node without users may be erased. FX counts what changes a value in place as pure (``x += y``, ``x.add_(y)``);
     other readers of that value would miss the change."""
     return node.op not in ("placeholder", "output") and not written_by(node) and not node.is_impure()
 

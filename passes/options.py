@@ -26,6 +26,8 @@ class QuireOptions:
             ``passes/fusions/registry.py``.
         page_size, kv_cache_dtype, layout: of the cache. None: those of each step; else every step must have them.
         max_model_len: longest sequence; some models can be served only up to a length. (For ``PagedModel`` only.)
+        window_tables: in a model that has both kinds of layers, those with a window or chunk take slots and a block table of
+            their own, if the backend plans nothing on the host. (For ``PagedModel`` only; see ``Step.window_metadata``.)
 
     Raises:
         ValueError: an unknown compiler, layout or fusion, or a page size below 1.
@@ -38,6 +40,7 @@ class QuireOptions:
     kv_cache_dtype: torch.dtype | None = None
     layout: Layout | None = None
     max_model_len: int | None = None
+    window_tables: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attention", attention_name(self.attention))

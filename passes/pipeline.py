@@ -26,11 +26,13 @@ from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
 from quire.passes.fx import copy_graph, erase_dead, placeholders, shape_conditions, source_name, symbolic, value
+from quire.passes.rewrite.length_rope import choose_per_sequence
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
 from quire.passes.rewrite.raise_mla import raise_mla, with_latents
 from quire.passes.rewrite.raise_sdpa import raise_sdpa
 from quire.passes.start_times import timed
+from quire.passes.verify.breaks import check_names
 from quire.passes.verify.positions import use_short_frequencies
 from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
@@ -52,6 +54,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         UnsupportedAttention: the model cannot be served.
     """
     gm = copy_graph(traced)
+    check_names(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
         gm.graph.erase_node(node)  # steps have no gradients, and leaving a no_grad of the model would turn them on
     real = dict(zip(placeholders(gm.graph), inputs, strict=True))
@@ -70,7 +73,9 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         _check_one_row(gm, sites)
     if config is not None:
         use_given_positions(gm, tokens)
-        use_short_frequencies(gm, config)
+        if max_length is not None:
+            use_short_frequencies(gm, config, max_length)
+    choose_per_sequence(gm, tokens)
     check_positions(gm.graph, tokens, config is not None)
     check_tokens(gm.graph, tokens, [n for n in placeholders(gm.graph) if row_data and source_name(n).startswith(row_data)])
     check_rows(gm.graph, real)
@@ -101,11 +106,13 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
         earlier: guards of earlier compilations of the same traced graph; see ``watched``.
         ahead: compiles kernels in other processes meanwhile, those for steps that ``fits`` accepts.
     """
-    inputs = [value(n) for n in placeholders(lowered.gm.graph)]  # fakes: fused parameters have moved since tracing
+    # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
+    inputs = [value(n) for n in placeholders(lowered.gm.graph)]
+    dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]
     with torch.no_grad(), _traced_in(context), watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
         look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
         run = compile_lowered(lowered, compiler, look)
-    _check_still_dynamic(inputs)
+    _check_still_dynamic(dynamic)
     return checked(run, assumed), assumed
 
 
@@ -143,16 +150,18 @@ def _traced_in(context: TracingContext | None) -> Any:
     return tracing(context)
 
 
-def _check_still_dynamic(inputs: Sequence[Any]) -> None:
+def _settled(size: Any) -> bool:
+    return size.node.shape_env.replace(size.node.expr).is_number
+
+
+def _check_still_dynamic(sizes: Sequence[Any]) -> None:
     """Refuse a compilation that fixed a dynamic size, as Python code of tensor subclasses (quantized weights) or custom ops
     may do while it is traced: no guard would notice another size."""
-    for x in inputs:
-        size: Any
-        for size in x.shape if isinstance(x, torch.Tensor) else ():
-            if symbolic(size) and size.node.shape_env.replace(size.node.expr).is_number:
-                raise UnsupportedAttention(
-                    f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
-                    "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
+    for size in sizes:
+        if _settled(size):
+            raise UnsupportedAttention(
+                f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
+                "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
 
 
 __all__ = ["compile_graph", "lower_graph", "raise_graph"]

@@ -42,7 +42,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     if metadata.max_page is not None and metadata.max_page >= cache.num_pages:
         raise ValueError(f"the block table uses page {metadata.max_page}, but the cache has {cache.num_pages} pages, 0 to "
                          f"{cache.num_pages - 1}; use pages of the cache, or make it with num_pages={metadata.max_page + 1}")
-    current = Step(cache, metadata, "auto" if attention == "auto" else get_backend(attention))
+    current = Step(cache, metadata, "auto" if attention == "auto" else get_backend(attention), by_hand=True)
     # Sizes of traces in a step are dynamic from the start: a static trace cannot tell a window from plain causal. Numbers
     # that modules hold, such as a scale, stay constants.
     sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)

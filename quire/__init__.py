@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from quire.attn_ops.backend import CudagraphSupport as CudagraphSupport
     from quire.attn_ops.backend import UnsupportedAttention as UnsupportedAttention
     from quire.attn_ops.backend import define_paged_op as define_paged_op
+    from quire.attn_ops.backend import define_state_op as define_state_op
     from quire.attn_ops.conformance.report import check_backend as check_backend
     from quire.attn_ops.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from quire.attn_ops.metadata import make_draft_metadata as make_draft_metadata
     from quire.attn_ops.mla import define_mla_op as define_mla_op
     from quire.attn_ops.ops.cross import cross_attention as cross_attention
     from quire.attn_ops.ops.merge_state import merge_state as merge_state
     from quire.attn_ops.ops.merge_state import merge_states as merge_states
+    from quire.attn_ops.ops.tree import build_tree_mask as build_tree_mask
+    from quire.attn_ops.ops.tree import tree_attention as tree_attention
+    from quire.attn_ops.ops.tree import tree_positions as tree_positions
     from quire.attn_ops.ops.varlen import varlen_attention as varlen_attention
     from quire.attn_ops.registry import backends as backends
     from quire.attn_ops.registry import register_backend as register_backend
@@ -45,19 +50,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
-    "AttentionBackend": "attn_ops.backend", "AttentionCapabilities": "attn_ops.backend", "AttentionSite": "attn_ops.attention",
-    "CommonAttentionMetadata": "attn_ops.metadata", "CudagraphSupport": "attn_ops.backend", "Engine": "graph_runner.engine",
-    "EngineStats": "graph_runner.stats", "Logprob": "graph_runner.request", "PagedKVCache": "passes.capture.paged_model",
-    "QueueFull": "graph_runner.admission", "RequestOutput": "graph_runner.request",
-    "SamplingParams": "graph_runner.sampling_params", "Score": "graph_runner.calls",
-    "Step": "attn_ops.step", "StepLimits": "attn_ops.step",
-    "StreamEvent": "graph_runner.request", "UnsupportedAttention": "attn_ops.backend",
-    "WeightUpdateError": "graph_runner.weights", "WeightsGroup": "graph_runner.weights_group",
-    "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry", "check_backend": "attn_ops.conformance.report",
+    "AttentionBackend": "attn_ops.backend", "AttentionCapabilities": "attn_ops.backend",
+    "AttentionSite": "attn_ops.attention", "CommonAttentionMetadata": "attn_ops.metadata",
+    "CudagraphSupport": "attn_ops.backend", "Engine": "graph_runner.engine", "EngineStats": "graph_runner.stats",
+    "Logprob": "graph_runner.request", "PagedKVCache": "passes.capture.paged_model", "QueueFull": "graph_runner.admission",
+    "RequestOutput": "graph_runner.request", "SamplingParams": "graph_runner.sampling_params", "Score": "graph_runner.calls",
+    "Step": "attn_ops.step", "StepLimits": "attn_ops.step", "StreamEvent": "graph_runner.request",
+    "UnsupportedAttention": "attn_ops.backend", "WeightUpdateError": "graph_runner.weights",
+    "WeightsGroup": "graph_runner.weights_group", "assert_attention_sites": "passes.explain", "backends": "attn_ops.registry",
+    "build_tree_mask": "attn_ops.ops.tree", "check_backend": "attn_ops.conformance.report",
     "cross_attention": "attn_ops.ops.cross", "current_step": "attn_ops.step", "define_mla_op": "attn_ops.mla",
-    "define_paged_op": "attn_ops.backend", "encoder_attention": "passes.capture.encoder_attention", "explain": "passes.explain",
-    "merge_state": "attn_ops.ops.merge_state", "merge_states": "attn_ops.ops.merge_state",
-    "paged": "graph_runner.paged", "register_backend": "attn_ops.registry", "step": "passes.step",
+    "define_paged_op": "attn_ops.backend", "define_state_op": "attn_ops.backend",
+    "encoder_attention": "passes.capture.encoder_attention", "explain": "passes.explain",
+    "make_draft_metadata": "attn_ops.metadata", "merge_state": "attn_ops.ops.merge_state",
+    "merge_states": "attn_ops.ops.merge_state", "paged": "graph_runner.paged", "register_backend": "attn_ops.registry",
+    "step": "passes.step", "tree_attention": "attn_ops.ops.tree", "tree_positions": "attn_ops.ops.tree",
     "varlen_attention": "attn_ops.ops.varlen",
 }
 __all__ = [*_HOMES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -45,9 +46,21 @@ def test_every_place_exists() -> None:
 def test_fields_of_the_metadata() -> None:
     """vLLM's fields of CommonAttentionMetadata are fields or properties here."""
     names = [name.split(".")[1] for section in generator().entries().values() for name in section
-             if name.startswith("CommonAttentionMetadata.")]
+             if name.startswith("CommonAttentionMetadata.") and "__" not in name]
     known = {f.name for f in fields(quire.CommonAttentionMetadata)} | set(dir(quire.CommonAttentionMetadata))
     assert len(names) == 15 and not set(names) - known
+
+
+def test_members_of_classes() -> None:
+    """A member of vLLM's classes whose place is a class is a field or an argument of it."""
+    index, missing = generator(), []
+    (names,) = (names for section, names in index.entries().items() if section.startswith("vLLM"))
+    for name, (target, note) in names.items():
+        owner = index.resolve(target) if target and "." in name else None
+        if isinstance(owner, type):
+            member = "config" if note == "called config" else name.rpartition(".")[2]
+            missing += [name] * (member not in set(dir(owner)) | set(inspect.signature(owner).parameters))
+    assert not missing
 
 
 def test_all_functions_of_the_model_executor_are_listed() -> None:

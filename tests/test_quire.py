@@ -22,8 +22,9 @@ def test_names() -> None:
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
         "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
-        "assert_attention_sites", "backends", "check_backend", "cross_attention", "current_step", "define_mla_op",
-        "define_paged_op", "encoder_attention", "explain", "merge_state", "merge_states", "paged", "register_backend", "step",
+        "assert_attention_sites", "backends", "build_tree_mask", "check_backend", "cross_attention", "current_step",
+        "define_mla_op", "define_paged_op", "define_state_op", "encoder_attention", "explain", "make_draft_metadata",
+        "merge_state", "merge_states", "paged", "register_backend", "step", "tree_attention", "tree_positions",
         "varlen_attention",
     ]
     for name in quire.__all__:

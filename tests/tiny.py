@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,6 +49,16 @@ def small_llama(std: float | None = None, **options: Any) -> Any:
     return model
 
 
+def with_other_weights(model: Any) -> Any:
+    """A copy whose fused projections have other values."""
+    donor = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in donor.named_parameters():
+            if "q_proj" in name or "gate_proj" in name:
+                p.mul_(0.5)
+    return donor
+
+
 def load_tokenizer() -> Any:
     tokenizer = AutoTokenizer.from_pretrained(str(TINY_MODEL))
     tokenizer.padding_side = "left"
@@ -62,14 +73,24 @@ def hf_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, **options:
     return out[0, len(prompt) :].tolist()
 
 
+def prompt_ids() -> list[list[int]]:
+    tokenizer = load_tokenizer()
+    return [tokenizer(p)["input_ids"] for p in PROMPTS]
+
+
 @functools.cache
-def continuations(num_layers: int) -> tuple[list[list[int]], list[list[int]]]:
-    """What transformers makes of each prompt greedily, and what each gives when it is sampled alone. Once a process."""
-    model, tokenizer = load_model(num_layers=num_layers), load_tokenizer()
-    prompts = [tokenizer(p)["input_ids"] for p in PROMPTS]
-    with Engine(model, num_pages=120, max_num_seqs=1, max_model_len=300, async_stepping=False) as engine:
-        sampled = [tokens(engine.generate([p], SAMPLED))[0] for p in prompts]
-    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts], sampled
+def greedy_continuations(num_layers: int) -> list[list[int]]:
+    """What transformers makes of each prompt; computed once per process."""
+    model = load_model(num_layers=num_layers)
+    return [hf_greedy(model, p, GREEDY.max_tokens) for p in prompt_ids()]
+
+
+@functools.cache
+def sampled_continuations(num_layers: int) -> list[list[int]]:
+    """What each prompt gives when it is sampled alone; computed once per process."""
+    with Engine(load_model(num_layers=num_layers), num_pages=120, max_num_seqs=1, max_model_len=300,
+                async_stepping=False) as engine:
+        return [tokens(engine.generate([p], SAMPLED))[0] for p in prompt_ids()]
 
 
 def generated(model: Any) -> list[int]:

@@ -26,7 +26,7 @@ MASK = 128  # rows and columns of the additive causal mask that the prefill kern
 
 
 def causal_mask(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(128, 128): 0 where a key is seen; else -inf for float16, and 1 for other dtypes, as the kernel wants it."""
+    """(128, 128): 0 where a key is seen; else -inf for float16, and 1 for other dtypes, as the kernel takes it."""
     hidden = torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu(1)
     return torch.zeros(MASK, MASK, dtype=dtype, device=device).masked_fill(
         hidden, float("-inf") if dtype == torch.float16 else 1.0)

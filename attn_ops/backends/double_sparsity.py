@@ -103,7 +103,7 @@ class State:
 
     def __init__(self, options: Options, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
         self.options, self.cache, self.layers = options, cache, dict[int, LayerLabels]()
-        cache.beside[NAME] = []
+        cache.beside[NAME] = {}
         for site in sites:
             self.of(cache.of_layer(site.layer)[0])
 
@@ -121,7 +121,8 @@ class State:
         made = LayerLabels(labels_of(k_cache, channels).contiguous() if own else k_cache, channels.int(), own)
         if found:
             self.layers[k_cache.data_ptr()] = made
-            self.cache.beside[NAME] += [made.labels] * own
+            if own:
+                self.cache.beside[NAME][layer] = made.labels
         return made
 
 

@@ -9,10 +9,6 @@ before each replay. Not yet run on a GPU; its calls are tested against the signa
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
-import os
-import shutil
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +23,7 @@ from quire.attn_ops.kv_quant import write
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.vendor import missing, no_compiler
 
 NAME = "flashinfer_mla"
 WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
@@ -139,19 +136,9 @@ def mla_paged_attention(
 
 
 def available(device: torch.device) -> str | None:
-    """Imports nothing."""
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    try:
-        importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return "flashinfer is not installed: pip install 'quire[flashinfer]'"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # FlashInfer's own order
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
-    if nvcc is None and importlib.util.find_spec("flashinfer_jit_cache") is None:
-        return ("flashinfer compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set "
-                "CUDA_HOME, or pip install flashinfer-jit-cache")
-    return None
+    return missing("flashinfer", "pip install 'quire[flashinfer]'") or no_compiler("flashinfer", "flashinfer-jit-cache")
 
 
 BACKEND = AttentionBackend(

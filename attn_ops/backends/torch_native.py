@@ -10,10 +10,13 @@ pages by blocks of keys with a running softmax (Milakov and Gimelshein, 2018, "O
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from quire.attn_ops import mla_prefill
 from quire.attn_ops.attention import visible
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write
 from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
@@ -72,6 +75,27 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). ``attn_ops/backend.py`` has the arguments."""
+    return _attend(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
+                   prepared, scale=scale, window=window, softcap=softcap, chunk=chunk, causal=True)[0]
+
+
+def attention_state(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float,
+    softcap: float | None, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv) and the log-sum-exp (T, H). STATE_SCHEMA has the arguments."""
+    return _attend(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, None,
+                   prepared, scale=scale, window=None, softcap=softcap, chunk=None, causal=causal)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+    scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     check_scales(k_cache, k_scale, v_scale)
     if k is not None and v is not None:
         write(k_cache, k_scale, k, slot_mapping)
@@ -82,6 +106,8 @@ def paged_attention(
         prepared = _prepare(slot_mapping, block_table, query_start_loc, seq_lens, page_size)
     row, token, position = prepared
     tiles, size = token.shape
+    if not causal:  # every query sees what the last one would
+        position = (seq_lens.long()[row] - 1)[:, None].expand(tiles, size)
     # A row of zeros stands in for "no query", so that gathering needs no branch; its result is dropped at the end.
     padded = torch.cat([q, q.new_zeros(1, heads, dim)])
     queries = padded[token].float().view(tiles, size, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
@@ -128,10 +154,12 @@ def paged_attention(
     out = (out / total.clamp_min(torch.finfo(torch.float32).tiny)).permute(0, 3, 1, 2, 4)
     result = q.new_zeros(num_tokens + 1, heads, v_cache.shape[3])
     result[token.reshape(-1)] = out.reshape(tiles * size, heads, -1).to(q.dtype)
-    return result[:num_tokens].clone()
+    lse = torch.full((num_tokens + 1, heads), float("-inf"), dtype=torch.float32, device=q.device)
+    lse[token.reshape(-1)] = (highest + total.log()).permute(0, 3, 1, 2, 4).reshape(tiles * size, heads)
+    return result[:num_tokens].clone(), lse[:num_tokens].clone()
 
 
-def mla_paged_attention(
+def _absorbed(
     q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     prepared: list[torch.Tensor], *, scale: float,
@@ -146,16 +174,22 @@ def mla_paged_attention(
     return expand_output(out, w_uv).to(q.dtype)
 
 
+def mla_paged_attention(*args: Any, scale: float) -> torch.Tensor:
+    """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others absorbed."""
+    return mla_prefill.attend(_absorbed, *args, scale=scale)
+
+
 BACKEND = AttentionBackend(
     name="torch_native",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True, mla=True,
+        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True,
         cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=lambda device: None,
     op=define_paged_op("torch_native", paged_attention),
     mla_op=define_mla_op("torch_native", mla_paged_attention),
+    state_op=define_state_op("torch_native", attention_state),
     prepare=define_op(
         "torch_native_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
         "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),

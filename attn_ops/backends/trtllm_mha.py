@@ -83,7 +83,8 @@ def _make_state(sites: Any, cache: Any, limits: Any) -> torch.Tensor:
 
 
 def available(device: torch.device) -> str | None:
-    return wrong_gpu(device, 9, 12) or missing(LIBRARY.partition(".")[0], INSTALL) or no_compiler("flashinfer_jit_cache")
+    package = LIBRARY.partition(".")[0]
+    return wrong_gpu(device, 9, 12) or missing(package, INSTALL) or no_compiler(package, "flashinfer-jit-cache")
 
 
 BACKEND = AttentionBackend(

@@ -62,7 +62,7 @@ def _make_state(sites: Any, cache: Any, limits: Any, device: torch.device | None
 
 def available(device: torch.device) -> str | None:
     return (wrong_gpu(device, 10) or missing(LIBRARY.partition(".")[0], INSTALL) or too_old("flashinfer-python", "0.7.2")
-            or no_compiler("flashinfer_jit_cache"))
+            or no_compiler(LIBRARY.partition(".")[0], "flashinfer-jit-cache"))
 
 
 BACKEND = AttentionBackend(

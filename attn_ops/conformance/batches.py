@@ -151,11 +151,28 @@ class Batch:
         return dequantize(codes, scale)
 
 
+def scattered(query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int, device: torch.device | str,
+              num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), seed: int = 0,
+              common: int = 0, sharing: Sequence[bool] = ()) -> tuple[list[list[int]], CommonAttentionMetadata, int]:
+    """Pages of each sequence, in random order, the metadata with padding, and the number of pages; arguments of ``lay_out``.
+    ``common``: pages at the start of all sequences that are ``sharing``."""
+    counts = [-(-total // page_size) for total in seq_lens]
+    num_pages = num_pages or sum(counts) + 5
+    order = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    shared = [order.pop() for _ in range(common)]
+    table = [shared * mine + [order.pop() for _ in range(count - common * mine)]
+             for count, mine in zip(counts, sharing or [False] * len(counts), strict=True)]
+    meta = CommonAttentionMetadata.build(query_lens, seq_lens, [row + [0] * (table_width - len(row)) for row in table],
+                                         page_size=page_size, device=device)
+    return table, meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1]), num_pages
+
+
 def lay_out(
     site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
     device: torch.device | str = "cpu", layout: Layout = "NHD", kv_dtype: torch.dtype | None = None,
     num_pages: int | None = None, table_width: int = 0, pad: tuple[int, int] = (0, 0), write: bool = True,
     strided: bool = False, fill: float | None = None, expect: bool = True, fast_tanh: bool = False, seed: int = 0,
+    shared: int = 0,
 ) -> Batch:
     """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens.
 
@@ -167,6 +184,8 @@ def lay_out(
         fill: what lies in slots without an owner; None: noise.
         expect: False leaves ``expected``, ``bound``, ``keys`` and ``values`` empty.
         fast_tanh: allow half precision the error of the hardware's tanh (2**-11 of its value) in a softcap.
+        shared: whole pages of tokens at the start of the sequences that are one and the same, for those sequences that do not
+            schedule one of them.
     """
     heads, kv_heads, dim, dim_v = site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v
     generator = torch.Generator(device).manual_seed(seed)
@@ -174,13 +193,10 @@ def lay_out(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(site.dtype)
 
-    counts = [-(-total // page_size) for total in seq_lens]
-    num_pages = num_pages or sum(counts) + 5
-    order = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    table = [[order.pop() for _ in range(count)] for count in counts]
-    meta = CommonAttentionMetadata.build(query_lens, seq_lens, [row + [0] * (table_width - len(row)) for row in table],
-                                         page_size=page_size, device=device)
-    meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
+    sharing = [shared > 0 and total - count >= shared for count, total in zip(query_lens, seq_lens, strict=True)]
+    table, meta, num_pages = scattered(query_lens, seq_lens, page_size=page_size, device=device, num_pages=num_pages,
+                                       table_width=table_width, pad=pad, seed=seed, common=shared // page_size, sharing=sharing)
+    prefix: tuple[torch.Tensor, torch.Tensor] | None = None
     cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout,
                                    dtype=kv_dtype)
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim_v))
@@ -198,11 +214,14 @@ def lay_out(
                  torch.empty(tensor.shape, device=device).normal_(0, NOISE, generator=generator))
         tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
     magnitude, begin = torch.zeros_like(zeros), 0
-    for count, total, pages in zip(query_lens, seq_lens, table, strict=True):
+    for count, total, pages, mine in zip(query_lens, seq_lens, table, sharing, strict=True):
         own = slice(begin, begin + count)
         begin += count
         keys, values = randn(total, kv_heads, dim), randn(total, kv_heads, dim_v)
         keys[total - count :], values[total - count :] = k[own], v[own]
+        if mine:
+            prefix = prefix or (keys[:shared].clone(), values[:shared].clone())
+            keys[:shared], values[:shared] = prefix
         at = torch.arange(total - count if write else total, device=device)
         slots = torch.tensor(pages, dtype=torch.long, device=device)[at // page_size], at % page_size
         read = [batch.put(which, new, *slots) for which, new in (("key", keys), ("value", values))]
@@ -312,4 +331,4 @@ def compare(out: torch.Tensor, batch: Batch) -> None:
 
 
 __all__ = ["Batch", "Failure", "Worst", "bits", "check", "compare", "compare_numbers", "lay_out", "noting_errors", "planned",
-           "prepared", "reference", "run"]
+           "prepared", "reference", "run", "scattered"]

@@ -10,7 +10,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport, dtype_name
-from quire.attn_ops.conformance import sweeps
+from quire.attn_ops.conformance import states, sweeps
 from quire.attn_ops.conformance.batches import Batch, Failure, bits, check, compare, lay_out, planned, prepared, run
 from quire.attn_ops.kernels.launch import side_stream
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
@@ -72,13 +72,22 @@ class Kit:
             *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             ("shared cache (no k, v)", lambda: self.exact(DECODE, MIXED, write=False)),
             ("rotary embedding (rope_op)", self.rope),
+            ("shared prefix", self.shared),
+            *states.checks(self),
             ("padding", self.padding),
             ("stale metadata in padding", self.stale),
             ("buffers used again", self.reused),
             ("garbage in unused slots", self.garbage),
             ("pages in another order", self.permuted),
             ("a batch in parts", lambda: sweeps.parts(self, list(MIXED))),
+            ("decode steps made ahead", lambda: sweeps.drafts(self)),
             ("strided q, k, v", lambda: self.exact(DECODE, MIXED, strided=True)),
+            *self.frame_checks(),
+        ]
+
+    def frame_checks(self) -> list[tuple[str, Callable[[], str | None]]]:
+        """The checks of how torch runs the op, the same for every op."""
+        return [
             ("opcheck", self.opcheck),
             ("no synchronization", self.no_sync),
             ("CUDA graph of a decode batch", lambda: self.graph(
@@ -182,6 +191,15 @@ class Kit:
                 if not ((out[others] - batch.expected[others]).abs() <= batch.bound[others]).all():
                     raise Failure("a NaN in one sequence changed the output of another")
         return None
+
+    def shared(self) -> None:
+        """Sequences with pages in common, as a prefix cache leaves them: all that have queries, or all but one."""
+        page = self.usual_page_size
+        usual = [(1, 3 * page + 1), (1, 2 * page + 5), (3, 2 * page + 3), (1, 2 * page + 1)]
+        whole = {name: value for name, value in self.features.items() if name not in ("window", "chunk")}
+        with_others = [*usual, (0, 4)], [(0, 9), *usual, (1, page)], [(2, 2 * page), *usual]
+        self.exact(usual[:2], *with_others, shared=2 * page, pad=(2, 1))
+        self.exact(usual, shared=2 * page, **whole)
 
     def rope(self) -> None:
         if self.backend.rope_op is None:

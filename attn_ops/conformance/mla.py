@@ -16,11 +16,9 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
-from quire.attn_ops.backend import CudagraphSupport
-from quire.attn_ops.conformance.batches import NOISE, Batch, Failure, planned, prepared
+from quire.attn_ops.conformance.batches import NOISE, Batch, Failure, planned, prepared, scattered
 from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
-from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import mla_attention_eager, split_weight
 
 LATENTS = (Latent(16, 8), Latent(256, 32), Latent(512, 64))
@@ -61,13 +59,8 @@ def lay_out_mla(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(site.dtype)
 
-    counts = [-(-total // page_size) for total in seq_lens]
-    num_pages = num_pages or sum(counts) + 5
-    order = (torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    table = [[order.pop() for _ in range(count)] for count in counts]
-    meta = CommonAttentionMetadata.build(query_lens, seq_lens, [row + [0] * (table_width - len(row)) for row in table],
-                                         page_size=page_size, device=device)
-    meta = meta.padded(meta.num_tokens + pad[0], meta.num_reqs + pad[1])
+    table, meta, num_pages = scattered(query_lens, seq_lens, page_size=page_size, device=device, num_pages=num_pages,
+                                       table_width=table_width, pad=pad, seed=seed)
     cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout)
     cache.k[0].copy_(torch.tensor(fill, device=device) if fill is not None else
                      torch.empty(cache.k[0].shape, device=device).normal_(0, NOISE, generator=generator))
@@ -125,6 +118,7 @@ class MlaKit(Kit):
             ("decode, prefill, mixed", lambda: self.exact(DECODE, PREFILL, MIXED)),
             ("boundary lengths", self.boundaries),
             ("split keys, chunk with a prefix", lambda: self.exact(LONG, LONG[:1])),
+            ("long prefills", self.prefill),
             ("latent dims", self.latent_dims),
             ("query heads", self.heads),
             ("page sizes", self.all_pages),
@@ -134,13 +128,7 @@ class MlaKit(Kit):
             ("garbage in unused slots", self.garbage),
             ("pages in another order", self.permuted),
             ("weights updated in place", self.updated),
-            ("opcheck", self.opcheck),
-            ("no synchronization", self.no_sync),
-            ("CUDA graph of a decode batch", lambda: self.graph(
-                CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE, [(1, 90), (1, 70), (1, 80), (1, 60)],
-                [(1, 20), (1, 1), (1, 33)], pad=(1, 1))),
-            ("CUDA graph of a mixed batch", lambda: self.graph(
-                CudagraphSupport.ALWAYS, [(1, 90), (30, 70), (5, 80), (1, 60)], [(9, 9), (1, 33), (20, 24)], pad=(7, 1))),
+            *self.frame_checks(),
         ]
         if not self.caps.mla:
             return [("MLA", self.not_declared)]
@@ -174,6 +162,12 @@ class MlaKit(Kit):
         for latent in set(LATENTS) - set(self.latents):
             self.refused(self.mla_site(latent=latent))
         return ", ".join(f"{rank}+{rope}" for rank, rope in self.latents)
+
+    def prefill(self) -> None:
+        """Prefills for which it pays to expand keys and values, with and without cached tokens, among decodes."""
+        latent = next((x for x in self.latents if x.rank >= 256), self.latents[-1])
+        for rows in (((60, 60),), ((1, 20), (0, 5), (60, 60), (70, 130), (1, 9)), ((100, 260), (3, 40))):
+            self.exact(rows, latent=latent, pad=(2, 1))
 
     def heads(self) -> str:
         for heads in HEADS:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
-from quire.attn_ops.registry import FEATURES, all_backends, family_usages
+from quire.attn_ops.registry import FEATURES, REGISTRY, all_backends
 
 INTRODUCTION = """# Attention backends
 
@@ -84,9 +84,10 @@ def _cell(results: Sequence[dict[str, Any]]) -> str:
 def page(records: Sequence[dict[str, Any]]) -> str:
     """The page."""
     backends = sorted(all_backends().values(), key=lambda b: (not b.verified, b.name))
+    made = [f"- `{form}`: {what}." for form, _, what in (usage.partition(": ") for usage in REGISTRY.usages)]
     lines = [INTRODUCTION, "## Declared", "", *declared(backends), "",
-             "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "",
-             *(f"- `{name}`: {text}." for name, _, text in (u.partition(": ") for u in family_usages())), "", "## Checked", "",
+             "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "", *made, "",
+             "## Checked", "",
              "Cells hold the largest error of an output; the bound is twice the rounding of the dtype "
              "(`attn_ops/conformance/__init__.py`). \"refused\": not declared, and refused.", ""]
     for record in records:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.attn_ops.conformance.batches import Batch, Failure, check, compare, run
-from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.metadata import CommonAttentionMetadata, make_draft_metadata
 
 if TYPE_CHECKING:
     from quire.attn_ops.conformance.checks import Kit
@@ -112,6 +112,19 @@ def _tokens(batch: Batch, row: int, own: slice, total: int) -> Batch:
     return dataclasses.replace(batch, q=batch.q[own], new_k=batch.new_k[own], new_v=batch.new_v[own], metadata=alone)
 
 
+def drafts(kit: Kit) -> None:
+    """Tokens fed one by one, with the metadata of all steps made before the first, give what they give in one step."""
+    steps = 3
+    whole = kit.batch([(steps, 20), (steps, 4), (steps, 17)])
+    table, lens = whole.metadata.block_table_tensor.cpu(), [20 - steps, 4 - steps, 17 - steps]
+    before = CommonAttentionMetadata.build([1, 1, 1], lens, table, page_size=whole.metadata.page_size, device=kit.device)
+    for step, meta in enumerate(make_draft_metadata(before, steps)):
+        own = torch.arange(step, 3 * steps, steps, device=kit.device)
+        tensors = {name: getattr(whole, name)[own] for name in ("q", "new_k", "new_v", "expected", "bound")}
+        batch = dataclasses.replace(whole, metadata=meta, **tensors)
+        compare(run(kit.backend, batch), batch)
+
+
 def reused(kit: Kit, rows: list[tuple[int, int]], later: list[tuple[int, int]]) -> None:
     """The same buffers step after step, as an engine keeps them: a batch, a shorter one padded to its shape that leaves the
     first one's pages in its padding rows, the first one again."""
@@ -135,4 +148,4 @@ def reused(kit: Kit, rows: list[tuple[int, int]], later: list[tuple[int, int]]) 
         compare(run(kit.backend, shown, states=states), shown)
 
 
-__all__ = ["SHAPES", "edges", "ignored", "parts", "reused", "shape", "shapes"]
+__all__ = ["SHAPES", "drafts", "edges", "ignored", "parts", "reused", "shape", "shapes"]

@@ -6,6 +6,7 @@ batch to another, or to index tensors, under the names that authors of backends 
 * ``split``: decodes in front, prefills behind; ``ubatch``: a batch cut into several;
 * ``local``: chunked attention as a batch of more sequences; ``kv_sharing``: layers without keys of their own;
 * ``builder``: the base class of a backend's own metadata; ``layers``: parameters per layer; ``layout``: NHD or HND;
+* ``draft``: the decode steps of a draft model, all at once;
 * ``spec_decode``: shapes of speculative batches, and the programs of a causal convolution.
 
 Index tensors for kernels that do not read a block table are ops: ``quire.attn_ops.ops.kv_indices``.
@@ -18,6 +19,7 @@ from quire.attn_ops.metadata.builder import (
     subclass_attention_metadata,
 )
 from quire.attn_ops.metadata.core import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetadata
+from quire.attn_ops.metadata.draft import make_draft_metadata
 from quire.attn_ops.metadata.kv_sharing import (
     KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
     KVSharingFastPrefillMetadata,
@@ -56,8 +58,9 @@ __all__ = [
     "KVCacheLayoutType", "KVSharingFastPrefillMetadata", "NULL_PAGE", "PAD_SLOT_ID", "PerLayerParameters", "UBatchSlice",
     "compute_causal_conv1d_metadata", "create_fast_prefill_custom_backend", "create_ubatch_slices", "decode_first_order",
     "get_kv_cache_layout", "get_per_layer_parameters", "group_layers", "infer_global_hyperparameters",
-    "is_valid_kv_cache_layout", "make_kv_sharing_fast_prefill_common_attn_metadata", "make_local_attention_virtual_batches",
-    "reorder_batch_to_split_decodes_and_prefills", "reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode",
-    "set_kv_cache_layout", "slice_query_start_locs", "split_attn_metadata", "split_decodes_and_prefills",
-    "split_decodes_prefills_and_extends", "split_prefill_chunks", "subclass_attention_backend", "subclass_attention_metadata",
+    "is_valid_kv_cache_layout", "make_draft_metadata", "make_kv_sharing_fast_prefill_common_attn_metadata",
+    "make_local_attention_virtual_batches", "reorder_batch_to_split_decodes_and_prefills",
+    "reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode", "set_kv_cache_layout", "slice_query_start_locs",
+    "split_attn_metadata", "split_decodes_and_prefills", "split_decodes_prefills_and_extends", "split_prefill_chunks",
+    "subclass_attention_backend", "subclass_attention_metadata",
 ]

@@ -43,6 +43,8 @@ class CommonAttentionMetadata:
         causal: queries see no later keys.
         logits_indices_padded, num_logits_indices: tokens whose logits are wanted, ascending, perhaps padded, and how many are
             not padding; only for layers that share an earlier layer's keys and values (``metadata/kv_sharing.py``).
+        total_lens: (B,) int32, device: tokens of each sequence when its prompt is complete, later chunks included; None:
+            seq_lens. Models whose rotary frequencies depend on the length of a sequence (longrope) read it.
         encoder_seq_lens: (B,) int array on the host, encoder tokens per sequence; only for cross attention.
     """
 
@@ -62,6 +64,7 @@ class CommonAttentionMetadata:
     logits_indices_padded: torch.Tensor | None = None
     num_logits_indices: int = 0
     encoder_seq_lens: np.ndarray | None = None
+    total_lens: torch.Tensor | None = None
 
     @property
     def query_lens_cpu(self) -> torch.Tensor:
@@ -100,6 +103,7 @@ class CommonAttentionMetadata:
         *,
         page_size: int,
         device: torch.device | str = "cpu",
+        total_lens: Sequence[int] | None = None,
     ) -> CommonAttentionMetadata:
         """Make the metadata of a batch from plain lists.
 
@@ -108,6 +112,8 @@ class CommonAttentionMetadata:
             seq_lens: tokens per sequence after the step, >= its query_lens.
             block_table: page numbers per sequence, >= 1 and in order, at least ceil(seq_len / page_size) of them; rows may
                 differ in length. Sequences may share pages that none of them writes to in this step.
+            total_lens: tokens per sequence when its prompt is complete, >= its seq_lens; None: seq_lens. Give it to compute the
+                prompt of a model with longrope in several steps.
 
         Raises:
             ValueError: lengths that do not fit each other, a sequence whose pages do not hold its tokens, a page below 1, or
@@ -118,6 +124,9 @@ class CommonAttentionMetadata:
                              f"{len(block_table)} sequences; the numbers must be equal")
         lens, seqs = np.array(query_lens, dtype=np.int32), np.array(seq_lens, dtype=np.int32)
         table, widths = _table(block_table)
+        if total_lens is not None and (len(total_lens) != len(seqs) or (np.array(total_lens) < seqs).any()):
+            raise ValueError(f"total_lens {list(total_lens)} must have a number for each of seq_lens {list(seq_lens)}, no "
+                             "smaller")
         needed = -(-seqs // page_size)
         used = np.arange(table.shape[1]) < needed[:, None]
         bad = (lens < 0) | (lens > seqs) | (widths < needed) | (used & (table <= NULL_PAGE)).any(1)
@@ -140,6 +149,7 @@ class CommonAttentionMetadata:
             seq_lens_cpu=torch.from_numpy(seqs), block_table_tensor=to(table), slot_mapping=to(slots), num_reqs=len(lens),
             num_actual_tokens=int(start[-1]), max_query_len=int(lens.max(initial=0)), max_seq_len=int(seqs.max(initial=0)),
             page_size=page_size, max_page=max_page,
+            total_lens=None if total_lens is None else to(np.array(total_lens, dtype=np.int32)),
         )
 
     def unpadded(self) -> CommonAttentionMetadata:
@@ -148,7 +158,8 @@ class CommonAttentionMetadata:
         return replace(
             self, query_start_loc=self.query_start_loc[: rows + 1], query_start_loc_cpu=self.query_start_loc_cpu[: rows + 1],
             seq_lens=self.seq_lens[:rows], seq_lens_cpu=self.seq_lens_cpu[:rows],
-            block_table_tensor=self.block_table_tensor[:rows], slot_mapping=self.slot_mapping[:tokens])
+            block_table_tensor=self.block_table_tensor[:rows], slot_mapping=self.slot_mapping[:tokens],
+            total_lens=None if self.total_lens is None else self.total_lens[:rows])
 
     def padded(self, num_tokens: int, num_reqs: int) -> CommonAttentionMetadata:
         """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows. See NOTE [Padding].
@@ -171,6 +182,7 @@ class CommonAttentionMetadata:
             seq_lens=pad(self.seq_lens, more_reqs, 0), seq_lens_cpu=pad(self.seq_lens_cpu, more_reqs, 0),
             block_table_tensor=pad(self.block_table_tensor, more_reqs, NULL_PAGE),
             slot_mapping=pad(self.slot_mapping, more_tokens, PAD_SLOT_ID),
+            total_lens=None if self.total_lens is None else pad(self.total_lens, more_reqs, 0),
         )
 
 

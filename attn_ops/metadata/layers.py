@@ -50,8 +50,8 @@ def group_layers(per_layer_params: Mapping[K, PerLayerParameters]) -> dict[PerLa
 
 
 def infer_global_hyperparameters(per_layer_params: Mapping[K, PerLayerParameters]) -> PerLayerParameters:
-    """The first layer's parameters, which are everybody's only if its ``has_same_all_params`` is True; plan by
-    ``group_layers`` else.
+    """The first layer's parameters, which hold for all layers only if ``has_same_all_params`` is True;
+    otherwise plan by ``group_layers``.
 
     Raises:
         ValueError: no layers.

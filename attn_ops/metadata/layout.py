@@ -1,4 +1,4 @@
-"""The memory layout that new KV caches have unless they are told another: ``EngineConfig.kv_layout`` and ``PagedKVCache``.
+"""The default memory layout of new KV caches, for ``EngineConfig.kv_layout`` and ``PagedKVCache``.
 
 In this order: ``set_kv_cache_layout``, the environment variable QUIRE_KV_CACHE_LAYOUT, "NHD". Read at each use, so a change
 affects every cache made after it, and no cache made before.

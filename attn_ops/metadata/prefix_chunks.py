@@ -1,7 +1,7 @@
 """A batch's cached prefixes cut into chunks of bounded size: prefill of MLA that expands latent keys chunk by chunk.
 
 The new tokens attend to themselves, then to each chunk of the prefixes, without a mask; the parts are merged by their
-log-sum-exp. User: a backend for MLA.
+log-sum-exp. User: ``attn_ops/mla_prefill.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 MAX_CHUNK_CAPACITY = 128 * 1024
 
@@ -43,8 +44,11 @@ class PrefixChunks:
 
     @classmethod
     def build(cls, prefix_lens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu",
-              capacity: int = MAX_CHUNK_CAPACITY) -> PrefixChunks:
+              capacity: int = MAX_CHUNK_CAPACITY, on_device: torch.Tensor | None = None) -> PrefixChunks:
         """Chunks of at most ``capacity`` tokens of all sequences together. No chunks where no sequence has a prefix.
+
+        Args:
+            on_device: ``prefix_lens`` as a tensor there: nothing is copied from the host, for which it would wait.
 
         Raises:
             ValueError: more sequences than ``capacity``.
@@ -58,6 +62,12 @@ class PrefixChunks:
         cu = np.zeros((len(lens), rows + 1), np.int32)
         np.cumsum(lens, axis=1, out=cu[:, 1:])
         lens_cpu, cu_cpu = torch.from_numpy(lens), torch.from_numpy(cu)
+        if on_device is not None:
+            begin = torch.arange(len(lens), dtype=torch.int32, device=device)[:, None] * chunk_len
+            part = (on_device.int() - begin).clamp(0, chunk_len)
+            sums = F.pad(part.cumsum(1, dtype=torch.int32), (1, 0))
+            return cls(chunk_len, begin.expand(-1, rows), part, sums, cu[:, -1].tolist(), lens.max(axis=1, initial=0).tolist(),
+                       lens_cpu, cu_cpu)
         return cls(chunk_len, torch.from_numpy(starts).to(device), lens_cpu.to(device), cu_cpu.to(device),
                    cu[:, -1].tolist(), lens.max(axis=1, initial=0).tolist(), lens_cpu, cu_cpu)
 

@@ -1,6 +1,6 @@
 """Shapes of batches in which every sequence has equally many tokens, and the programs of a causal convolution.
 
-Users: kernels for speculative decoding that want one row of queries per sequence, and a causal convolution over a ragged
+Users: kernels for speculative decoding that take one row of queries per sequence, and a causal convolution over a ragged
 batch. quire serves neither yet: its engine has no speculation and refuses convolutions.
 """
 

@@ -22,7 +22,7 @@ def split_decodes_and_prefills(common_attn_metadata: CommonAttentionMetadata, de
     """(decodes, prefills, tokens of the decodes, tokens of the prefills) of a batch that has its decodes in front.
 
     Args:
-        decode_threshold: a row of at most so many tokens is a decode (1 + number of speculative tokens).
+        decode_threshold: a row of at most this many tokens is a decode (1 + number of speculative tokens).
         require_uniform: decodes must have equal lengths; a row that differs from the first begins the prefills. Empty rows,
             which padding to a CUDA graph's shape leaves, end no run of decodes.
 

@@ -1,8 +1,8 @@
 """A batch cut into microbatches at token borders, which may lie inside a sequence.
 
-The microbatches run in order, each after the keys and values of the earlier ones are written. So a sequence that goes on in a
-later microbatch has there its earlier tokens as tokens computed before, and attention over the parts is attention over the
-whole. Users: two-batch overlap, and steps larger than a captured graph.
+The microbatches run in order, each after the keys and values of the earlier ones are written. A sequence that continues
+in a later microbatch has its earlier tokens in the cache there, so attention over the parts is attention over the whole.
+Users: two-batch overlap, and steps larger than a captured graph.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _part(meta: CommonAttentionMetadata, start: np.ndarray, seqs: np.ndarray, ro
         meta, query_start_loc=query_cpu.to(device), query_start_loc_cpu=query_cpu, seq_lens=seq_cpu.to(device),
         seq_lens_cpu=seq_cpu, block_table_tensor=meta.block_table_tensor[rows], slot_mapping=meta.slot_mapping[tokens],
         num_reqs=len(lens), num_actual_tokens=int(local[-1]), max_query_len=int(np.diff(local).max()),
-        max_seq_len=int(lens.max()),
+        max_seq_len=int(lens.max()), total_lens=meta.seq_lens[rows] if meta.total_lens is None else meta.total_lens[rows],
         encoder_seq_lens=None if meta.encoder_seq_lens is None else meta.encoder_seq_lens[rows])
 
 

@@ -2,7 +2,7 @@
 
 Legend: B rows, V the vocabulary.
 
-A row whose temperature is 0 is not wanted and costs nothing. On CUDA two Triton kernels (``attn_ops/kernels/logprobs.py``)
+A row whose temperature is 0 is skipped and costs nothing. On CUDA two Triton kernels (``attn_ops/kernels/logprobs.py``)
 read each wanted row once, in parts, with the running maximum and sum of Milakov and Gimelshein ("Online normalizer calculation
 for softmax", 2018); nothing of size (B, V) is written.
 """
@@ -21,7 +21,7 @@ from quire.attn_ops.ops.sampling import BLOCK, divide, uses_kernel
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token per row: the log probability (B,) float32, the rank (B,) int64, and the row's normalizer (B,) float32, with
+    """For one token per row: the log probability (B,) float32, the rank (B,) int64, and the row's normalizer (B,) float32, with
     which ``logit / temperature - normalizer`` is the log probability of any token that is not excluded."""
 
     logprobs: Tensor
@@ -35,12 +35,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshol
     Args:
         logits: (B, V) of any floating dtype.
         tokens: (B,) int64; a negative one (INVALID_TOKEN) reads token 0.
-        temperature: (B,) float32; 1 for the distribution of the model, 0 for a row that is not wanted.
+        temperature: (B,) float32; 1 for the distribution of the model, 0 for a row to skip.
         threshold: None, or (B,) float32: tokens with a smaller logit are excluded (their log probability is -inf).
 
     Returns:
-        See TokenLogprobs. A rank is 1 plus the number of tokens with a larger logit, whether excluded or not. All are 0 in rows
-        that are not wanted.
+        See TokenLogprobs. A rank is 1 plus the number of tokens with a larger logit, whether excluded or not. All are 0 in
+        skipped rows.
     """
     if uses_kernel(logits) and logits.numel():
         return token_logprobs_cuda(logits, tokens, temperature, threshold)
@@ -49,7 +49,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshol
 
 def token_logprobs_eager(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None
                          ) -> TokenLogprobs:
-    """The definition of `token_logprobs`, in plain PyTorch. Not on CUDA: it reads on the host which rows are wanted."""
+    """The definition of `token_logprobs`, in plain PyTorch. Not on CUDA: it reads the temperatures on the host."""
     out = TokenLogprobs(torch.zeros_like(temperature), torch.zeros_like(tokens), torch.zeros_like(temperature))
     on_host = not logits.is_cuda
     rows = (temperature > 0).nonzero()[:, 0] if on_host else torch.arange(len(tokens), device=logits.device)

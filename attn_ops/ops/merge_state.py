@@ -105,9 +105,9 @@ def _state_fake(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, l
 
 
 define_op("merge_states(Tensor out, Tensor lse) -> (Tensor, Tensor)", cpu=merge_states_eager, cuda=merge_states_triton,
-          fake=_states_fake)
+          fake=_states_fake, launches=True)
 define_op("merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", cpu=merge_state_eager,
-          cuda=merge_state_triton, fake=_state_fake)
+          cuda=merge_state_triton, fake=_state_fake, launches=True)
 
 
 def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -139,7 +139,7 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch
 define_op(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, float scale, "
     "int? window=None, float? softcap=None, bool causal=False, str implementation='auto') -> (Tensor, Tensor)",
-    cpu=varlen_attention_eager, cuda=varlen_attention_cuda, fake=_fake)
+    cpu=varlen_attention_eager, cuda=varlen_attention_cuda, fake=_fake, launches=True)
 
 
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,

@@ -8,10 +8,10 @@ backends share, and over a model's layers where these differ. The fastest wins, 
 
 * on a GPU a backend that captures fewer batches in CUDA graphs must be LOWER_SUPPORT times as fast as one that captures more:
   steps that mix prefill and decode then run uncaptured, and launching them takes the host longer than attention saves;
-* the backend first in order of priority must be among the measured: no time says that another is faster than it.
+* the backend first in order of priority must have been measured: else nothing shows that another is faster.
 
-Shapes that nobody measured go by the nearest that somebody did: the same dtypes, page size, layout and features, and at most
-NEAR powers of two away in query heads per key head and head dims together.
+A shape that was not measured uses the times of the nearest one that was: the same dtypes, page size, layout and features, at
+most NEAR powers of two away in query heads per key head and head dims together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMMAND = "run `quire bench attention --save`"
 @dataclass(frozen=True)
 class ShapeClass:
     """Sites for which backends are assumed to rank alike. ``group``: query heads per key head; ``features``: names of what a
-    site needs beside plain causal attention."""
+    site needs besides plain causal attention."""
 
     dtype: str
     kv_dtype: str
@@ -61,8 +61,8 @@ class ShapeClass:
                    site.num_heads // site.num_kv_heads, page_size, layout or "NHD", tuple(features))
 
     def distance(self, other: ShapeClass) -> float:
-        """From a class that is measured: powers of two in heads per key head and in head dims; infinite if times of one say
-        nothing of the other."""
+        """From a measured class: powers of two in heads per key head and in head dims; infinite if its times do not carry
+        over."""
         same = ("dtype", "kv_dtype", "page_size", "layout", "features")
         if any(getattr(self, name) != getattr(other, name) for name in same):
             return math.inf
@@ -101,7 +101,7 @@ class Measurement:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What must agree for two times to be comparable, beside class, device and versions."""
+        """What must agree for two times to be comparable, besides class, device and versions."""
         return self.num_kv_heads, self.window, self.chunk
 
     @property

@@ -42,13 +42,6 @@ def key(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None
     return f"{padded(num_tokens)}x{n}x{k}{'s' if swiglu else ''}{kind}"
 
 
-def parsed(name: str) -> tuple[int, int, int, bool, torch.dtype | None]:
-    """The arguments of ``key``: tokens (padded), n, k, swiglu and codes."""
-    shape, _, codes = name.partition(" ")
-    tokens, n, k = (int(x) for x in shape.rstrip("s").split("x"))
-    return tokens, n, k, shape.endswith("s"), getattr(torch, codes) if codes else None
-
-
 def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.device,
                codes: torch.dtype | None = None) -> Config | None:
     """The measured parameters for a weight (n, k); None if the definition was faster; by the rule if nothing was measured."""
@@ -108,4 +101,4 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
 
 
-__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "padded", "parsed", "reload"]
+__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "padded", "reload"]

@@ -4,8 +4,8 @@ When an engine starts on a GPU, ``tune`` measures the shapes that no file has: a
 which is cuBLAS with the norm, SwiGLU and residual in kernels of their own. Where the definition is faster, the op runs it.
 With QUIRE_TUNE=0 nothing is measured.
 
-A norm or a residual beside a product, or another dtype, is not another shape: parameters change speed, not results.
-Quantized weights are: their codes are half the bytes, and they stay with this op for more tokens.
+A norm, a residual or another dtype makes no other shape: parameters change speed, not results. Quantized weights do: codes are
+half the bytes, and they stay with this op for more tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LinearShape(NamedTuple):
     codes: torch.dtype | None = None
 
 
-#: What is tried, by whether there is one token.
+#: Candidates, by whether the step has one token.
 CANDIDATES = {
     True: (Config(1, 1024, 4, 2), Config(1, 2048, 4, 1), Config(2, 1024, 4, 3)),
     False: (Config(32, 256, 4, 5), Config(64, 256, 4, 4), Config(128, 128, 8, 3)),

@@ -52,7 +52,7 @@ class Store(Generic[Content]):
         shipped: the file that ships with quire; the user's has the same name.
         section: the key of the measurements in a file.
         parse: JSON -> content. Raises AttributeError, KeyError, TypeError or ValueError for what ``save`` did not write.
-        advice: what a user does to have an unreadable file written anew, for the warning.
+        advice: how a user has an unreadable file rewritten, for the warning.
     """
 
     shipped: Path

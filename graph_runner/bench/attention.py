@@ -1,4 +1,4 @@
-"""``quire bench attention``: every usable backend's paged op, by head shape and batch. ``attention="auto"`` goes by its times.
+"""``quire bench attention``: every usable backend's paged op, by head shape and batch. ``attention="auto"`` uses its times.
 
 A row has these columns beside those of ``graph_runner/bench/report.py``: ``kind`` ("decode" or "extend"), ``point`` (its name),
 ``needs`` (heads and features), ``page_size``, ``us`` and ``host_us`` of one call, ``how`` it was timed
@@ -13,13 +13,13 @@ import re
 from typing import Any
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.backend import AttentionBackend, dtype_name
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
 from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.bench.models import ModelSpec, config_of, free_memory, layers_asked, skeleton
-from quire.graph_runner.bench.report import Row, rich_table
+from quire.graph_runner.bench.report import Row, failure, rich_table
 from quire.graph_runner.bench.session import Run
 from quire.graph_runner.bench.workloads import Sizes
 from quire.passes.capture.paged_model import find_sites
@@ -108,7 +108,7 @@ class AttentionSession(Run):
                        "bytes_per_step": size, "tflop_per_s": operations / timing.us / 1e6}
                 del batch
             except Exception as error:
-                row = {"error": f"{type(error).__name__}: {error}"}
+                row = failure(error)
             free_memory()
             self._keep(site, point, name, row)
 
@@ -117,7 +117,7 @@ class AttentionSession(Run):
         kind = point.kind if point else "decode"
         self.keep({
             "workload": "attention", "variant": f"{kind} {needs}", "system": "quire", "attention": name, "model": self.label,
-            "dtype": str(site.dtype).removeprefix("torch."), "batch": len(point.seq_lens) if point else None,
+            "dtype": dtype_name(site.dtype), "batch": len(point.seq_lens) if point else None,
             "context": max(point.seq_lens) if point else None, "kind": kind, "point": point.name if point else None,
             "needs": needs, "page_size": self.args.page_size, "us": None, **row})
         if point is not None and "us" in row:

@@ -128,7 +128,12 @@ def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
             backend.op(batch.q, batch.k, batch.v, *batch.caches[i % len(batch.caches)], *batch.tables, batch.sinks, given,
                        **batch.options)
 
-        return on_the_device(call, captured) if device.type == "cuda" else on_the_host(call)
+        return timed(call, device, captured)
+
+
+def timed(call: Callable[[int], Any], device: torch.device, captured: bool = False) -> Timing:
+    """Time of one call, which takes its number; ``captured``: in a CUDA graph."""
+    return on_the_device(call, captured) if device.type == "cuda" else on_the_host(call)
 
 
 def on_the_device(call: Callable[[int], Any], captured: bool = True) -> Timing:
@@ -175,5 +180,5 @@ def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None)
     return size, 2 * pairs * site.num_heads * dims
 
 
-__all__ = ["EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "on_the_device", "on_the_host",
-           "op_batch", "work"]
+__all__ = ["COPIES", "EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "on_the_device",
+           "op_batch", "timed", "work"]

@@ -24,7 +24,7 @@ import torch
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.bench.models import ModelSpec, build
-from quire.graph_runner.bench.report import PHASES, Row
+from quire.graph_runner.bench.report import PHASES, Row, failure
 from quire.graph_runner.bench.workloads import Prompts, Sizes
 
 LENGTHS = (2048, 131072)
@@ -50,7 +50,7 @@ def host(spec: ModelSpec, attention: str, options: dict[str, Any], sizes: Sizes)
             try:
                 row |= _measure(model, Prompts(vocab_size), attention, options, variant, batch, length, sizes.repeats)
             except Exception as error:
-                row["error"] = f"{type(error).__name__}: {error}"
+                row |= failure(error)
             yield row
 
 

@@ -127,20 +127,23 @@ def _session(args: argparse.Namespace, command: str) -> Any:
               ["models", "cells", "resume", "retry", "deadline", "gpus", "vllm_path"])
     if given := [f"--{name.replace('_', '-')}" for name in wrong if getattr(args, name) not in (None, False, [])]:
         raise ValueError(f"{', '.join(given)}: not with the workload {args.workload}")
+    if kernels:
+        if args.systems != ["quire"]:
+            raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
+        if args.kv_cache_dtype != "auto" or args.repeats != 3:
+            raise ValueError("--kv-cache-dtype and --repeats do not go with the workload attention: it times ops on a cache of "
+                             "--dtype, each for a fixed time")
+        from quire.graph_runner.bench.attention import AttentionSession
+
+        return AttentionSession(args, command)
+    if args.page_size != 16 or args.layout != "NHD":
+        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
     if matrix:
         from quire.graph_runner.bench.matrix import Matrix
 
         return Matrix(args, command)
-    if kernels and args.systems != ["quire"]:
-        raise ValueError("--systems does not go with the workload attention: it measures quire's own ops")
-    if kernels:
-        from quire.graph_runner.bench.attention import AttentionSession
-
-        return AttentionSession(args, command)
     from quire.graph_runner.bench.session import Session
 
-    if args.page_size != 16 or args.layout != "NHD":
-        raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
     if args.context is not None and len(args.context) > 1:
         raise ValueError(f"the workload {args.workload} takes one --context, got {args.context}")
     return Session(args, command)

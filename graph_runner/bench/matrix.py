@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.matrix_cells import Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import cell_name, merged, summary
@@ -27,7 +28,6 @@ from quire.graph_runner.bench.report import Row, complete, describe, result_line
 from quire.graph_runner.bench.session import Run
 from quire.graph_runner.bench.shapes import MATRIX, NAMES
 from quire.graph_runner.bench.systems import SYSTEMS, SteppedSystem
-from quire.graph_runner.config import check_options
 
 #: Seconds from the start of a process to the first measured cell, at least; a process is not started with less time left.
 STARTS = {"quire": 35.0, "vllm": 80.0}
@@ -51,8 +51,6 @@ class Matrix(Run):
             raise ValueError("--gpus, --scale and --deadline must be positive")
         if args.systems != ["quire"] or args.repeats != 3 or len(args.attention) > 1:
             raise ValueError("the matrix takes rivals as --vs, one --attention, and no --repeats")
-        if args.page_size != 16 or args.layout != "NHD":
-            raise ValueError("--page-size and --layout go with the workload attention; give others --engine page_size=N")
         self.models = args.models or ([*MATRIX] if self.on_gpu else ["tiny"])
         if unknown := [name for name in self.models if name not in NAMES]:
             raise ValueError(f"unknown models {unknown}; there are: {', '.join(NAMES)}")
@@ -72,9 +70,6 @@ class Matrix(Run):
                 raise ValueError(f"--vllm-path {self.vllm_path}: no vllm package in that folder")
             if self.vllm_path is None and importlib.util.find_spec("vllm") is None:
                 raise ValueError("--vs vllm, but vllm is not installed; give the folder that it is in as --vllm-path")
-        self.options: Row = check_options(dict(args.engine))
-        if args.kv_cache_dtype != "auto":
-            self.options["kv_cache_dtype"] = args.kv_cache_dtype
         self.layers = layers_asked(args.layers)
         self.deadline = None if args.deadline is None else began + args.deadline
         self.run_id = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -122,7 +117,7 @@ class Matrix(Run):
                 lane.result()
 
     def _lane(self, gpu: int, pending: list[tuple[str, str]]) -> None:
-        """Work of one GPU: a rival of the model it just measured first, for the same GPU and the same load."""
+        """Work of one GPU. The rivals of a model follow it at once: on the same GPU, with the same load."""
         last = ""
         while task := self._next(pending, last):
             last, system = task
@@ -149,7 +144,7 @@ class Matrix(Run):
     def _job(self, model: str, system: str) -> Job:
         ours = system == "quire"
         # Two seconds to write the last row and to end.
-        return Job(model, str(self.dtype).removeprefix("torch."), str(self.device), system,
+        return Job(model, dtype_name(self.dtype), str(self.device), system,
                    [cell.name for cell in self._left(model, system)], self.layers, self.args.attention[0] if ours else "",
                    self.options if ours else {}, self.args.scale, self.rates.get(self._label(model)),
                    None if self.deadline is None else self.deadline - 2)
@@ -167,7 +162,7 @@ class Matrix(Run):
             except workers.Ended as error:
                 if len(self._left(model, system)) == len(left):
                     self.take(complete({
-                        "system": system, "model": self._label(model), "dtype": str(self.dtype).removeprefix("torch."),
+                        "system": system, "model": self._label(model), "dtype": dtype_name(self.dtype),
                         **left[0].row, "error": str(error)}, None))
 
     def _environment(self, system: str, gpu: int) -> dict[str, str]:

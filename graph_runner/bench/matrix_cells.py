@@ -26,7 +26,7 @@ import torch
 from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench import workers, workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
-from quire.graph_runner.bench.report import Row, complete, environment
+from quire.graph_runner.bench.report import Row, complete, environment, failure
 from quire.graph_runner.bench.roofline import (
     copy_bandwidth,
     kv_bytes,
@@ -119,7 +119,7 @@ class Worker:
                         yield self.row(cell, {**facts, **row, "peak_memory_gib": system.peak_memory_gib(self.device)})
                         done.add(cell)
         except Exception as error:
-            yield from (self.row(cell, {"error": f"{type(error).__name__}: {error}"})
+            yield from (self.row(cell, failure(error))
                         for group in groups for cell in group if cell not in done)
 
     def row(self, cell: Cell, row: Row) -> Row:
@@ -143,7 +143,7 @@ class Worker:
         except Exception as error:
             for cell in group:
                 if cell not in done:
-                    yield cell, {"error": f"{type(error).__name__}: {error}"}
+                    yield cell, failure(error)
             if "CUDA error" in str(error):
                 raise SystemExit(1) from error  # this process can do nothing more on the GPU
             system.abort()

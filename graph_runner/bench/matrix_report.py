@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.graph_runner.bench.compare import time_of
+from quire.graph_runner.bench.plots import new_figure
 from quire.graph_runner.bench.report import Row, first_line, rich_table, write
 
 BEGIN, END = "<!-- matrix: written by matrix_report.py -->", "<!-- end of matrix -->"
@@ -170,20 +171,14 @@ def splice(path: Path, text: str) -> None:
 def heat_map(result: dict[str, Any], path: Path, rival: str = "vllm") -> None:
     """Write the ratios and the shares of the roofline as a PNG: blue where quire is faster. Raises ModuleNotFoundError without
     matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the heat map needs matplotlib: pip install 'quire[bench]' or matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
     found = pairs(result["rows"], rival)
     models = list(dict.fromkeys(p.model for p in found))
     decode = sorted({(p.cell, p.variant) for p in found if p.cell.startswith("decode/")},
                     key=lambda kind: _batch_context(kind[0])[::-1])
     columns = [*decode, *_columns(found)]
-    figure = Figure(figsize=(1.6 + 0.62 * len(columns), 1.8 + 0.42 * len(models)), layout="constrained")
+    figure = new_figure(1.6 + 0.62 * len(columns), 1.8 + 0.42 * len(models))
+    from matplotlib.colors import LogNorm
+
     axes: Any = figure.subplots()
     by_key = {(p.model, p.cell, p.variant): p for p in found}
     ratios = [[(p.ratio if (p := by_key.get((model, *column))) and p.ratio else float("nan")) for column in columns]

@@ -18,17 +18,24 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _MARKERS = "os^DvPX"
 
 
+def new_figure(width: float, height: float) -> Any:
+    """A figure that needs no display. Raises ModuleNotFoundError without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("plots need matplotlib: pip install 'quire[bench]' or matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write decode-step.{png,svg} and decode-throughput.{png,svg}, one set per model; returns the files.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("--plots needs matplotlib: pip install 'quire[bench]' or matplotlib") from error
-    matplotlib.use("Agg")
     measured = [r for r in rows if r["workload"] == "decode" and r["ms_per_step"] is not None]
     models = list(dict.fromkeys(r["model"] for r in measured))
     written: list[Path] = []
@@ -45,9 +52,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _figure(rows: Sequence[Row], title: str, unit: str, column: str) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    figure = new_figure(6.4, 4.6)
     axes: Any = figure.subplots()
     for i, (system, attention) in enumerate(dict.fromkeys((r["system"], r["attention"]) for r in rows)):
         points = sorted((r["batch"], r[column]) for r in rows if (r["system"], r["attention"]) == (system, attention))
@@ -69,7 +74,7 @@ def _figure(rows: Sequence[Row], title: str, unit: str, column: str) -> Any:
     return figure
 
 
-__all__ = ["draw"]
+__all__ = ["draw", "new_figure"]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -32,6 +32,11 @@ LEFT = ("workload", "system", "attention", "cache", "row", "verdict")  # left-al
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def failure(error: Exception) -> Row:
+    """The columns of a row that could not be measured."""
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
 def complete(row: Row, bandwidth: float | None) -> Row:
     """``row`` with every column; derived ones are computed from bytes, time and the copy ``bandwidth`` in bytes/s."""
     row = {**dict.fromkeys(COLUMNS), **row}
@@ -153,5 +158,5 @@ def table(rows: Sequence[Row], title: str) -> Any:
     return rich_table(title, [{name: row.get(name, "") for name in names} for row in cells])
 
 
-__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "first_line", "result_line", "rich_table",
-           "table", "write"]
+__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "failure", "first_line", "result_line",
+           "rich_table", "table", "write"]

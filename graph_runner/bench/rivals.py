@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench.models import Models, config_of
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, System
 
@@ -152,7 +153,7 @@ class Vllm(SteppedSystem):
             source = {"model": self._folder.name, "load_format": "dummy"}
         logging.getLogger("vllm").setLevel(logging.WARNING)
         self._submitted = 0
-        self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=str(models.spec.dtype).removeprefix("torch."),
+        self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=dtype_name(models.spec.dtype),
                             **self.options)
 
     def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, stream: bool = False) -> int:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from quire.attn_ops.kv_cache import vector_bytes
-from quire.graph_runner.bench.attention_op import on_the_device, on_the_host
+from quire.graph_runner.bench.attention_op import timed
 from quire.passes.verify.quantized import num_bytes
 
 _COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
@@ -25,11 +25,7 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(size // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
 
-    def copy(i: int = 0) -> None:
-        target.copy_(source)
-
-    us = (on_the_device(copy, captured=False) if device.type == "cuda" else on_the_host(copy)).us
-    return 2 * source.numel() * 4 / us * 1e6
+    return 2 * source.numel() * 4 / timed(lambda _: target.copy_(source), device).us * 1e6
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -37,12 +33,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = _MATMUL["cuda" if device.type == "cuda" else "cpu"]
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
-
-    def product(i: int = 0) -> None:
-        torch.mm(left, right, out=out)
-
-    us = (on_the_device(product, captured=False) if device.type == "cuda" else on_the_host(product)).us
-    return 2 * size**3 / us * 1e6
+    return 2 * size**3 / timed(lambda _: torch.mm(left, right, out=out), device).us * 1e6
 
 
 def prefill_flops(model: torch.nn.Module, lengths: Sequence[int]) -> float:

@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench.host import LENGTHS, cases, host
 from quire.graph_runner.bench.models import Models, ModelSpec, check_quantization, config_of, free_memory, layers_asked
-from quire.graph_runner.bench.report import Row, complete, describe, environment, result_line, table, write
+from quire.graph_runner.bench.report import Row, complete, describe, environment, failure, result_line, table, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.bench.start import start
 from quire.graph_runner.bench.systems import SYSTEMS, NotMeasured
@@ -40,6 +41,12 @@ class Run:
         if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(f"--dtype {name!r} is not a floating-point torch dtype such as bfloat16")
         self.dtype = dtype
+        #: of ``quire.Engine``
+        self.options: Row = dict(args.engine)
+        if args.kv_cache_dtype != "auto":
+            if "kv_cache_dtype" in self.options:
+                raise ValueError("the dtype of the KV cache is given twice: by --kv-cache-dtype and by --engine")
+            self.options["kv_cache_dtype"] = args.kv_cache_dtype
         self.rows: list[Row] = []
 
     def measure_bandwidth(self) -> None:
@@ -82,11 +89,6 @@ class Session(Run):
         check_quantization(args.quantize)
         self.models = Models(ModelSpec(args.model or ("tiny" if small else "llama-8b"), self.dtype, self.device,
                                        layers_asked(args.layers), args.quantize))
-        self.options: Row = dict(args.engine)
-        if args.kv_cache_dtype != "auto":
-            if "kv_cache_dtype" in self.options:
-                raise ValueError("the dtype of the KV cache is given twice: by --kv-cache-dtype and by --engine")
-            self.options["kv_cache_dtype"] = args.kv_cache_dtype
         self.kv_cache_dtype = kv_dtype(self.options.get("kv_cache_dtype", "auto")) or self.dtype
         config = config_of(self.models.spec).get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
@@ -115,8 +117,8 @@ class Session(Run):
     def _measure(self, workload: str, system: str, attention: str) -> None:
         ours, dtype = system == "quire", self.models.spec.dtype
         common = {"workload": workload, "system": system, "attention": attention, "model": self.models.spec.label,
-                  "dtype": _name(dtype), "quantization": self.args.quantize,
-                  "kv_cache_dtype": _name(self.kv_cache_dtype if ours else dtype)}
+                  "dtype": dtype_name(dtype), "quantization": self.args.quantize,
+                  "kv_cache_dtype": dtype_name(self.kv_cache_dtype if ours else dtype)}
         self.console.print(f"{workload}: setting up {system} {attention}".rstrip(), highlight=False)
         bar = self._progress()
         try:
@@ -131,7 +133,7 @@ class Session(Run):
             self.keep({**common, "error": str(error)})
         except Exception as error:
             logger.debug("%s, %s", workload, system, exc_info=True)
-            self.keep({**common, "error": f"{type(error).__name__}: {error}"})
+            self.keep({**common, **failure(error)})
 
     def _rows(self, workload: str, system: str, attention: str, options: Row) -> tuple[int, Iterator[Row]]:
         """The number of rows, and the rows."""
@@ -157,10 +159,6 @@ class Session(Run):
         if self.rows:
             self.console.print(table(self.rows, self.models.spec.label))
         super().finish()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 __all__ = ["LOG_WIDTH", "Run", "Session"]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.models import Models, ModelSpec
@@ -42,7 +43,7 @@ def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any])
 
 
 def _run(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], caches: dict[str, str]) -> Row:
-    job = {"name": spec.name, "dtype": str(spec.dtype).removeprefix("torch."), "device": str(spec.device),
+    job = {"name": spec.name, "dtype": dtype_name(spec.dtype), "device": str(spec.device),
            "layers": spec.layers, "quantization": spec.quantization, "system": system, "attention": attention,
            "options": options, "began": time.time()}
     (row,) = workers.rows(["-m", "quire.graph_runner.bench.start"], job, caches)

@@ -28,8 +28,8 @@ class Ended(RuntimeError):
 
 
 def job() -> Any:
-    """In a worker: what it is to do. From here on its output, and that of processes it starts, goes where errors go; rows go
-    where output went."""
+    """In a worker: its job. From here on its output, and that of its child processes, goes to standard error; rows go to what
+    was standard output."""
     global _rows
     _rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

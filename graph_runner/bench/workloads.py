@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from quire.graph_runner.bench.models import Models
-from quire.graph_runner.bench.report import Row
+from quire.graph_runner.bench.report import Row, failure
 from quire.graph_runner.bench.roofline import step_bytes
 from quire.graph_runner.bench.systems import Limits, NotMeasured, System, open_system
 
@@ -88,7 +88,7 @@ def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> It
         try:
             steps = _step_seconds(system, sizes, [sizes.context - MARGIN] * batch, prompts)
         except Exception as error:
-            yield {**row, "error": f"{type(error).__name__}: {error}"}
+            yield {**row, **failure(error)}
             continue
         step = statistics.median(steps)
         if step <= 0:

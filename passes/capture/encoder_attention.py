@@ -15,7 +15,7 @@ import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.ops.varlen import IMPLEMENTATIONS, varlen_attention
-from quire.passes.capture.hf_interface import HARMLESS, check_implementation, configs_of
+from quire.passes.capture.hf_interface import HARMLESS, configs_of, implementation_set
 
 NAME = "quire_flash_varlen"
 _IMPLEMENTATION: ContextVar[str | None] = ContextVar("quire_encoder_attention", default=None)
@@ -88,19 +88,13 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
     configs = configs_of(tower)
     if not configs:
         raise ValueError(f"{type(tower).__name__} has no config of transformers, whose attention could be chosen")
-    before = [c._attn_implementation_internal for c in configs]
-    for name in before:
-        check_implementation(name)
     register()
-    for config in configs:
-        config._attn_implementation_internal = NAME
-    token = _IMPLEMENTATION.set(implementation)
-    try:
-        yield
-    finally:
-        _IMPLEMENTATION.reset(token)
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+    with implementation_set(configs, NAME):
+        token = _IMPLEMENTATION.set(implementation)
+        try:
+            yield
+        finally:
+            _IMPLEMENTATION.reset(token)
 
 
 __all__ = ["NAME", "attention_function", "encoder_attention", "register"]

@@ -33,7 +33,12 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
             f"data does, so that its path depends on the batch and cannot be one graph{_reason(text)}. Compute all paths by "
             "tensor operations, or pass experts through transformers' experts interface.")
     first = text.strip().splitlines()[0] if text.strip() else ""
-    return UnsupportedAttention(f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}")
+    adapters = sorted({type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")})
+    hint = "" if not adapters else (
+        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA, target_parameters, trainable "
+        "tokens): merge the adapter with merge_adapter(), or disable it")
+    return UnsupportedAttention(
+        f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}{hint}")
 
 
 def is_first_read(error: Exception) -> bool:

@@ -39,6 +39,10 @@ def check_logits(model: torch.nn.Module, width: int) -> None:
     if getattr(model, "config", None) is not None and head is None and rows is not None and width != rows:
         raise UnsupportedAttention(f"{type(model).__name__} has no language-model head: it gives {width} logits per token, and "
                                    f"its vocabulary has {rows} tokens.")
+    if rows is not None and width > rows:
+        raise UnsupportedAttention(f"{type(model).__name__} gives {width} logits per token, and its embedding has {rows} rows: "
+                                   f"a token of {rows} or more could be sampled, and not be read. Make the two equal: "
+                                   "model.resize_token_embeddings(n).")
 
 
 __all__ = ["check_checkpoint", "check_logits"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -19,9 +20,11 @@ import torch
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import current_step
+from quire.passes.capture.reads import is_code_of
 from quire.passes.eager import paged_eager
 
 NAME = "quire"
+_EAGER = "eager_attention_forward"  # the name, in transformers' files, of what "eager" means there
 #: Whether this thread is inside ``interface_active``.
 ACTIVE: ContextVar[bool] = ContextVar("quire_interface_active", default=False)
 
@@ -117,24 +120,58 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def check_implementation(name: str | None) -> None:
-    """Refuse an attention or mask function that the user registered: switching it over would replace it.
+def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """The functions of attention and masks that transformers calls for an implementation. ``model``: with the eager attention
+    of its own files, which is in no table."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tables = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
+    found = {f"{kind} function {name!r}": table[name] for kind, table in tables.items() if name in table}
+    if name == "eager" and model is not None:
+        files = {type(module).__module__ for module in model.modules()}
+        found |= {f"{file}.{_EAGER}": vars(sys.modules[file])[_EAGER] for file in sorted(files)
+                  if _EAGER in vars(sys.modules.get(file, object))}
+    return found
+
+
+def check_implementation(name: str | None, model: torch.nn.Module | None = None) -> None:
+    """Refuse an attention or mask function that the user registered: switching it over would replace it. ``model``: also an
+    eager attention that is not transformers' own.
 
     Raises:
         UnsupportedAttention: ``name`` is not known to mean the semantic op, or its functions are not transformers' own.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     plain = name.removeprefix("paged|") if name is not None else None
     known = plain in _EQUIVALENT or _FLASH_KERNELS.fullmatch(plain or "") is not None
-    functions = [] if name == NAME else [table[name] for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-                                         if name in table]
-    own = all(getattr(f, "__module__", "").startswith("transformers.") for f in functions)
-    if not known or not own:
+    functions = {} if name == NAME else functions_of(name, model)
+    foreign = [what for what, f in functions.items() if not is_code_of(f, "transformers", "torch")]
+    if known and foreign:
+        raise UnsupportedAttention(f"the model's attention implementation {name!r} is registered by the user: {foreign[0]} is "
+                                   "not transformers' own, and quire's attention would replace it. Put transformers' back.")
+    if not known:
         raise UnsupportedAttention(
             f"the model's attention implementation {name!r} is " + ("registered by the user" if functions else "unknown")
             + ", and quire's attention would replace it; set_attn_implementation('sdpa') lets quire serve the model.")
+
+
+@contextlib.contextmanager
+def implementation_set(configs: list[Any], name: str, model: torch.nn.Module | None = None) -> Iterator[None]:
+    """While inside, transformers' configs have the attention implementation ``name``. ``model``: see ``check_implementation``.
+
+    Raises:
+        UnsupportedAttention: the user chose an implementation of their own.
+    """
+    before = [c._attn_implementation_internal for c in configs]
+    for found in before:
+        check_implementation(found, model)
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, found in zip(configs, before, strict=True):
+            config._attn_implementation_internal = found
 
 
 @contextlib.contextmanager
@@ -145,20 +182,13 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
         UnsupportedAttention: the user chose an implementation of their own.
     """
     register()
-    configs = configs_of(model)
-    before = [c._attn_implementation_internal for c in configs]
-    for name in before:
-        check_implementation(name)
-    for config in configs:
-        config._attn_implementation_internal = NAME
-    token = ACTIVE.set(True)
-    try:
-        yield
-    finally:
-        ACTIVE.reset(token)
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+    with implementation_set(configs_of(model), NAME, model):
+        token = ACTIVE.set(True)
+        try:
+            yield
+        finally:
+            ACTIVE.reset(token)
 
 
-__all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "interface_active",
-           "register", "uses_interface"]
+__all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "functions_of",
+           "implementation_set", "interface_active", "register", "uses_interface"]

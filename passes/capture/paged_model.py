@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.errors import is_first_read, unwrapped
+from quire.passes.capture.evaluating import evaluating
 from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
-from quire.passes.capture.reads import names_read
+from quire.passes.capture.reads import globals_read, names_read
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
 from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
@@ -42,6 +43,7 @@ from quire.passes.options import QuireOptions
 from quire.passes.rewrite.own_positions import check_uncompiled
 from quire.passes.start_times import timed
 from quire.passes.verify.positions import check_model
+from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_config
 
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
@@ -70,9 +72,10 @@ class PagedModel:
             get_backend(self.options.attention)  # here, and not inside Dynamo
         self.model, self.config, self.draws, self.weights = model, getattr(model, "config", None), draws, FusedWeights()
         if self.config is not None:
-            check_config(self.config, self.options.max_model_len)
+            check_config(self.config)
             check_checkpoint(model)
-        check_model(model, self.options.max_model_len)
+        check_model(model)
+        check_layers(model)
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [n for n in ("input_ids", "position_ids") if n not in parameters and not takes_any]
@@ -88,6 +91,8 @@ class PagedModel:
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
         self.reads: set[str] = set()  # names of the attributes that the trace read
+        self.reads_of_modules: set[tuple[str, str]] = set()  # what its code read of Python modules; see ``globals_read``
+        self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
         self._ahead, self._closed = ahead, False
         self._graph: TracedGraph | None = None
@@ -104,10 +109,11 @@ class PagedModel:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. ``raise_graph`` refuses a trace whose guards mattered.
         forward = types.MethodType(with_own_code(type(self)._forward), self)
-        reads = self.reads
+        reads, of_modules = self.reads, self.reads_of_modules
 
         def drop(guards: Sequence[Any]) -> list[bool]:
             reads.update(names_read(guards))
+            of_modules.update(globals_read(guards))
             return [False] * len(guards)
 
         compiled = torch.compile(forward, backend=_weakly(self._capture), fullgraph=True,
@@ -166,7 +172,7 @@ class PagedModel:
         check_side_effects()
         self._graph = TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True,
                                   ahead=self._ahead, row_data="L['sampling']")
-        # For owners that never call ``close``. Not at exit: nobody saves a model after it.
+        # For owners that never call ``close``. Not at exit: no model is saved after it.
         weakref.finalize(self, _restore, self._graph).atexit = False
         if self.options.page_size is not None:  # compiled before the cache exists
             self._graph.compiled()
@@ -176,6 +182,8 @@ class PagedModel:
         step = current_step()
         if step is None or self._graph is None:
             raise Traced
+        if self.stand_ins:
+            args = tuple(self.stand_ins.get(id(x), x) for x in args)
         return self._graph.run_paged(step, *args)
 
     # -- what was found -----------------------------------------------------------------------------------------------
@@ -303,19 +311,6 @@ def _restore(graph: TracedGraph) -> None:
     """For the garbage collector, which may run inside a trace: no mode may see the copies."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         graph.restore()
-
-
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, no module of the model is in training mode: no dropout."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @register_site_finder

@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 import torch
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.base import VariableTracker
 
 from quire.attn_ops.backend import UnsupportedAttention
 
@@ -18,6 +20,8 @@ _ROPE_KEYS = frozenset({"rope_type", "rope_theta", "factor", "attention_factor",
                         "short_factor", "long_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale",
                         "mscale_all_dim", "low_freq_factor", "high_freq_factor"})
 
+_KEPT = "quire_kept_tensors"
+
 
 def check_side_effects() -> None:
     """Called by a backend during the trace. Dynamo replays side effects in its own code, with the values of the trace; a
@@ -26,21 +30,57 @@ def check_side_effects() -> None:
     Raises:
         UnsupportedAttention: names the objects.
     """
-    output: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
-    if not hasattr(output, "get_replayed_side_effect_source_refs"):
-        return
-    written = {_name(var): var for var in getattr(output.side_effects, "id_to_variable", {}).values()}
-    changed = [_readable(str(source)) for source in output.get_replayed_side_effect_source_refs()
-               if not _is_transformers_own(str(source), written.get(str(source)), output)]
+    changed = [source for source, _ in _changed(torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output)]
     if changed:
         raise UnsupportedAttention(
             f"the model's forward, or a hook of it, changes what outlives the call: {', '.join(changed[:5])}. It runs only "
             "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record")
 
 
+def note_kept_tensors(gm: torch.fx.GraphModule) -> None:
+    """Called by a Dynamo backend with its graph: note where the forward stores tensors that it computes. Dynamo does store
+    them, call by call."""
+    try:
+        output: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    except AttributeError:  # not from inside Dynamo
+        return
+    found = list[Any]()
+    for source, variable in _changed(output):
+        places = {source: variable} | {f"{source}.{name}": stored for name, stored in
+                                       output.side_effects.store_attr_mutations.get(variable, {}).items()}
+        for place, stored in places.items():
+            VariableTracker.visit(lambda v: found.append(place) if isinstance(v, TensorVariable) else None, stored)  # noqa: B023
+    if found:
+        gm.meta[_KEPT] = ", ".join(dict.fromkeys(found))
+
+
+def check_kept_tensors(gm: torch.fx.GraphModule) -> None:
+    """Refuse a graph of which ``note_kept_tensors`` noted something.
+
+    Raises:
+        UnsupportedAttention: names the objects.
+    """
+    if _KEPT in gm.meta:
+        raise UnsupportedAttention(
+            f"the model's forward stores tensors that it computes ({gm.meta[_KEPT]}), so what one step computes would reach "
+            "the sequences of the next; let it return what it makes, or run without storing it")
+
+
+def _changed(output: Any) -> list[tuple[str, Any]]:
+    """(name for users, Dynamo's variable) of each object that the traced function changes. Torch 2.11 knows of none."""
+    if not hasattr(output, "get_replayed_side_effect_source_refs"):
+        return []
+    written = {_name(var): var for var in getattr(output.side_effects, "id_to_variable", {}).values()}
+    sources = [str(source) for source in output.get_replayed_side_effect_source_refs()]
+    return [(_readable(s), written.get(s)) for s in sources if not _is_transformers_own(s, written.get(s), output)]
+
+
 def _name(variable: Any) -> str:
-    name = getattr(getattr(variable, "source", None), "name", "")
-    return name() if callable(name) else str(name)
+    try:
+        name = getattr(getattr(variable, "source", None), "name", "")
+        return name() if callable(name) else str(name)
+    except NotImplementedError:  # of an object that Dynamo made
+        return ""
 
 
 def _is_transformers_own(source: str, variable: Any, output: Any) -> bool:
@@ -76,9 +116,9 @@ def _of_transformers(found: Any) -> bool:
 def _readable(source: str) -> str:
     """Dynamo's name of an object for users: ``L['self']._call._modules['layers']`` is ``model.layers``."""
     where, hook, _ = source.partition("._forward_")
-    where = re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^L\['self'\]\._call\b", "model", where))
+    where = re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^L\['self'\](\._call\b)?", "model", where))
     where = re.sub(r"^G\['(\w+)'\]", r"\1", re.sub(r"^G\['__import_\w+'\]\.", "", where))
     return f"what a hook of {where} holds" if hook else where
 
 
-__all__ = ["check_side_effects"]
+__all__ = ["check_kept_tensors", "check_side_effects", "note_kept_tensors"]

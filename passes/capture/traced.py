@@ -23,6 +23,7 @@ from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
+from quire.passes.capture.side_effects import check_kept_tensors, note_kept_tensors
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.compile.size_guards import Assumptions
 from quire.passes.eager import check_step
@@ -31,6 +32,7 @@ from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
+from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
 from quire.passes.verify.breaks import check_whole, note_breaks
 from quire.passes.verify.positions import check_model
@@ -44,7 +46,7 @@ class CompiledGraph:
     """A graph compiled for one backend, cache format and set of fusions.
 
     Attributes:
-        fused: the inputs that fusions added.
+        fused: the inputs that fusions added. fused_small: those of ``run_small``.
         assumed: by the compiler, about sizes.
         run_small: for at most MAX_TOKENS tokens; None: ``run`` serves those too.
     """
@@ -55,15 +57,22 @@ class CompiledGraph:
     assumed: list[Assumptions]
     run: Callable[..., Any]
     run_small: Callable[..., Any] | None = None
+    fused_small: FusedInputs | None = None
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the parameters among the inputs of a call are the fused ones."""
+        return self.fused.hold(args) and (self.fused_small is None or self.fused_small.hold(args))
 
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
         """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
         lowered = self.lowered
         ensure_planned(step, lowered.target.backend, list(lowered.sites))
         step.served.update(lowered.inputs.layers)
-        run = self.run_small if self.run_small and tokens is not None and tokens <= MAX_TOKENS else self.run
+        run, fused = self.run, self.fused
+        if self.run_small and self.fused_small and tokens is not None and tokens <= MAX_TOKENS:
+            run, fused = self.run_small, self.fused_small
         with torch.no_grad():
-            return run(*args, *self.fused.tensors, *lowered.inputs.of(step))
+            return run(*args, *fused.tensors, *lowered.inputs.of(step))
 
 
 class TracedGraph:
@@ -94,6 +103,7 @@ class TracedGraph:
         self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
         self.compilations: dict[Any, CompiledGraph] = {}
         note_breaks(gm)
+        note_kept_tensors(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
         self._call, self._static = call, is_static(gm)
@@ -123,7 +133,9 @@ class TracedGraph:
         if tokens is not None:
             check_step(step, tokens)
         self.raised.meta["quire_stored_masks"].check(args)
-        if not compiled.fused.hold(args):
+        if step.by_hand and self.length_limits:
+            check_lengths(step, self.length_limits)
+        if not compiled.holds(args):
             if not self._warned:
                 self._warned = True
                 logger.warning("parameters are not those that were fused (replaced, or another module's): running unfused")
@@ -204,6 +216,7 @@ class TracedGraph:
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
+        check_kept_tensors(self.gm)
         return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
                            max_length=self.options.max_model_len)
 
@@ -216,6 +229,11 @@ class TracedGraph:
     def sites(self) -> list[AttentionSite]:
         """The attention sites in graph order. Raises UnsupportedAttention."""
         return self._raised[1]
+
+    @property
+    def length_limits(self) -> tuple[int, ...]:
+        """Lengths beyond which a sequence has other rotary frequencies, so that all its keys must be computed again."""
+        return self.raised.meta.get(LIMITS, ())
 
     @functools.cached_property
     def _query(self) -> torch.Tensor:
@@ -284,7 +302,8 @@ class TracedGraph:
                                          layout=layout)
         selection = self._selected[key]
         latent = any(s.latent is not None for s in selection.sites)
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent), selection
+        tables = options.window_tables and selection.backend.plan is None  # a plan on the host reads one table
+        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent, tables), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
         """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads."""
@@ -307,12 +326,12 @@ class TracedGraph:
         if not has_small_passes(fusions):
             run, assumed = compile_graph(lowered, *settings)
             return CompiledGraph(lowered, selection, fused, [assumed], run)
-        lowered_small, _ = self.lowered(target, fusions, small=True)
+        lowered_small, fused_small = self.lowered(target, fusions, small=True)
         if self.ahead is not None:
             self.ahead.start_tuning(self.weights.small_linears, self._query.device)
         run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > MAX_TOKENS)
         small, assumed_small = compile_graph(lowered_small, *settings, lambda shape: shape.tokens <= MAX_TOKENS)
-        return CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small)
+        return CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small, fused_small)
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""

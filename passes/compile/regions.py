@@ -161,7 +161,7 @@ def _symbols(x: Any) -> set[Any]:
 
 
 class _Values:
-    """The fake value of every node, computed anew: those that passes left behind may have other strides.
+    """The fake value of every node, computed again: those that passes left behind may have other strides.
 
     Of equal pieces only the first is computed, and of the others what later pieces read is copied (``copies``): computing with
     symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers.
@@ -192,7 +192,7 @@ class _Values:
                         raise _Whole(f"{n.name} changes in place what it did not make")
                 result = interpreter.run_node(n)
                 if n.target is self._lowered.target.backend.prepare:
-                    result = [_of_any_size(t, f"quire_prepared_{i}", self._fake) for i, t in enumerate(result)]
+                    result = [_of_any_size(t, f"quire_{n.name}_{i}", self._fake) for i, t in enumerate(result)]
                 self._set(n, result, at)
 
     def copy(self, piece: _Piece, like: _Piece, at: int) -> bool:

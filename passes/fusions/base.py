@@ -54,7 +54,7 @@ class FusedWeights:
     reach the fused tensor. Nothing here keeps a parameter alive: see NOTE [Not kept alive].
 
     NOTE [Memory of fused parameters]: a parameter is moved only if it owns its memory alone (``owns_memory``), so no flat
-    buffer, tied tensor or process loses sight of it. Its old storage is freed, or the weights would take twice the memory.
+    buffer, tied tensor or process keeps an old copy. Its old storage is freed: else the weights would take twice the memory.
     ``restore`` gives it one like the old: the parameter alone, whole, from offset 0, with its present values. Only the address
     differs. A view or tie made of a fused parameter in between keeps the fused memory, and no longer follows the parameter.
 

@@ -9,8 +9,8 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
 One matrix product of N = Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones and saves two launches.
-Layers quantized per row (passes/fusions/quantized_linear.py) are fused alike, their codes in one tensor and their scales in
-another.
+LoRA's A is such a sibling of the layer that it adapts, where both have one dtype. Layers quantized per row
+(passes/fusions/quantized_linear.py) are fused alike, their codes in one tensor and their scales in another.
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
 siblings of which only some have a bias, other tensor subclasses, and siblings between which something is changed in place (it
@@ -58,8 +58,16 @@ def fuse_projections(fusion: Fusion) -> int:
     for node in fusion.graph.nodes:
         tensors = _tensors(node, fusion)
         if tensors is not None:
-            siblings.setdefault((node.args[0], *tensors, tensors["weight"].real.dtype), []).append((node, tensors))
+            siblings.setdefault((_input(node), *tensors, tensors["weight"].real.dtype), []).append((node, tensors))
     return sum(_fuse(fusion, *zip(*group, strict=True)) for group in siblings.values() if len(group) > 1)
+
+
+def _input(node: fx.Node) -> Any:
+    """The input of a linear layer, before dropout that does nothing: LoRA's layers have one each."""
+    x: Any = node.args[0]
+    while is_function(x, (torch.nn.functional.dropout,)) and argument(x, 2, "training", True) is False:
+        x = x.args[0]
+    return x
 
 
 def _tensors(node: fx.Node, fusion: Fusion) -> _Tensors | None:
@@ -118,9 +126,9 @@ def _fuse(fusion: Fusion, nodes: tuple[fx.Node, ...], tensors: tuple[_Tensors, .
         if "scale" in whole:
             scale = compute_value(graph.call_method("reshape", (whole["scale"], -1)))
             product = graph.call_function(small_linear, (
-                first.args[0], whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
+                _input(first), whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
         else:
-            product = graph.call_function(torch.nn.functional.linear, (first.args[0], whole["weight"], whole.get("bias")))
+            product = graph.call_function(torch.nn.functional.linear, (_input(first), whole["weight"], whole.get("bias")))
         split = graph.call_function(torch.split, (product, sizes), {"dim": -1})
         product.meta["nn_module_stack"] = split.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
         like = value(first)

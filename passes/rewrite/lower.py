@@ -15,6 +15,9 @@ After, with the cache and the batch metadata as new graph inputs::
 An MLA layer on a latent cache (``raise_mla.py``), quire.mla_attention(q, c, k_rope, kv_b, ...), becomes
 quire.<backend>_mla_paged_attention(q_, c_, k_rope_, kv_b, k_cache_3, slot_mapping, ..., prepared, scale=s).
 
+Where layers with a window have page numbers of their own, the inputs window_slot_mapping and window_block_table are theirs, and
+so is a second ``prepared``.
+
 A quantized cache has inputs k_scale_3 and v_scale_3 in the place of None and None.
 The new inputs come after the graph's own, in the order of ``LoweredInputs``, which collects their values from the current step.
 Sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch shape and cache size. Each layer has
@@ -42,6 +45,7 @@ from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fx import add_input, fake_mode, placeholders, value
+from quire.passes.rewrite.length_rope import LIMITS, lower_lengths
 from quire.passes.rewrite.raise_mla import raise_mla
 from quire.passes.verify.sites import site_nodes, site_of
 
@@ -50,26 +54,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoweringTarget:
-    """What to lower to: the backend, and the static facts of the cache. ``latent``: MLA layers are on latent vectors."""
+    """What to lower to: the backend, and the static facts of the cache. ``latent``: MLA layers are on latent vectors.
+    ``window_tables``: layers with a window or chunk have slots and a block table of their own, if others have neither."""
 
     backend: AttentionBackend
     page_size: int
     kv_dtype: torch.dtype | None = None
     layout: Layout = "NHD"
     latent: bool = False
+    window_tables: bool = False
 
 
 @dataclass(frozen=True)
 class LoweredInputs:
-    """The inputs that lowering adds to a graph: the four metadata tables, then K and V (and their scales) of each layer."""
+    """The inputs that lowering adds to a graph: the four metadata tables, with ``window_tables`` two more, then K and V (and
+    their scales) of each layer, with ``lengths`` at last those of whole sequences (``length_rope.py``)."""
 
     layers: tuple[int, ...]
+    window_tables: bool = False
+    lengths: bool = False
 
     def of(self, step: Step) -> list[torch.Tensor]:
         """Their values in ``step``, in the graph's order."""
         meta, cache = step.metadata, step.cache
         tensors = [meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens]
-        return tensors + [tensor for layer in self.layers for tensor in cache.of_layer(layer) if tensor is not None]
+        if self.window_tables:
+            of_windows = step.window_metadata or meta
+            tensors += [of_windows.slot_mapping, of_windows.block_table_tensor]
+        tensors += [tensor for layer in self.layers for tensor in cache.of_layer(layer) if tensor is not None]
+        return tensors + ([meta.seq_lens if meta.total_lens is None else meta.total_lens] if self.lengths else [])
 
 
 @dataclass(frozen=True)
@@ -116,18 +129,27 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
 
     tables = [table("slot_mapping", torch.int64, tokens), table("block_table", torch.int32, reqs, width),
               table("query_start_loc", torch.int32, reqs + 1), table("seq_lens", torch.int32, reqs)]
+    own = target.window_tables and len({site.bounded for site in sites}) > 1
+    window_tables = tables if not own else [
+        table("window_slot_mapping", torch.int64, tokens), table("window_block_table", torch.int32, reqs, width), *tables[2:]]
     shapes = PagedKVCache.for_sites(sites, num_pages=pages, page_size=target.page_size, device="meta", dtype=target.kv_dtype,
                                     layout=target.layout)
     names = ("k_cache", "v_cache", "k_scale", "v_scale")
     caches = [[None if like is None else new_input(f"{name}_{site.layer}", like, (True, *[False] * (like.dim() - 1)))
                for name, like in zip(names, shapes.of_layer(site.layer), strict=True)] for site in sites]
+    limits = gm.meta.get(LIMITS)
+    if limits:
+        lower_lengths(gm, tables[2], table("total_lens", torch.int32, reqs))
     prepared = _prepare(gm.graph, target, tables, fake)
+    window_prepared = _prepare(gm.graph, target, window_tables, fake) if own else prepared
     for node, site, cache in zip(nodes, sites, caches, strict=True):
-        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, tables, cache, prepared)
+        of_site = (window_tables, cache, window_prepared) if site.bounded else (tables, cache, prepared)
+        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, *of_site)
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)
-    return Lowered(gm, target, LoweredInputs(tuple(s.layer for s in sites)), tuple(sites), tuple(map(value, added)))
+    inputs = LoweredInputs(tuple(s.layer for s in sites), own, bool(limits))
+    return Lowered(gm, target, inputs, tuple(sites), tuple(map(value, added)))
 
 
 def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node], fake: FakeTensorMode) -> list[fx.Node]:

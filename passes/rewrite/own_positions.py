@@ -24,6 +24,7 @@ from quire.passes.fx import (
     target_name,
     value,
 )
+from quire.passes.rewrite.length_rope import LIMITS
 
 #: Functions and methods that pass numbers on as they are.
 _PASSED_ON = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "to", "long", "int", "contiguous",
@@ -87,6 +88,11 @@ def check_uncompiled(gm: fx.GraphModule) -> None:
     Raises:
         UnsupportedAttention: names the module that numbers tokens itself.
     """
+    if gm.meta.get(LIMITS):
+        raise UnsupportedAttention(
+            "the model chooses its rotary frequencies by the longest sequence of the batch (longrope), so an uncompiled paged "
+            "step would be wrong for the others. quire.Engine, quire.paged's generate() and torch.compile(model, "
+            "backend='quire') choose them for each sequence.")
     own = gm.meta.get(_OWN)
     if own:
         raise UnsupportedAttention(

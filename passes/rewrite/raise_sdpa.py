@@ -21,6 +21,7 @@ a known kind, keys longer than queries (a KV cache in the graph), heads that are
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
     if str(q_shape[2]) != str(k_shape[2]):
         raise Refusal(f"{k_shape[2]} keys for {q_shape[2]} queries: a KV cache in the graph (call with use_cache=False)")
     heads = q_shape[1]
-    k, v = _peel_repeat(k, heads), _peel_repeat(v, heads)
+    k, v = (_peel_repeat(x, heads, lambda n: prover.written_between(n, node)) for x in (k, v))
     kv_heads, v_heads = value(k).shape[1], value(v).shape[1]
     if kv_heads != v_heads:
         k, v = arg["key"], arg["value"]
@@ -124,12 +125,13 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
     erase_dead(node.graph, old)
 
 
-def _peel_repeat(node: fx.Node, heads: int) -> fx.Node:
-    """The un-repeated tensor behind ``node`` if a chain of views provably repeats it to ``heads`` heads, else ``node``."""
+def _peel_repeat(node: fx.Node, heads: int, is_changed: Callable[[fx.Node], bool]) -> fx.Node:
+    """The un-repeated tensor behind ``node`` if a chain of views provably repeats it to ``heads`` heads, else ``node``.
+    ``is_changed``: whether a value is changed in place before attention reads it."""
     chain, at = [node], node
     while at.op in ("call_function", "call_method") and len(chain) < 8:
         data = at.args[0] if at.args else None
-        if target_name(at).rstrip("_") not in _VIEWS or not isinstance(data, fx.Node):
+        if target_name(at).rstrip("_") not in _VIEWS or not isinstance(data, fx.Node) or is_changed(at) or is_changed(data):
             break
         at = data
         shape: Any = getattr(value(at), "shape", ())

@@ -1,4 +1,4 @@
-"""Notes in a Dynamo graph that it is only a part of the compiled function: what runs between parts cannot be checked."""
+"""Refuses graphs that are not what runs: parts of a compiled function, and calls of functions of torch that were replaced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.reads import is_code_of
 
 _KEY = "quire_broken"
 
@@ -25,6 +26,23 @@ def check_whole(graph: fx.Graph) -> None:
         raise UnsupportedAttention(
             f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
             "graph (torch._dynamo.explain, or fullgraph=True, says where)")
+
+
+def check_names(graph: fx.Graph) -> None:
+    """Refuse a graph that calls a function of torch in whose place a patch is: the code made of a graph calls it by its name,
+    and would run the patch, inside of which Dynamo has found the function.
+
+    Raises:
+        UnsupportedAttention: names the function.
+    """
+    for target in {n.target for n in graph.nodes if n.op == "call_function"}:
+        holder = sys.modules.get(getattr(target, "__module__", None) or "")
+        name = getattr(target, "__name__", "")
+        found = getattr(holder, name, target)
+        if found is not target and not is_code_of(found, "torch"):
+            raise UnsupportedAttention(
+                f"{target.__module__}.{name} was replaced by {getattr(found, '__qualname__', found)!r}, and a graph cannot "
+                f"hold both; undo that, and replace the forward of the modules that call {name} instead.")
 
 
 def note_breaks(gm: fx.GraphModule) -> None:
@@ -61,4 +79,4 @@ def _is_in(frame: Any, *path: str) -> bool:
     return frame is not None and os.path.join(os.sep, "torch", *path) in frame.f_code.co_filename
 
 
-__all__ = ["check_whole", "note_breaks"]
+__all__ = ["check_names", "check_whole", "note_breaks"]

@@ -125,8 +125,13 @@ class MaskProver:
         """What the proofs so far rest on."""
         return StoredMasks([(k, self.inputs[n.name]) for k, n in enumerate(placeholders(self.graph)) if n.name in self.used])
 
+    def written_between(self, node: fx.Node, at: fx.Node) -> bool:
+        """Whether the memory of a tensor is changed in place after ``node`` made it and before ``at`` reads it."""
+        writes = self._writes.get(_storage(node), ()) if isinstance(value(node), torch.Tensor) else ()
+        return any(self._order[node] < self._order.get(w, -1) < self._order[at] for w in writes)
+
     def erase_dead_writes(self) -> None:
-        """Erase what is only written to, in place, and read by nobody now that the masks are gone."""
+        """Erase what is written in place and, now that the masks are gone, never read."""
         for storage in self._read_from & set(self._writes):
             group = {n for n in self.graph.nodes if isinstance(value(n), torch.Tensor) and _storage(n) == storage}
             group |= set(self._writes[storage])

@@ -1,9 +1,9 @@
 """No sequence's length may reach another: what depends on the longest sequence of a batch is refused, or proven not to matter.
 
 Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the largest position of the batch. Alone, each
-sequence would get those of its own length. "longrope" is served up to the length where the choice is always the same; beyond
-it, keys cached with the short frequencies would have to be computed again. That nothing else is computed from the positions of
-several tokens is proved with the rest of the graph (``tokens.py``).
+sequence would get those of its own length. For "longrope" each does (``passes/rewrite/length_rope.py``). "dynamic" is refused:
+its frequencies change with every token, so that all keys would have to be computed again each time. That nothing else is
+computed from the positions of several tokens is proved with the rest of the graph (``tokens.py``).
 """
 
 from __future__ import annotations
@@ -24,33 +24,28 @@ from quire.passes.fx import (
 )
 
 
-def check_rope(config: Any, max_length: int | None = None) -> None:
+def check_rope(config: Any) -> None:
     """Refuse a config whose rotary frequencies depend on the longest sequence of a batch.
 
     Args:
         config: a transformers config; those nested in it are checked too.
-        max_length: no sequence will be longer; None: unknown.
 
     Raises:
-        UnsupportedAttention: rope_type "dynamic", or "longrope" where a sequence may exceed its short length.
+        UnsupportedAttention: rope_type "dynamic".
     """
     kind = getattr(config, "model_type", type(config).__name__)
-    for rope, short in _ropes(config):
+    for rope, _ in _ropes(config):
         name = rope.get("rope_type") or rope.get("type")
         if name == "dynamic":
             raise UnsupportedAttention(f"{kind} has rope_type 'dynamic', whose frequencies depend on the longest sequence of "
                                        "the batch; set another rope_type (yarn, linear, llama3) to serve it.")
-        if name == "longrope" and (max_length is None or short is None or max_length > short):
-            raise UnsupportedAttention(
-                f"{kind} has rope_type 'longrope', which changes the frequencies of all sequences of a batch once one of them "
-                f"is longer than {short} tokens; an engine with max_model_len={short} serves it up to that length.")
 
 
-def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
+def check_model(model: torch.nn.Module) -> None:
     """``check_rope`` of every config that a module of ``model`` holds. Raises UnsupportedAttention."""
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     for config in configs.values():
-        check_rope(config, max_length)
+        check_rope(config)
 
 
 def _ropes(config: Any, depth: int = 3) -> Iterator[tuple[dict[str, Any], int | None]]:
@@ -65,15 +60,16 @@ def _ropes(config: Any, depth: int = 3) -> Iterator[tuple[dict[str, Any], int | 
             yield from _ropes(inner, depth - 1)
 
 
-def use_short_frequencies(gm: fx.GraphModule, config: Any) -> int:
-    """Replace longrope's ``max(position_ids) + 1 > original_max_position_embeddings`` by False; returns how often.
-
-    ``check_rope`` has refused a longer ``max_model_len``, so the comparison is False in every step.
+def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> int:
+    """Replace longrope's ``max(position_ids) + 1 > original_max_position_embeddings`` by False where no sequence is so long;
+    returns how often.
 
     Args:
-        gm: the graph of a model whose config passed ``check_rope``. Changed in place.
+        gm: changed in place.
+        max_length: no sequence will be longer.
     """
-    shorts = {short for rope, short in _ropes(config) if "longrope" in (rope.get("rope_type"), rope.get("type"))}
+    shorts = {short for rope, short in _ropes(config) if "longrope" in (rope.get("rope_type"), rope.get("type"))
+              and short is not None and max_length <= short}
     replaced = 0
     for node in list(gm.graph.nodes):
         if not is_method(node, "gt") or node.args[1] not in shorts or not is_method(plus := node.args[0], "add"):

@@ -17,8 +17,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 import quire.passes.verify.row_index
 import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
 from quire.passes.fx import symbolic
-from quire.passes.verify.row_rules import RULES, Call, elementwise, no_lengths
-from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, settled
+from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
+from quire.passes.verify.rows import CONST, Const, Counts, Group, Known, Mixed, Mixes, Rows, settled
 
 _LENGTHS = (10007, 10009, 10037, 10039)  # primes: hints of symbols, larger than any number the rules compare
 
@@ -81,6 +81,8 @@ class Proof(TorchDispatchMode):
             if written or (not outputs and result is not None):
                 raise
             each = [Mixed(str(why))] * len(outputs)  # which may be thrown away
+        if any(all(w is not t for t in outputs) for w in written if w is not None):
+            raise Mixes(f"quire has no rule for what {op} writes")
         for tensor, known in zip(outputs, each, strict=True):
             if any(tensor is w for w in written):
                 known = _stored(self.known(tensor), known, tensor)
@@ -102,12 +104,13 @@ class Proof(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise Mixes("it draws random numbers (call model.eval())")
         call = Call(op, name, given, result, self.known, self.axes)
+        if name not in LENGTHS and not (name not in RULES and _is_elementwise(op)):
+            no_lengths(call)
         if name in RULES:
             found = RULES[name](call)
         elif _is_elementwise(op):
             found = elementwise(call)
         elif constant:
-            no_lengths(call)
             found = [CONST] * len(outputs)
         else:
             raise Mixes(f"quire has no rule for {op}")
@@ -120,8 +123,10 @@ _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 
 
 def _functional(op: Any) -> str:
-    """The name of the operation, or of the one that it does in place."""
-    name = op._schema.name.partition("::")[2]
+    """The name of the operation, or of the one that it does in place; with the namespace unless it is PyTorch's own."""
+    namespace, _, name = op._schema.name.partition("::")
+    if namespace not in ("aten", "prim", "prims"):
+        return str(op._schema.name)
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
@@ -137,7 +142,7 @@ def _stored(before: Known, new: Known, tensor: torch.Tensor) -> Known:
             raise Mixes("all tokens write to the same memory")
         if isinstance(new, Const):
             return replace(before, holds=None)
-        if new.dim == before.dim and (new.same_rows(before) or before.holds == Holds("blank")):
+        if new.dim == before.dim and (new.same_rows(before) or before.is_blank):
             return new
     if isinstance(before, Const) and isinstance(new, Const):
         return CONST

@@ -1,4 +1,4 @@
-"""Weights that are tensor subclasses, as quantisation libraries make them (torchao): what the passes must know of them.
+"""Weights that are tensor subclasses, as quantization libraries make them (torchao): what the passes must know of them.
 
 Such a parameter wraps other tensors (integers, scales). Dynamo puts it into the graph as one input of an ordinary ``linear``;
 what the layer computes stays hidden in the subclass until AOTAutograd or eager execution unwraps it. So two things that quire
@@ -37,13 +37,13 @@ def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the data take; of a quantised weight: its integers and scales, not what its shape and dtype suggest."""
+    """Bytes that the data take; of a quantized weight: its integers and scales, not what its shape and dtype suggest."""
     return sum(part.numel() * part.element_size() for part in parts(tensor))
 
 
 def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
-    """Refuse a quantised linear layer in which the tokens of a batch meet, such as one that scales all activations by the
-    largest of them (per-tensor dynamic quantisation): what a sequence gets would depend on what runs beside it.
+    """Refuse a quantized linear layer in which the tokens of a batch meet, such as one that scales all activations by the
+    largest of them (per-tensor dynamic quantization): what a sequence gets would depend on what runs beside it.
 
     Each kind of weight is tried on random rows, twice, with one row changed in between: the others must not change.
 
@@ -64,7 +64,22 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
             tried.add(kind)
             _check_rows(weight, module_path(node) or node.name)
     if tried:
-        logger.info("quantised weights: %d kinds, rows do not meet in any", len(tried))
+        logger.info("quantized weights: %d kinds, rows do not meet in any", len(tried))
+
+
+def check_layers(model: torch.nn.Module) -> None:
+    """Refuse bitsandbytes' 8-bit layers (LLM.int8) with a threshold, before they are traced: they compute a column in 16 bits
+    if any token of the batch has a large value there.
+
+    Raises:
+        UnsupportedAttention: names the layer.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
+            raise UnsupportedAttention(
+                f"{name} is an 8-bit layer of bitsandbytes (LLM.int8), which looks for large values in the activations of all "
+                "tokens of the batch, so sequences of a packed batch would change each other. Load the model in 4 bits "
+                "(BitsAndBytesConfig(load_in_4bit=True)), or quantize it with torchao, a scale for each row")
 
 
 def _check_rows(weight: torch.Tensor, where: str) -> None:
@@ -78,14 +93,14 @@ def _check_rows(weight: torch.Tensor, where: str) -> None:
             alone = torch.nn.functional.linear(rows, weight)[:-1].float()
             beside = torch.nn.functional.linear(changed, weight)[:-1].float()
     except Exception as error:
-        raise UnsupportedAttention(f"{where}: its quantised weight ({kind}) cannot be multiplied on {weight.device}: "
+        raise UnsupportedAttention(f"{where}: its quantized weight ({kind}) cannot be multiplied on {weight.device}: "
                                    f"{type(error).__name__}: {error}") from error
     # The same kernel on the same numbers: equal, unless rows meet. Some libraries' kernels add up in any order.
     if (alone - beside).abs().max() > 0.01 * alone.abs().max():
         raise UnsupportedAttention(
-            f"{where} mixes the tokens of the batch outside attention: its weight ({kind}) quantises the activations of all "
-            "tokens by one scale, so sequences of a packed batch would change each other. Quantise with a scale for each token "
+            f"{where} mixes the tokens of the batch outside attention: its weight ({kind}) quantizes the activations of all "
+            "tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for each token "
             "(torchao: granularity=PerRow()) or the weights only.")
 
 
-__all__ = ["addresses", "check_rows", "num_bytes", "parts"]
+__all__ = ["addresses", "check_layers", "check_rows", "num_bytes", "parts"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quire.passes.verify.row_rules import Call, as_data, no_lengths, rule, same
+from quire.passes.verify.row_rules import Call, as_data, rule, same
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixes, Order, Rows
 
 
@@ -98,7 +98,7 @@ def _take(call: Call, known: Known, indices: Sequence[Any]) -> Known:
 
 
 def _held(known: Rows, at: int) -> Rows:
-    return (known if known.holds is not None and known.holds.what in ("index", "blank") else known.data).at(at)
+    return (known.part if known.is_blank or (known.holds is not None and known.holds.what == "index") else known.data).at(at)
 
 
 @rule("index _unsafe_index")
@@ -137,7 +137,6 @@ def _gather(call: Call) -> Known:
 def _scatter(call: Call) -> Known:
     x, index, dim = call.rows("self"), call.rows("index"), call["dim"] % max(1, call["self"].dim())
     src = call.rows("src")
-    no_lengths(call)
     if x is None:
         if index is not None or src is not None:
             raise Mixes("tokens are written into what all share")
@@ -146,7 +145,7 @@ def _scatter(call: Call) -> Known:
         raise Mixes("tokens write to the rows of others")
     rows, known, ids = same([x, index, src]) or x, call.of("self"), call.of("index")
     if call.name == "scatter" and call["value"] == 1 and call["reduce"] is None and isinstance(known, Rows) and isinstance(
-            ids, Rows) and known.holds == Holds("blank") and ids.holds is not None and ids.holds.what == "index":
+            ids, Rows) and known.holds == Holds("zeros") and ids.holds is not None and ids.holds.what == "index":
         return replace(rows, holds=Holds("one hot", ids=ids.holds.ids))
     return rows
 
@@ -163,7 +162,7 @@ def _put(call: Call) -> Known:
         return same([rows, mask]) or CONST
     index = _Index(call, indices)
     joined, known = index.rows, call.known(values)
-    if isinstance(x, Rows) and x.holds == Holds("blank") and target.dim() == 1 and index.at == [0]:
+    if isinstance(x, Rows) and x.is_blank and target.dim() == 1 and index.at == [0]:
         own = index.known[0]
         if isinstance(own, Rows) and own.order is not None and own.holds == Holds("number", x.inner) == getattr(
                 known, "holds", None) and isinstance(known, Rows) and known.order is None and known.inner == x.inner:
@@ -191,7 +190,6 @@ def _put(call: Call) -> Known:
 @rule("index_add index_copy index_reduce index_fill")
 def _index_add(call: Call) -> Known:
     """The index of a dimension that is not the tokens' is constant; that of the tokens' holds their own numbers."""
-    no_lengths(call)
     x, source, dim = call.rows("self"), call.rows("source"), call["dim"] % max(1, call["self"].dim())
     index = call.of("index")
     if isinstance(call["value"], torch.Tensor):
@@ -233,9 +231,9 @@ def of_order(counts: Counts, order: Order | None) -> bool:
         counts.ids is not None and counts.ids is order.ids and order.routes))
 
 
-@rule("grouped_mm_fallback _grouped_mm")
+@rule("transformers::grouped_mm_fallback _grouped_mm")
 def _grouped_mm(call: Call) -> Known:
-    left, right = ("input", "weight") if call.name == "grouped_mm_fallback" else ("self", "mat2")
+    left, right = ("input", "weight") if call.name == "transformers::grouped_mm_fallback" else ("self", "mat2")
     x, weight = call.rows(left), call.rows(right)
     offsets, bias = call.of("offs"), call.rows("bias")
     if x is None or weight is not None or bias is not None or x.dim != 0 or x.order is None:
@@ -245,12 +243,12 @@ def _grouped_mm(call: Call) -> Known:
     return x
 
 
-@rule("expert_linear expert_swiglu")
+@rule("quire::expert_linear quire::expert_swiglu")
 def _experts(call: Call) -> Known:
     """quire::expert_linear, quire::expert_swiglu: a row for each pair (token, expert), by that expert's weights."""
     x, ids = call.rows("x"), call.rows("expert_ids")
     shape = call["expert_ids"].shape
-    weights = ("weight", "bias") if call.name == "expert_linear" else ("gate_up", "down")
+    weights = ("weight", "bias") if call.name == "quire::expert_linear" else ("gate_up", "down")
     if x is None or ids is None or x.dim != 0 or ids.dim != 0 or any(call.rows(name) for name in weights):
         raise Mixes("its rows are not tokens")
     pairs = ids.inner * (shape[1] if len(shape) > 1 else 1)
@@ -259,7 +257,7 @@ def _experts(call: Call) -> Known:
     return Rows(0, x.axis, pairs)
 
 
-@rule("sample_tokens")
+@rule("quire::sample_tokens")
 def _sample_tokens(call: Call) -> Known:
     """quire::sample_tokens: a token of each row of logits, by the numbers of that row. The trace may not know that the logits
     have as many rows as the numbers: the sizes of the op's arguments agree when it runs."""

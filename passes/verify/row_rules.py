@@ -68,14 +68,21 @@ def as_data(known: Known) -> Rows | None:
 
 Rule = Callable[[Call], "Known | list[Known]"]
 RULES: dict[str, Rule] = {}
+#: Operations whose rule looks itself at numbers that depend on how many tokens there are; no other may be given one.
+LENGTHS: set[str] = set()
+_WHOLE = (torch.int32, torch.int64)  # dtypes that hold any number of rows
+_EXACT = (*_WHOLE, torch.float32, torch.float64)  # and of tokens routed to an expert
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """The rule of the operations of these names, all overloads."""
+def rule(*names: str, lengths: bool = False) -> Callable[[Rule], Rule]:
+    """The rule of the operations of these names, all overloads; "namespace::name" of those that are not PyTorch's own.
+    ``lengths``: see LENGTHS."""
     def add(function: Rule) -> Rule:
         for name in " ".join(names).split():
             assert name not in RULES, name
             RULES[name] = function
+            if lengths:
+                LENGTHS.add(name)
         return function
     return add
 
@@ -122,25 +129,27 @@ def elementwise(call: Call) -> Known | list[Known]:
     return [rows or CONST] * call.num_results if call.num_results > 1 else rows or CONST
 
 
-@rule("where")
+@rule("where", lengths=True)
 def _where(call: Call) -> Known | list[Known]:
     if call.op._overloadname == "default":  # torch.where(condition)
         raise Mixes("how many results there are depends on the tokens")
     return elementwise(call)
 
 
-RULES |= dict.fromkeys("complex polar _prelu_kernel hardswish log_sigmoid_forward erfinv copysign atan2 bitwise_not "
-                       "nan_to_num masked_fill fill convert_element_type hardsigmoid".split(), elementwise)
+rule("complex polar _prelu_kernel hardswish log_sigmoid_forward erfinv copysign atan2 bitwise_not nan_to_num masked_fill fill "
+     "convert_element_type hardsigmoid", lengths=True)(elementwise)
 
 
 @rule("clone _to_copy alias detach lift_fresh lift_fresh_copy lift contiguous convert_element_type_ device_put _conj conj")
 def _copy_of(call: Call) -> Known:
     (x,) = call.tensors()
-    known = call.known(x)
-    if isinstance(known, Rows) and known.holds is not None and call.result.dtype.is_floating_point \
-            and known.holds.what not in ("sorted", "one hot", "blank"):
-        return known.data  # "sorted" outlives the cast that histc needs on a CPU
-    return known
+    known, dtype = call.known(x), call.result.dtype
+    if isinstance(known, Counts) and dtype not in _EXACT:
+        raise Mixes(f"it counts the tokens in {dtype}")
+    if not isinstance(known, Rows) or known.holds is None or known.is_blank or known.holds.what == "one hot":
+        return known
+    holds = dtype in (_EXACT if known.holds.what == "sorted" else _WHOLE)  # histc needs floats on a CPU
+    return known if holds else known.data
 
 
 @rule("copy")
@@ -150,7 +159,7 @@ def _copy_to(call: Call) -> Known:
     return known.at(known.dim + call.result.dim() - source.dim()) if isinstance(known, Rows) else known
 
 
-@rule("floor_divide div")
+@rule("floor_divide div", lengths=True)
 def _divide(call: Call) -> Known | list[Known]:
     known, by = call.of("self"), call["other"]
     whole = call.name == "floor_divide" or call["rounding_mode"] in ("floor", "trunc")
@@ -188,13 +197,13 @@ def _reduction(call: Call) -> Known | list[Known]:
     """Some dimensions become one number each; ``max(x, y)`` is elementwise."""
     if call["other"] is not None:
         return elementwise(call)
-    no_lengths(call)
     first = _first(call)
     rows, x = call.rows(first), call.given[first]
     if rows is None:
         return [CONST] * call.num_results if call.num_results > 1 else CONST
     dims, holds = call.dims("dim", x), call.known(x).holds  # type: ignore[union-attr]
-    if call.name == "sum" and holds is not None and holds.what == "one hot" and dims == [rows.dim] and rows.dim == 0:
+    if call.name == "sum" and holds is not None and holds.what == "one hot" and dims == [rows.dim] and rows.dim == 0 \
+            and x.dim() == 2 and not call["keepdim"] and call.result.dtype in _EXACT:
         return Counts(ids=holds.ids)
     if dims is None or rows.dim in dims:
         raise Mixes("it is taken over the tokens")
@@ -213,8 +222,8 @@ def _index(rows: Rows, ids: Ids | None = None) -> Rows:
       "topk _fft_r2c _fft_c2c _fft_c2r glu linalg_cross")
 def _along(call: Call) -> Known | list[Known]:
     """Numbers of one row along some dimensions, which keep their places; their sizes may change."""
-    no_lengths(call)
-    if call.name == "cumsum" and isinstance(counts := call.of("self"), Counts) and not counts.summed:
+    if call.name == "cumsum" and isinstance(counts := call.of("self"), Counts) and not counts.summed \
+            and call.result.dtype in _EXACT:
         return replace(counts, summed=True)
     first = _first(call)
     x = call.given[first]
@@ -224,7 +233,11 @@ def _along(call: Call) -> Known | list[Known]:
     dims = call.dims("dims" if "dims" in call.given else "dim", x)
     if dims is None or rows.dim in dims:
         raise Mixes("it goes along the tokens")
-    return [rows, _index(rows, Ids())] if call.name in ("topk", "cummax", "cummin") else rows
+    if call.name not in ("topk", "cummax", "cummin"):
+        return rows
+    others = [n for d, n in enumerate(x.shape) if d not in (rows.dim, *dims)]
+    each_once = call.name == "topk" and rows.inner == rows.outer == 1 and all(not symbolic(n) and n == 1 for n in others)
+    return [rows, _index(rows, Ids() if each_once else None)]
 
 
 @rule("sort")
@@ -251,7 +264,6 @@ def _triangle(call: Call) -> Known:
     rows = call.rows("self")
     if rows is not None and rows.dim >= call["self"].dim() - 2:
         raise Mixes("it zeroes by the place of the token in the row")
-    no_lengths(call)
     return rows or CONST
 
 
@@ -273,7 +285,6 @@ def _product(call: Call, left: str, right: str, batched: int = 0) -> Rows | None
 
 @rule("mm mv dot vdot bmm addmm baddbmm addmv _int_mm")
 def _matrix_product(call: Call) -> Known:
-    no_lengths(call)
     if call.name == "mm" and isinstance(group := call.of("self"), Group) and isinstance(call.of("mat2"), Const):
         return group
     left, right = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"), "mv": ("self", "vec"),
@@ -287,7 +298,6 @@ def _matrix_product(call: Call) -> Known:
 
 @rule("convolution _convolution")
 def _convolution(call: Call) -> Known:
-    no_lengths(call)
     rows, x = call.rows("input"), call["input"]
     if call.rows("weight") is not None or call.rows("bias") is not None:
         raise Mixes("its weights are made of tokens")
@@ -319,8 +329,9 @@ def _layer_norm(call: Call) -> list[Known]:
     return [rows or CONST] * call.num_results
 
 
-@rule("native_group_norm")
+@rule("native_group_norm", lengths=True)
 def _group_norm(call: Call) -> list[Known]:
+    no_lengths(call, but=("N", "C", "HxW"))
     rows = call.rows("input")
     if call.rows("weight") is not None or (rows is not None and rows.dim != 0):
         raise Mixes("it normalizes over the tokens")
@@ -358,28 +369,29 @@ def _spatial(call: Call) -> Known | list[Known]:
 
 
 @rule("zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like empty_strided "
-      "new_empty_strided zero")
+      "new_empty_strided zero", lengths=True)
 def _filled(call: Call) -> Known:
     """All cells are equal: each row is, whatever the dimensions."""
     value = call["fill_value"]
     if counts_rows(value, call.axes) or isinstance(value, torch.Tensor):
         raise Mixes("it is filled with the length of the row")
-    like = call.of("self")
+    like, holds = call.of("self"), Holds("zeros" if "zero" in call.name or value == 0 else "blank")
     if isinstance(like, Rows) and tuple(map(str, call.result.shape)) == tuple(map(str, call["self"].shape)):
-        return Rows(like.dim, like.axis, like.inner, like.outer, like.order, Holds("blank"))
-    return of_shape(call.result, call.axes, Holds("blank"))
+        return Rows(like.dim, like.axis, like.inner, like.outer, like.order, holds)
+    return of_shape(call.result, call.axes, holds)
 
 
-@rule("arange")
+@rule("arange", lengths=True)
 def _arange(call: Call) -> Known:
     known = of_shape(call.result, call.axes)
     if not isinstance(known, Rows):
         no_lengths(call)
         return known
     start, step = call["start"] or 0, 1 if call["step"] is None else call["step"]
-    if symbolic(start) or symbolic(step) or start != 0 or step != 1 or call.result.dtype.is_floating_point:
+    if symbolic(start) or symbolic(step) or start != 0 or step != 1 or call.result.dtype not in _WHOLE:
         raise Mixes("it numbers the tokens of the batch; positions must come from position_ids")
     return Rows(0, known.axis, known.inner, holds=Holds("number", known.inner))
 
 
-__all__ = ["Call", "RULES", "Rule", "as_data", "broadcast", "counts_rows", "elementwise", "no_lengths", "rule", "same"]
+__all__ = ["Call", "LENGTHS", "RULES", "Rule", "as_data", "broadcast", "counts_rows", "elementwise", "no_lengths", "rule",
+           "same"]

@@ -24,7 +24,8 @@ def _fixed(known: Known) -> Rows | None:
     return known if isinstance(known, Rows) else None
 
 
-@rule("view _unsafe_view reshape _reshape_alias _reshape_copy unsqueeze squeeze view_copy squeeze_copy unsqueeze_copy")
+@rule("view _unsafe_view reshape _reshape_alias _reshape_copy unsqueeze squeeze view_copy squeeze_copy unsqueeze_copy",
+      lengths=True)
 def _reshape(call: Call) -> Known:
     """What lies before and behind the tokens, in memory order, stays there: outer and inner are what is left of it."""
     x, shape = call["self"], call.result.shape
@@ -46,10 +47,13 @@ def _reshape(call: Call) -> Known:
     outer, inner = _quotient(before, left), _quotient(behind, right)
     if outer is None or inner is None or outer * inner != n:
         raise Mixes(f"{tuple(x.shape)} becomes {tuple(shape)}: numbers of several tokens come into one row")
-    if (rows.order is not None or rows.holds is not None) and (outer, inner) != (rows.outer, rows.inner):
-        if rows.order is not None or (rows.holds is not None and rows.holds.what not in ("index", "blank")):
+    holds = rows.holds
+    if (rows.order is not None or holds is not None) and (outer, inner) != (rows.outer, rows.inner):
+        if rows.order is not None or (holds is not None and holds.what != "index" and not holds.is_blank):
             raise Mixes("rows that are sorted by expert are put into another shape")
-    return Rows(dim, rows.axis, inner, outer, rows.order, rows.holds)
+    if holds is not None and holds.what == "one hot" and tuple(map(str, x.shape)) != tuple(map(str, shape)):
+        holds = None  # its columns are the experts no more
+    return Rows(dim, rows.axis, inner, outer, rows.order, holds)
 
 
 def _quotient(whole: Any, part: Any) -> int | None:
@@ -74,15 +78,15 @@ def _permute(call: Call) -> Known:
     return rows.at(dims.index(rows.dim))
 
 
-@rule("expand expand_copy")
+@rule("expand expand_copy", lengths=True)
 def _expand(call: Call) -> Known:
     x, rows = call["self"], _fixed(call.of("self"))
     if rows is None:
         return of_shape(call.result, call.axes)  # each row is the same
-    return rows.at(rows.dim + call.result.dim() - x.dim())
+    return rows.part.at(rows.dim + call.result.dim() - x.dim())
 
 
-@rule("repeat")
+@rule("repeat", lengths=True)
 def _repeat(call: Call) -> Known:
     rows, x = _fixed(call.of("self")), call["self"]
     if rows is None:
@@ -94,22 +98,21 @@ def _repeat(call: Call) -> Known:
     times = call["repeats"][dim]
     if type(times) is not int or (times != 1 and (rows.order or rows.holds)):
         raise Mixes("it repeats the row")
-    return Rows(dim, rows.axis, rows.inner, rows.outer * times, rows.order, rows.holds)
+    return Rows(dim, rows.axis, rows.inner, rows.outer * times, rows.order, rows.part.holds)
 
 
 @rule("select")
 def _select(call: Call) -> Known:
     x, rows = call["self"], _fixed(call.of("self"))
-    no_lengths(call)
     if rows is None:
         return call.of("self")
     dim = call["dim"] % x.dim()
     if dim == rows.dim:
         raise Mixes("one token is taken for all")
-    return rows.at(rows.dim - (dim < rows.dim))
+    return rows.part.at(rows.dim - (dim < rows.dim))
 
 
-@rule("slice")
+@rule("slice", lengths=True)
 def _slice(call: Call) -> Known:
     x, rows = call["self"], _fixed(call.of("self"))
     dim = call["dim"] % x.dim()
@@ -118,7 +121,7 @@ def _slice(call: Call) -> Known:
             raise Mixes("the row is cut: some tokens are taken for all")
         return rows
     no_lengths(call)
-    return rows or call.of("self")
+    return rows.part if rows else call.of("self")
 
 
 def _reaches(end: Any, size: Any) -> bool:
@@ -132,12 +135,12 @@ def _reaches(end: Any, size: Any) -> bool:
       "split_with_sizes_copy unbind_copy")
 def _parts(call: Call) -> Known | list[Known]:
     x, rows = call["self"], _fixed(call.of("self"))
-    no_lengths(call)
     if rows is None:
         return _split(call, call.of("self"))
     dim = (call["dim"] or 0) % x.dim()
     if dim == rows.dim:
         raise Mixes("the row is cut into parts")
+    rows = rows.part
     return _split(call, rows.at(rows.dim - (dim < rows.dim)) if call.name.startswith("unbind") else rows)
 
 
@@ -149,7 +152,7 @@ def _diagonal(call: Call) -> Known:
     dims = [call[n] % x.dim() for n in ("dim1", "dim2")]
     if rows.dim in dims:
         raise Mixes("it takes the diagonal over tokens")
-    return rows.at(rows.dim - sum(d < rows.dim for d in dims))
+    return rows.part.at(rows.dim - sum(d < rows.dim for d in dims))
 
 
 @rule("unfold")
@@ -157,7 +160,7 @@ def _unfold(call: Call) -> Known:
     x, rows = call["self"], _fixed(call.of("self"))
     if rows is not None and call["dimension"] % x.dim() == rows.dim:
         raise Mixes("it takes windows of several tokens")
-    return rows or call.of("self")
+    return rows.part if rows else call.of("self")
 
 
 @rule("view_as_real view_as_complex real imag view_as_real_copy view_as_complex_copy")
@@ -170,7 +173,6 @@ def _complex(call: Call) -> Known:
 
 @rule("cat stack")
 def _cat(call: Call) -> Known:
-    no_lengths(call)
     tensors: list[torch.Tensor] = call["tensors"]
     first = same([as_data(call.known(t)) for t in tensors])
     if first is None:
@@ -186,7 +188,6 @@ def _cat(call: Call) -> Known:
 
 @rule("constant_pad_nd")
 def _pad(call: Call) -> Known:
-    no_lengths(call)
     rows, pad = call.rows("self"), call["pad"]
     if rows is None:
         return CONST

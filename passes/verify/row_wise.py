@@ -78,7 +78,7 @@ class RowWise:
         self._proof = TokenPass(tokens)
 
     def dim_of(self, val: Any) -> int | None:
-        """The dimension of the tokens in a tensor that has tokens; None for all else, and for quantised tensors."""
+        """The dimension of the tokens in a tensor that has tokens; None for all else, and for quantized tensors."""
         if not isinstance(val, torch.Tensor) or is_traceable_wrapper_subclass(val):
             return None
         found = self._mentions(val)

@@ -47,8 +47,8 @@ class Holds:
         what: "number": each cell holds the number of the row it belongs to, counted in rows of ``inner`` a token.
             "inverse": the place of its row in ``order``. "picks": numbers of rows that the caller asks for.
             "index": places in a dimension that is not the tokens'; never negative. "sorted": expert ids, sorted by ``order``.
-            "one hot": 1 for each expert of a token, else 0. "blank": nothing was written yet.
-        ids: which ids "index" and "one hot" are of.
+            "one hot": 1 for each expert of a token, else 0. "blank": nothing was written yet. "zeros": blank, and all 0.
+        ids: all of which "index" holds, once each, or of which "one hot" is made.
     """
 
     what: str
@@ -60,6 +60,10 @@ class Holds:
     def depends_on_place(self) -> bool:
         """Whether the values tell where in the batch a token is: no data for a computation."""
         return self.what in ("number", "inverse", "picks")
+
+    @property
+    def is_blank(self) -> bool:
+        return self.what in ("blank", "zeros")
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,17 @@ class Rows:
         if self.holds is not None and self.holds.depends_on_place:
             raise Mixes("it computes with the places of the tokens in the batch; positions must come from position_ids")
         return replace(self, holds=None)
+
+    @property
+    def is_blank(self) -> bool:
+        return self.holds is not None and self.holds.is_blank
+
+    @property
+    def part(self) -> Rows:
+        """Of some of its cells, or of repeated ones: no longer all ids of a token, once each."""
+        if self.holds is None or self.holds.what not in ("index", "one hot"):
+            return self
+        return replace(self, holds=Holds("index") if self.holds.what == "index" else None)
 
     def same_rows(self, other: Rows) -> bool:
         """Whether the same rows are in the same order, wherever their dimension is."""

@@ -128,11 +128,8 @@ def _argument(node: fx.Node, index: int, name: str) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
-def check_config(config: Any, max_length: int | None = None) -> None:
-    """What can be told from a transformers config before any tracing.
-
-    Args:
-        max_length: no sequence will be longer than this; None: unknown.
+def check_config(config: Any) -> None:
+    """The checks that need a transformers config only, before any tracing.
 
     Raises:
         UnsupportedAttention: the model cannot be served.
@@ -155,7 +152,7 @@ def check_config(config: Any, max_length: int | None = None) -> None:
     if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": among tokens of images
         raise UnsupportedAttention(f"{kind} is configured with use_bidirectional_attention="
                                    f"{text.use_bidirectional_attention!r}; quire serves causal models.")
-    check_rope(config, max_length)
+    check_rope(config)
 
 
 def text_config(config: Any) -> Any:

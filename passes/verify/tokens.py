@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -68,7 +69,7 @@ class TokenPass:
                 else:
                     self.known[node] = self._of(node)
                     for t in tree_leaves(value(node)):
-                        if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t):
+                        if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t) and not is_functorch(t):
                             self._memory.setdefault(_storage(t), []).append(node)
 
     def proved(self, node: fx.Node) -> Any:
@@ -85,6 +86,8 @@ class TokenPass:
         """What is known of the value of a node: as nested as the value."""
         if node.op in ("placeholder", "get_attr"):
             return self._of_input(node)
+        if any(isinstance(t, torch.Tensor) and is_functorch(t) for t in tree_leaves(value(node))):
+            return _mixed("quire does not look into torch.vmap and torch.func", node)
         if node.target in _ATTENTION:
             self._check_used(node, node, "is attended to")
             return self._attended(node)
@@ -314,8 +317,22 @@ def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = (
             f"the graph was traced for exactly {tokens} tokens, so it cannot be proved that they meet in attention only; "
             "compile with dynamic=True and give at least 2 tokens")
     expr = tokens.node.expr
+    if expr.is_number:
+        raise UnsupportedAttention(
+            f"an operation of the model takes the length of the row as a plain number{_fixed_at(tokens)}, so that its graph is "
+            f"for exactly {expr} tokens and not proved for others; the length of a packed row means nothing to its sequences: "
+            "compute with position_ids, or with constants")
     rows = dict.fromkeys(s.node.expr for n in graph.find_nodes(op="placeholder") if _is_pick(n) for s in value(n).shape)
     TokenPass(expr, [r for r in rows if r != expr], row_data).check(graph)
+
+
+def _fixed_at(tokens: Any) -> str:
+    """Where in the user's code Dynamo made the number of tokens a constant, if it says so."""
+    for guard in tokens.node.shape_env.guards:
+        place = getattr(getattr(guard, "sloc", None), "maybe_user_loc", None)
+        if place and guard.expr.func.__name__ == "Equality" and tokens.node.expr in guard.expr.args:
+            return f" ({place})"
+    return ""
 
 
 def _is_pick(node: fx.Node) -> bool:

@@ -136,7 +136,7 @@ def outcome(make: Callable[[type[Model]], Model], route: str) -> str:
 
 
 def refusal(error: BaseException) -> str | None:
-    """Quire's reason, or Dynamo's for code that it cannot trace into one graph; None for any other error."""
+    """Quire's reason, or Dynamo's for code that it cannot trace into one graph; None for any other error, inside quire too."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, UnsupportedAttention):
@@ -145,7 +145,8 @@ def refusal(error: BaseException) -> str | None:
     text = str(error)
     if "UnsupportedAttention" in text:
         return text[text.index("UnsupportedAttention") :]
-    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException) and not isinstance(
+            error, torch._dynamo.exc.BackendCompilerFailed):
         return re.sub(r"\s+", " ", text)[:300]
     return None
 

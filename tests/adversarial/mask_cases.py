@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import strategies as st
 from torch import nn
 
@@ -310,9 +311,10 @@ def is_a_known_kind(model: Model) -> bool:
 
 
 class Report:
-    """Counts outcomes; ``QUIRE_MASK_REPORT`` names a JSON file that always has the latest counts."""
+    """Counts outcomes; the environment variable ``to`` names a JSON file that always has the latest counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, to: str = "QUIRE_MASK_REPORT") -> None:
+        self.to = to
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
 
@@ -320,15 +322,17 @@ class Report:
         self.counts[f"{'harmless' if harmless else 'other'}, {found.partition(':')[0]}"] += 1
         if harmless and found != "exact":
             self.refused[found.partition("positions: ")[2].partition(" (node")[0] or found[:150]] += 1
-        if path := os.environ.get("QUIRE_MASK_REPORT"):
+        if path := os.environ.get(self.to):
             Path(path).write_text(str(self))
 
     @property
     def share_refused(self) -> float:
-        """Of the harmless masks, the share that was refused."""
+        """Of what is harmless, the share that was refused."""
         refused, served = self.counts["harmless, refused"], self.counts["harmless, exact"]
         return refused / max(refused + served, 1)
 
     def __str__(self) -> str:
-        found = {**self.counts, "share of harmless masks refused": round(self.share_refused, 4), "why": dict(self.refused)}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        share = {"share of harmless refused": round(self.share_refused, 4)}
+        found = {**versions, **self.counts, **share, "why": dict(self.refused)}
         return json.dumps(found, indent=1)

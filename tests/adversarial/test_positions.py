@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -81,41 +83,104 @@ def test_what_keeps_to_each_token_is_exact(name: str) -> None:
     assert outcome(before(FINE[name]), "compile") == "exact"
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped, lambda m: Wrapped(Wrapped(m))], ids=["plain", "wrapped", "twice"])
-def test_every_config_in_the_module_tree_is_checked(kind: str, wrap) -> None:
-    model = phi3() if kind == "longrope" else build(REFUSED["llama_dynamic_rope"])
-    with pytest.raises(UnsupportedAttention, match=f"rope_type '{kind}'"):
-        PagedModel(wrap(model), QuireOptions(compiler="eager"))
+def test_every_config_in_the_module_tree_is_checked(wrap) -> None:
+    with pytest.raises(UnsupportedAttention, match="rope_type 'dynamic'"):
+        PagedModel(wrap(build(REFUSED["llama_dynamic_rope"])), QuireOptions(compiler="eager"))
 
 
 def test_a_nested_config_is_checked() -> None:
     model = build(SERVED["llama"])
-    model.config.decoder_config = transformers.Phi3Config(**PHI3)
-    with pytest.raises(UnsupportedAttention, match="rope_type 'longrope'"):
+    model.config.decoder_config = build(REFUSED["llama_dynamic_rope"]).config
+    with pytest.raises(UnsupportedAttention, match="rope_type 'dynamic'"):
         PagedModel(model, QuireOptions(compiler="eager"))
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, Wrapped], ids=["plain", "wrapped"])
-def test_longrope_by_torch_compile_is_refused(wrap) -> None:
-    """No length is known, so the choice between the frequencies stays; Dynamo puts it into a graph of its own."""
-    model = wrap(phi3())
-    backend = QuireBackend(QuireOptions(compiler="eager"))
-    options = {} if isinstance(model, Wrapped) else {"use_cache": False}
+# Each sequence has the frequencies of its own length, at the limit, on both sides of it, and across it.
+
+
+def alone(ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        torch.compile(model, backend=backend, dynamic=True)(
-            input_ids=torch.arange(23)[None], position_ids=torch.arange(23)[None], **options)
-    with pytest.raises(UnsupportedAttention, match="mixes the tokens|no attention was found"):
-        _ = [g.sites for g in backend.graphs]
+        return phi3()(input_ids=ids[None], use_cache=False).logits[0]
 
 
-def test_longrope_below_its_short_length_is_exact() -> None:
+def tokens(*lengths: int) -> list[torch.Tensor]:
+    return [torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+
+
+def test_longrope_on_the_engine() -> None:
+    """Short and long prompts beside each other, in chunks; two grow past the limit, and are computed again. Equal beginnings of
+    sequences on different sides of it are not shared."""
+    prompts = tokens(5, SHORT - 3, SHORT, SHORT + 1, 60)
+    prompts += [prompts[-1][:SHORT], prompts[-1][: SHORT + 5]]
+    params = quire.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
+    with quire.Engine(phi3(), page_size=4, num_pages=120, max_num_seqs=4, prefill_chunk_size=7, max_model_len=80,
+                      enable_prefix_caching=True) as engine:
+        assert engine.scheduler.length_limits == (SHORT,)
+        for _ in range(2):
+            outs = engine.generate([p.tolist() for p in prompts], params)
+            for prompt, out in zip(prompts, outs, strict=True):
+                ids = prompt
+                for token, logprobs in zip(out.token_ids, out.logprobs, strict=True):
+                    want = alone(ids)[-1].log_softmax(-1)
+                    assert want.argmax() == token and abs(want[token] - logprobs[token].logprob) < 1e-4
+                    ids = torch.cat([ids, torch.tensor([token])])
+        assert engine.scheduler.num_preemptions >= 4 and engine.scheduler.prefixes.stats.hits
+
+
+@pytest.mark.parametrize("wrap", ["compile", pytest.param("decorator", marks=pytest.mark.slow)])
+def test_longrope_by_hand(wrap: str) -> None:
+    model, plain = phi3(), phi3()
+    if wrap == "compile":
+        call = torch.compile(model, backend=QuireBackend(QuireOptions(compiler="eager")))
+    else:
+        call = functools.partial(quire.paged(type(model).forward, compiler="eager"), model)
+    cache = quire.PagedKVCache.for_model(plain, num_pages=64, page_size=4)
+    pages = [list(range(1, 20)), list(range(20, 40)), list(range(40, 60))]
+
+    def check(rows: list[tuple[int, torch.Tensor, int]], **options: list[int]) -> None:
+        """``rows``: (sequence, its tokens, how many of them are new)."""
+        meta = quire.CommonAttentionMetadata.build([new for *_, new in rows], [len(ids) for _, ids, _ in rows],
+                                                   [pages[i] for i, *_ in rows], page_size=4, **options)
+        row = torch.cat([ids[len(ids) - new :] for _, ids, new in rows])
+        with torch.no_grad(), quire.step(cache, meta):
+            got = call(input_ids=row[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+        want = torch.cat([(alone(whole[i]) if options else alone(ids))[len(ids) - new : len(ids)] for i, ids, new in rows])
+        assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+    whole = tokens(6, 60, SHORT + 1)
+    check([(0, whole[0][:5], 5), (1, whole[1][:59], 59), (2, whole[2][:-1], SHORT)])
+    check([(0, whole[0], 1), (1, whole[1], 1)])
+    with pytest.raises(UnsupportedAttention, match=f"sequence 0 has {SHORT + 1} tokens, and keys in the cache .* first token"):
+        check([(2, whole[2], 1)])
+    check([(2, whole[2], SHORT + 1)])
+    with pytest.raises(UnsupportedAttention, match="sequence 0 has 10 tokens"):
+        check([(1, whole[1][:10], 1)])
+    check([(0, whole[0], 6), (1, whole[1][:20], 20)], total_lens=[6, 60])  # a prompt in chunks
+    check([(1, whole[1], 40)], total_lens=[60])
+
+
+def test_longrope_uncompiled_is_refused() -> None:
+    model = quire.paged(phi3())
+    cache = quire.PagedKVCache.for_model(phi3(), num_pages=9, page_size=4)
+    meta = quire.CommonAttentionMetadata.build([5], [5], [[1, 2]], page_size=4)
+    with pytest.raises(UnsupportedAttention, match="longrope.*quire.Engine"), quire.step(cache, meta):
+        model(input_ids=torch.arange(5)[None], position_ids=meta.positions[None], use_cache=False)
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 3]])
+def test_total_lens_are_checked(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="total_lens"):
+        quire.CommonAttentionMetadata.build([2, 4], [2, 4], [[1], [2]], page_size=4, total_lens=lengths)
+
+
+def test_longrope_below_its_short_length_has_no_choice() -> None:
+    """An engine for short sequences pays nothing."""
     model = phi3()
     batch = reference(model)
     paged = PagedModel(model, QuireOptions(compiler="eager", max_model_len=SHORT))
     try:
-        over_all = [n for n in paged.graph.raised.graph.nodes if n.target in ("max", torch.max) and not n.kwargs]
-        assert not over_all, "the frequencies still depend on the batch"
+        assert not paged.graph.length_limits
         assert error(serve(paged, batch, page_size=4, attention="torch_native"), batch) <= TOLERANCE
     finally:
         paged.close()

@@ -30,6 +30,13 @@ def make_case(
     return lay_out(site, query_lens, seq_lens, page_size=page_size, pad=(pad_tokens, pad_reqs), fill=poison, **options)
 
 
+def shape_of_key(name: str) -> tuple[int, int, int, bool, torch.dtype | None]:
+    """The arguments of ``launch_config.key``: tokens (padded), n, k, swiglu and codes."""
+    shape, _, codes = name.partition(" ")
+    tokens, n, k = (int(x) for x in shape.rstrip("s").split("x"))
+    return tokens, n, k, shape.endswith("s"), getattr(torch, codes) if codes else None
+
+
 def check_drift(out: torch.Tensor, case: Case) -> None:
     """Every number is as near to the result without quantization as half steps of the codes allow, and not equal to it.
 

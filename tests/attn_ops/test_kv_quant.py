@@ -134,7 +134,7 @@ def test_how_a_sequence_is_cut_does_not_matter(kv_dtype) -> None:
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_only_what_is_gathered_is_dequantised(monkeypatch) -> None:
+def test_only_what_is_gathered_is_dequantized(monkeypatch) -> None:
     """The float copies are of the pages that the batch names, not of the cache."""
     sizes = []
     real = torch_native.dequantize
@@ -144,6 +144,6 @@ def test_only_what_is_gathered_is_dequantised(monkeypatch) -> None:
     assert sizes and max(sizes) <= 4 * 5 * 4 * 2 * 8  # (tiles, pages, tokens per page, Hkv, D)
 
 
-def test_read_back_is_dequantise() -> None:
+def test_read_back_is_dequantize() -> None:
     codes, scale = quantize(torch.randn(5, 2, 8), torch.int8)
     torch.testing.assert_close(read_back(codes, scale).float(), dequantize(codes, scale), rtol=1e-7, atol=0)

@@ -179,7 +179,8 @@ def page() -> str:
         "logits processors and stopping criteria that transformers makes. The whole batch must then fit in the engine at once.",
         "",
         "These calls always fall back: a model in training mode with dropout, `torch.autocast`, a model class with generation",
-        "methods of its own, embeddings as input, and sequences longer than the engine's `max_model_len`.", "",
+        "methods of its own, embeddings as input, and sequences longer than the engine's `max_model_len`. They run in the",
+        "model's own dtype, also where the engine has another one (`quire.paged(model, dtype=...)`).", "",
         f"Of {len(rows)} fields {share:.0%} are *same*.", ""]
     for title, table in (("Fields of GenerationConfig", FIELDS), ("Arguments of generate", ARGUMENTS)):
         lines += [f"## {title}", "", "| | | |", "|---|---|---|"]

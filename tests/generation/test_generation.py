@@ -87,6 +87,14 @@ def test_the_page_is_the_table() -> None:
     assert set(statuses) <= {SAME, DIFFERENT, FALLS_BACK} and statuses.count(SAME) >= 0.8 * len(statuses)
 
 
+@pytest.mark.parametrize("options", [dict(bad_words_ids=[]), dict(sequence_bias=[]), dict(do_sample=True, top_k=-1)], ids=str)
+def test_what_transformers_refuses_is_refused(options, models) -> None:
+    """A typing error must not mean "no filter" here and an error there."""
+    for model in models:
+        with pytest.raises(ValueError, match=next(name for name in options if name != "do_sample")):
+            model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, **options)
+
+
 def test_a_processor_that_raises_hurts_nobody_else(models, tokenizer) -> None:
     """The caller gets the error; the engine's pages come back, and its other requests go on."""
     model = models[1]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import quire
 from quire.graph_runner.engine import Engine
@@ -27,6 +28,7 @@ from tests.tiny import (
     hf_greedy,
     tokens,
     unchanged,
+    with_other_weights,
 )
 
 pytestmark = [
@@ -233,7 +235,7 @@ def test_bfloat16(backend, fusions, half, tokenizer, prompts, long_prompt) -> No
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_quantised_weights(config, half, tokenizer, prompts, long_prompt, caplog) -> None:
+def test_quantized_weights(config, half, tokenizer, prompts, long_prompt, caplog) -> None:
     """torchao's, in quire's kernels: each token is the likeliest of torchao's own layers, up to the rounding of bfloat16."""
     torchao = pytest.importorskip("torchao.quantization")
     ours = copy.deepcopy(half)
@@ -262,11 +264,7 @@ def test_auto_takes_a_gpu_backend(half, tokenizer, prompts) -> None:
 
 
 def test_weight_updates_reach_the_graphs(model, prompts, expected) -> None:
-    ours, donor = copy.deepcopy(model), copy.deepcopy(model)
-    with torch.no_grad():
-        for name, p in donor.named_parameters():
-            if "q_proj" in name or "gate_proj" in name:
-                p.mul_(0.5)
+    ours, donor = copy.deepcopy(model), with_other_weights(model)
     changed = [hf_greedy(donor, p, GREEDY.max_tokens) for p in prompts]
     assert changed != expected
     with Engine(ours, attention=need("triton"), **QUICK) as engine:
@@ -316,13 +314,13 @@ def test_step_by_hand(backend, compiler, model, prompts) -> None:
     assert (got - want).abs().max() <= 2e-5 * want.abs().max()
 
 
-# -- quantised caches
+# -- quantized caches
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e5m2"])
-def test_quantised_cache(kind, model, prompts, expected) -> None:
+def test_quantized_cache(kind, model, prompts, expected) -> None:
     """In float32: compiled, captured, preempted and cut in pieces, on both backends, one text. int8 and e4m3 leave that of
-    transformers as it is (tests/graph_runner/test_kv_quantised.py has the same on a CPU)."""
+    transformers as it is (tests/graph_runner/test_kv_quantized.py has the same on a CPU)."""
     wanted = None
     for attention, options in (("torch_native", QUICK), ("triton", SMALL), ("triton", {**QUICK, "num_pages": 7}),
                                ("triton", {**QUICK, "prefill_chunk_size": 3, "kv_layout": "HND", "page_size": 4})):
@@ -335,10 +333,42 @@ def test_quantised_cache(kind, model, prompts, expected) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_quantised_cache_in_bfloat16(kind, half, prompts) -> None:
-    """Compiled and captured, the texts start as those of the unquantised cache: sensible, if not the same to the end."""
+def test_quantized_cache_in_bfloat16(kind, half, prompts) -> None:
+    """Compiled and captured, the texts start as those of the unquantized cache: sensible, if not the same to the end."""
     found = []
     for name in ("auto", kind):
         with Engine(half, attention=need("triton"), kv_cache_dtype=name, **SMALL) as engine:
             found.append(tokens(engine.generate(prompts, GREEDY)))
     assert sum(a[:3] == b[:3] for a, b in zip(*found, strict=True)) >= len(prompts) - 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_mixed_steps_in_pieces(compiler, half, prompts) -> None:
+    """FlashInfer's steps with prompts: everything but attention is replayed, and every token is still the likeliest."""
+    options = {**QUICK, "attention": need("flashinfer"), "compiler": compiler, "max_num_batched_tokens": 64}
+    with Engine(half, **options, cudagraph_piecewise=True) as engine:
+        stats = engine.runner.graphs.stats
+        assert stats.pieces > stats.captured
+        outs = tokens(engine.generate(prompts, replace(GREEDY, ignore_eos=True)))
+        assert not stats.fell_back and {b.num_tokens for b in stats.replays} & {16, 64}
+    for prompt, found in zip(prompts, outs, strict=True):
+        check_likely(half, prompt, found)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_windows_beside_full_layers(compiler) -> None:
+    """Gemma 2: pages behind the window go back while requests run, in captured steps; in float32 the tokens of ``generate``."""
+    torch.manual_seed(0)
+    config = Gemma2Config(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+                          num_key_value_heads=2, head_dim=64, sliding_window=40, max_position_embeddings=1024,
+                          bos_token_id=None, eos_token_id=None, initializer_range=0.2)
+    model = Gemma2ForCausalLM(config).eval().cuda()
+    long = [[3 + i % 97 for i in range(n)] for n in (300, 5, 420)]
+    options = dict(attention=need("triton"), compiler=compiler, page_size=16, num_pages=70, max_num_seqs=3, max_model_len=600,
+                   max_num_batched_tokens=64, cudagraph_capture_sizes=[1, 3], cudagraph_token_sizes=[64])
+    with Engine(model, **options) as engine:
+        windows = engine.scheduler.windows
+        assert windows.allocator.num_total < 69
+        outs = tokens(engine.generate(long, replace(GREEDY, max_tokens=60, ignore_eos=True)))
+        assert engine.runner.graphs.stats.replayed and windows.allocator.num_free == windows.allocator.num_total
+    assert outs == [hf_greedy(model, p, 60, eos_token_id=None) for p in long]

@@ -13,8 +13,9 @@ from quire.attn_ops.ops.small_linear import (
     small_linear_cuda,
     small_linear_eager,
 )
-from quire.attn_ops.tuning.launch_config import STORE, parsed
+from quire.attn_ops.tuning.launch_config import STORE
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
+from tests.attn_ops.cases import shape_of_key
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +31,7 @@ def arguments(tokens: int, n: int, k: int, swiglu: bool):
             torch.randn(tokens, out, **made), swiglu)
 
 
-def quantised(tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype):
+def quantized(tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype):
     """The same with codes and their scales, and with a norm, which the engine keeps outside."""
     x, weight, *rest = arguments(tokens, n, k, swiglu)
     found, scale = quantize(weight, codes)
@@ -49,9 +50,9 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
 @pytest.mark.parametrize("key", sorted({k for configs in STORE.load(STORE.shipped).values() for k in configs}))
 def test_every_parameter_set(key) -> None:
     """No further from fp64 than twice the separate bf16 kernels are."""
-    padded, n, k, swiglu, codes = parsed(key)
+    padded, n, k, swiglu, codes = shape_of_key(key)
     for tokens in {padded, max(1, padded - 3)}:
-        args = arguments(tokens, n, k, swiglu) if codes is None else quantised(tokens, n, k, swiglu, codes)
+        args = arguments(tokens, n, k, swiglu) if codes is None else quantized(tokens, n, k, swiglu, codes)
         truth = small_linear_eager(*[wide(a) for a in args])
         assert error(small_linear(*args), truth) <= 2 * error(small_linear_eager(*args), truth)
 
@@ -61,7 +62,7 @@ def test_every_parameter_set(key) -> None:
 def test_every_candidate_for_codes(tokens, codes) -> None:
     """As above; also of weights that no tile divides, with all that is folded in."""
     for n, k, swiglu in ((6144, 4096, False), (2048, 4096, True), (1000, 1104, True)):
-        args = quantised(tokens, n, k, swiglu, codes)
+        args = quantized(tokens, n, k, swiglu, codes)
         truth = small_linear_eager(*[wide(a) for a in args])
         bound = 2 * error(small_linear_eager(*args), truth)
         for config in candidates(tokens, codes):

@@ -83,7 +83,7 @@ def test_cache_of_more_than_2_31_elements():
         check_case(BACKEND, case)
 
 
-# Quantised caches: codes and scales bit for bit, numbers within the bound of what reads back.
+# Quantized caches: codes and scales bit for bit, numbers within the bound of what reads back.
 
 KV_DTYPES = sorted(QUANTIZED_KV_DTYPES, key=str)
 
@@ -97,14 +97,14 @@ def kv_dtype(request):
 
 
 @pytest.mark.parametrize(("dtype", "layout"), [*((d, "NHD") for d in DTYPES), (torch.bfloat16, "HND")], ids=str)
-def test_quantised(dtype, layout, kv_dtype):
+def test_quantized(dtype, layout, kv_dtype):
     shape = dict(**LLAMA, dtype=dtype, layout=layout, kv_dtype=kv_dtype)
     for query_lens, seq_lens in (([1] * 8, [1, 16, 17, 64, 65, 1025, 4000, 6007]), ([1], [9001]),
                                  ([1] * 150, [1 + 7 * i for i in range(150)]), ([1500], [1500]), ([64], [5000]),
                                  ([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129])):
         case = make_case(query_lens, seq_lens, **shape, pad_tokens=6, pad_reqs=3)
         out = check_case(BACKEND, case)
-        if dtype == torch.float32:  # else what quantising changes may hide within the rounding of the dtype
+        if dtype == torch.float32:  # else what quantizing changes may hide within the rounding of the dtype
             check_drift(out, case)
 
 
@@ -112,7 +112,7 @@ def test_quantised(dtype, layout, kv_dtype):
     (32, 32, 128, 128), (8, 1, 256, 256), (32, 4, 80, 80), (16, 16, 192, 128), (71, 1, 64, 64), (4, 4, 16, 16),
     (20, 1, 64, 64), (32, 1, 128, 128), (24, 1, 256, 256), (48, 1, 128, 128), (64, 1, 64, 64),
 ])
-def test_quantised_heads_and_dims(heads, kv_heads, dim, dim_v, kv_dtype):
+def test_quantized_heads_and_dims(heads, kv_heads, dim, dim_v, kv_dtype):
     shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, page_size=16,
                  dtype=torch.bfloat16, device="cuda", kv_dtype=kv_dtype)
     check_case(BACKEND, make_case([1] * 5, [1, 64, 700, 1025, 3000], **shape))
@@ -123,13 +123,13 @@ def test_quantised_heads_and_dims(heads, kv_heads, dim, dim_v, kv_dtype):
     dict(window=700, softcap=20.0, sinks=True, chunk=1024), dict(write=False), dict(strided=True), dict(page_size=1),
     dict(poison=float("nan")),
 ], ids=str)
-def test_quantised_features(features, kv_dtype):
+def test_quantized_features(features, kv_dtype):
     shape = {**LLAMA, **features, "dtype": torch.bfloat16, "kv_dtype": kv_dtype}
     check_case(BACKEND, make_case([1] * 6, [1, 127, 128, 129, 1500, 4000], **shape))
     check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **shape, pad_tokens=4, pad_reqs=2))
 
 
-def test_quantised_how_a_sequence_is_cut_does_not_matter(kv_dtype):
+def test_quantized_how_a_sequence_is_cut_does_not_matter(kv_dtype):
     torch.manual_seed(0)
     q, k, v = (torch.randn(300, heads, 64, device="cuda") for heads in (8, 2, 2))
     whole, cache = in_pieces(BACKEND, q, k, v, [300], kv_dtype, page_size=16)
@@ -141,7 +141,7 @@ def test_quantised_how_a_sequence_is_cut_does_not_matter(kv_dtype):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_quantised_what_is_not_finite_is_not_hidden(bad, kv_dtype):
+def test_quantized_what_is_not_finite_is_not_hidden(bad, kv_dtype):
     for query_lens in ([1, 1], [40, 12]):
         for which in ("k", "v"):
             case = make_case(query_lens, [90, 17], **LLAMA, dtype=torch.bfloat16, kv_dtype=kv_dtype)

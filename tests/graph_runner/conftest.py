@@ -3,12 +3,20 @@
 import pytest
 
 from quire.graph_runner.engine import Engine
-from tests.tiny import PROMPTS, assert_idle, continuations, load_model, load_tokenizer, small_llama
+from tests.tiny import (
+    assert_idle,
+    greedy_continuations,
+    load_model,
+    load_tokenizer,
+    prompt_ids,
+    sampled_continuations,
+    small_llama,
+)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model()
+    return load_model(num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -22,20 +30,20 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer):
-    return [tokenizer(p)["input_ids"] for p in PROMPTS]
+def prompts():
+    return prompt_ids()
 
 
 @pytest.fixture(scope="module")
 def expected(model):
     """transformers' greedy continuation of each prompt."""
-    return continuations(model.config.num_hidden_layers)[0]
+    return greedy_continuations(model.config.num_hidden_layers)
 
 
 @pytest.fixture(scope="module")
 def sampled(model):
     """What each prompt gives when it is sampled alone."""
-    return continuations(model.config.num_hidden_layers)[1]
+    return sampled_continuations(model.config.num_hidden_layers)
 
 
 @pytest.fixture(scope="module")

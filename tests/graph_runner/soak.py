@@ -4,9 +4,10 @@
     make soak ARGS="--minutes 60 --seed 7"
 
 Requests of known prompts run while another thread updates the weights in place, replaces parameters, toggles training mode and
-gradient checkpointing, and a third one closes the engine and makes another. A request that began and ended under one and the
-same set of weights must give the tokens of its run alone. At the end every page is free, and the model is as it was. A thread
-that does not come forward for ``STUCK`` seconds fails the run with the stacks of all threads.
+gradient checkpointing (at any time, also while the model is traced), and a third one closes the engine and makes another. A
+request that began and ended under one and the same set of weights must give the tokens of its run alone. At the end every page
+is free, and the model is as it was. A thread that does not come forward for ``STUCK`` seconds fails the run with the stacks of
+all threads.
 """
 
 from __future__ import annotations
@@ -120,8 +121,11 @@ class Soak:
     def change(self, choose: random.Random) -> None:
         """The model, under the running engine."""
         what = choose.choice(("weights", "weights", "parameters", "train", "checkpointing", "plain forward"))
-        with self._making, self.engine.lock.hold():  # between steps: a model that is being traced is nobody else's
+        if what in ("train", "checkpointing"):  # at any time, also while it is traced
             self._change(what, choose)
+        else:
+            with self._making, self.engine.lock.hold():  # between steps: a model that is being traced is nobody else's
+                self._change(what, choose)
         self.counts[f"changes: {what}"] += 1
         time.sleep(choose.random() * 0.6)
 

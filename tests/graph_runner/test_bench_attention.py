@@ -22,6 +22,7 @@ from quire.graph_runner.bench.attention import heads_of
 from quire.graph_runner.bench.attention_op import decode_point, extend_points, measure, op_batch, work
 from quire.graph_runner.cli import main
 from quire.graph_runner.engine import Engine
+from quire.passes.explain import explain
 from tests.tiny import load_model
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
@@ -58,7 +59,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *backends: AttentionBackend) -> None:
 
 def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                  caplog: pytest.LogCaptureFixture) -> None:
-    model = load_model()
+    model = load_model(num_layers=1)
     with Engine(model, num_pages=8) as engine:
         assert engine.runner.backend is slow and engine.runner.selection.why == ""
     out = tmp_path / "out.json"
@@ -85,8 +86,7 @@ def test_measure_save_and_select(slow: Any, tmp_path: Path, capsys: pytest.Captu
     assert [r for r in caplog.records if r.message.startswith("attention: torch_native (fastest measured")]
     assert main(["backends", "--device", "cpu"]) == 0
     assert "4/2 x 64 float32, page 16: decode torch_native" in capsys.readouterr().out
-    assert main(["explain"]) == 0
-    said = capsys.readouterr().out
+    said = str(explain(model))
     assert "attention backend: torch_native, fastest measured: decode" in said
     assert "slow_for_test passed over: measured slower: decode" in said
 
@@ -136,6 +136,7 @@ def test_against_an_earlier_result(slow: Any, tmp_path: Path, capsys: pytest.Cap
     (["attention", "--page-size", "0"], "--page-size and --scale must be at least 1"),
     (["attention", "--dtype", "int8"], "--dtype 'int8' is not a floating-point"),
     (["attention", "--vs", "vllm", "--engine", "num_pages=3"], "--vs, --engine: not with the workload attention"),
+    (["attention", "--kv-cache-dtype", "int8"], "--kv-cache-dtype and --repeats do not go with the workload attention"),
     (["attention", "--systems", "hf-eager"], "--systems does not go with the workload attention"),
     (["attention", "--attention", "nope"], "unknown attention backend 'nope'"),
     (["decode", "--save"], "--save: not with the workload decode"),

@@ -22,7 +22,7 @@ LONG = replace(GREEDY, max_tokens=100, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model(num_layers=2)
+    return load_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,25 @@ import pytest
 import quire
 from quire.graph_runner.cli import main
 from quire.graph_runner.loading import TINY_MODEL
+from tests.tiny import hf_greedy, load_model, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the first layer of the shipped model, which starts sooner."""
+    path = tmp_path_factory.mktemp("model")
+    load_model(num_layers=1).save_pretrained(path)
+    load_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def said_by_small() -> str:
+    """Its continuation of "The owl is" by eight tokens."""
+    tokenizer = load_tokenizer()
+    return tokenizer.decode(hf_greedy(load_model(num_layers=1), tokenizer("The owl is").input_ids, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +69,10 @@ def test_help_of_a_command(command: str, words: tuple[str, ...], capsys: pytest.
     assert not [word for word in words if word not in said]
 
 
-@pytest.mark.parametrize("options", [[], ["--no-stream"]])
-def test_one_prompt_streams_plainly_into_a_log(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--max-tokens", "8", "The owl is", *options]) == 0
+def test_one_prompt_streams_plainly_into_a_log(small: str, said_by_small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", small, "--max-tokens", "8", "The owl is", "--no-stream"]) == 0
+    assert capsys.readouterr().out == f"The owl is{said_by_small}\n"
+    assert main(["generate", "--max-tokens", "8", "The owl is"]) == 0
     said = capsys.readouterr()
     assert said.out == "The owl is a bird of the night that lives in\n", "what a script reads is the text alone"
     summary = said.err.splitlines()[-1]
@@ -71,21 +89,24 @@ def test_demo_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode" in err.splitlines()[-1]
 
 
-def test_panels_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_panels_on_a_terminal(small: str, said_by_small: str, monkeypatch: pytest.MonkeyPatch,
+                              capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    assert main(["generate", "--max-tokens", "8", "The owl is", "Dear Anna,", "--engine", "num_pages=32"]) == 0
+    prompts = ["The owl is", "Dear Anna,"]
+    assert main(["generate", "--model", small, "--max-tokens", "8", *prompts, "--engine", "num_pages=32"]) == 0
     said = capsys.readouterr()
-    assert "╭─" in said.out and "bird of the night" in said.out and "length" in said.out
+    assert "╭─" in said.out and said_by_small in said.out and "length" in said.out
     assert "2 requests" in said.err
 
 
-def test_json_version_and_log(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--json", "-v", "--max-tokens", "4", "The owl is", "word " * 300, "--engine", "num_pages=10"]) == 1
+def test_json_version_and_log(small: str, said_by_small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", small, "--json", "-v", "--max-tokens", "4", "The owl is", "word " * 300, "--engine",
+                 "num_pages=10"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert [o["finish_reason"] for o in found["outputs"]] == ["length", "error"]
-    assert found["outputs"][0]["text"].startswith(" a bird") and found["stats"]["generated_tokens"] == 4
+    assert said_by_small.startswith(found["outputs"][0]["text"]) and found["stats"]["generated_tokens"] == 4
     assert "INFO quire.graph_runner.model_runner: attention: torch_native" in said.err
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -102,10 +123,12 @@ def test_long_errors_are_shortened(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert len(said) == 9 and said[-1] == "... and 32 more lines; --traceback shows all"
 
 
-def test_a_prompt_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--max-tokens", "4", "The owl is", "word " * 300, "--engine", "num_pages=10"]) == 1
+def test_a_prompt_that_fails_is_named_and_the_others_run(small: str, said_by_small: str,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--max-tokens", "8", "The owl is", "word " * 300, "--engine", "num_pages=10"]
+    assert main(["generate", "--model", small, *arguments]) == 1
     said = capsys.readouterr()
-    assert "[1] The owl is a bird" in said.out
+    assert f"[1] The owl is{said_by_small}\n" in said.out
     assert "quire: prompt 2: the prompt has " in said.err
 
 
@@ -113,11 +136,6 @@ def test_explain_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     said = capsys.readouterr().out
     assert "0-3    model.layers.*.self_attn  interface  GQA 4:2x64, float32" in said
-    assert main(["explain", "--all"]) == 0
-    assert "3      model.layers.3.self_attn  interface  GQA 4:2x64, float32" in capsys.readouterr().out
-    assert main(["explain", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["supported"] and found["backend"] == "torch_native" and [s["layer"] for s in found["sites"]] == [0, 1, 2, 3]
     assert said.endswith("attention backend: torch_native\n")
 
 
@@ -125,8 +143,13 @@ def test_explain_a_config_without_weights(tmp_path: Path, capsys: pytest.Capture
     config = tmp_path / "config.json"
     text = (TINY_MODEL / "config.json").read_text()
     config.write_text(text.replace('"num_hidden_layers": 4', '"num_hidden_layers": 2'))
-    assert main(["explain", "--config", str(config)]) == 0
-    assert "LlamaForCausalLM: 2 attention sites" in capsys.readouterr().out
+    assert main(["explain", "--config", str(config), "--all"]) == 0
+    said = capsys.readouterr().out
+    assert "LlamaForCausalLM: 2 attention sites" in said
+    assert "1      model.layers.1.self_attn  interface  GQA 4:2x64, float32" in said
+    assert main(["explain", "--config", str(config), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["supported"] and found["backend"] == "torch_native" and [s["layer"] for s in found["sites"]] == [0, 1]
     assert main(["explain", "--config", str(config), "--attention", "flashinfer"]) == 1
     assert "refused: attention='flashinfer' cannot serve this model" in capsys.readouterr().out
 
@@ -140,7 +163,8 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     (["generate", "hi", "--model", "nowhere"], "no model at nowhere"),
     (["generate", "hi", "--attention", "nope"], "unknown attention backend 'nope'; there are: auto, "),
-    (["generate", "hi", "--attention", "flashinfer"], "attention='flashinfer' cannot serve this model on cpu"),
+    (["generate", "hi", "--model", "SMALL", "--attention", "flashinfer"],
+     "attention='flashinfer' cannot serve this model on cpu"),
     (["generate", "hi", "--temperature", "-1"], "temperature must be"),
     (["generate", "hi", "--engine", "pages=3"], "quire.Engine has no option pages; it has attention, "),
     (["generate", "hi", "--engine", "num_pages=abc"], "num_pages must be an integer or None, got 'abc'"),
@@ -149,7 +173,8 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
      "cudagraph_capture_sizes must be a list of integers or 'sglang' or 'vllm' or 'powers' or None, got [1, 'x']"),
     (["generate", "hi", "--engine", "kv_layout=DNH"], "kv_layout must be 'NHD' or 'HND' or None, got 'DNH'"),
     (["generate", "hi", "--engine", "seed=True"], "seed must be an integer or None, got True"),
-    (["generate", "hi", "--engine", "attention=flashinfer"], "attention='flashinfer' cannot serve this model on cpu"),
+    (["generate", "hi", "--model", "SMALL", "--engine", "attention=flashinfer"],
+     "attention='flashinfer' cannot serve this model on cpu"),
     (["generate", "hi", "--engine", "attention=triton", "--attention", "auto"],
      "--attention auto and --engine attention=triton differ; give one of them"),
     (["generate", "hi", "--engine", "page_size=8", "--page-size", "16"],
@@ -167,9 +192,9 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     (["bench", "--model", "tiny", "--against", "nowhere.json"], "no result to compare with at nowhere.json"),
     (["bench", "--model", "tiny", "--dtype", "int8"], "--dtype 'int8' is not a floating-point torch dtype"),
 ])
-def test_errors_are_one_message_and_exit_code_2(arguments: list[str], message: str,
+def test_errors_are_one_message_and_exit_code_2(arguments: list[str], message: str, small: str,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    assert main([small if a == "SMALL" else a for a in arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"quire {arguments[0]}: error: {message}")
     assert "Traceback" not in said and said.count("\n") < 10
@@ -182,9 +207,10 @@ def test_traceback_shows_where_an_error_came_from() -> None:
 
 @pytest.mark.parametrize("options", [["--engine", "page_size=8"], ["--page-size", "8"],
                                      ["--engine", "page_size=8", "--page-size", "8"]], ids=" ".join)
-def test_engine_options_are_as_good_as_those_of_their_own(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_options_are_as_good_as_those_of_their_own(options: list[str], small: str,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--engine", "gpu_memory_utilization=1", "--engine", "cudagraph_capture_sizes=None", "--engine", "fusions=['rope']"]
-    assert main(["generate", "--max-tokens", "2", "The owl is", *options, *more]) == 0
+    assert main(["generate", "--model", small, "--max-tokens", "2", "The owl is", *options, *more]) == 0
     assert "page size 8;" in capsys.readouterr().err
 
 
@@ -212,13 +238,13 @@ def test_a_model_that_cannot_be_loaded(file: str, text: str | None, message: str
         assert said.startswith(f"quire explain: error: the model at {model / file} cannot be loaded: {message}")
 
 
-def test_an_error_of_our_own_shows_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_our_own_shows_where_it_came_from(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise TypeError("a bug")
 
     monkeypatch.setattr("quire.graph_runner.engine.Engine.stream", broken)
     with pytest.raises(TypeError, match="a bug"):
-        main(["generate", "hi"])
+        main(["generate", "hi", "--model", small])
 
 
 BACKENDS = "import sys\nfrom quire.graph_runner.cli import main\nsys.exit(main(['backends', '--device', 'cpu']))"

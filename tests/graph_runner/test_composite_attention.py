@@ -9,9 +9,10 @@ import torch
 import transformers
 
 import quire
-from quire.attn_ops.backend import define_paged_op
+from quire.attn_ops.backend import define_paged_op, define_state_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.registry import all_backends, register_backend
+from tests.tiny import small_llama
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=32, max_position_embeddings=64)
@@ -80,3 +81,31 @@ def test_compiled(gemma2) -> None:
     """Through torch.compile and Inductor, whose graph holds what both parts prepare."""
     expected = generate(gemma2, "torch_native")
     assert generate(gemma2, "hybrid:second_part+torch_native", compiler="inductor", fusions="all") == expected
+
+
+@pytest.mark.slow
+def test_an_engine_reads_a_common_prompt_once() -> None:
+    """Requests that begin alike have the prefix cache's pages in common; the tokens are those of the backend alone. So they are
+    where batches are cut in two."""
+    model = small_llama(0.3)
+    prefixes: list[int] = []
+
+    def state(*args, causal, **options):
+        prefixes.extend([] if causal else [int(args[10])])  # seq_lens of the prefix
+        return torch_native.attention_state(*args, causal=causal, **options)
+
+    if "with_state" not in all_backends():
+        register_backend(dataclasses.replace(torch_native.BACKEND, name="with_state", priority=None,
+                                             state_op=define_state_op("with_state_for_test", state)))
+    prompts = [[*range(5, 18), n] for n in (20, 30, 40)]
+
+    def tokens(attention: str) -> list[list[int]]:
+        with quire.Engine(model, attention=attention, num_pages=32, page_size=4, max_num_seqs=4, max_model_len=32) as e:
+            greedy = quire.SamplingParams(max_tokens=6, temperature=0)
+            first = e.generate(prompts[:1], greedy)
+            return [o.token_ids for o in (*first, *e.generate(prompts, greedy))]
+
+    expected = tokens("torch_native")
+    assert tokens("cascade:with_state@1") == expected
+    assert max(prefixes) == 12
+    assert tokens("two_batch:torch_native") == expected

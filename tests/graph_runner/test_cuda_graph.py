@@ -21,6 +21,7 @@ from quire.graph_runner.device_graph import (
 )
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.forward_mode import CaptureHiddenMode
+from quire.graph_runner.pool_sizes import MemoryPlan
 from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import (
     GREEDY,
@@ -158,7 +159,7 @@ def test_clear() -> None:
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model()
+    return load_model(num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +317,9 @@ class RecordingGraphs(CpuGraphs):
     def free_bytes(self) -> int:
         return 1000 - 10 * len(self.log)
 
+    def release(self) -> None:
+        self.log.append("release")
+
 
 @pytest.fixture
 def device() -> torch.device:
@@ -370,3 +374,39 @@ def test_engine_options(options) -> None:
         stats = engine.runner.graphs.stats
         assert stats.padding_tokens > 0 and stats.replays[BatchShape(4, 4)] > 0
         assert stats.captured == (2 if "cudagraph_lazy" in options else 4)
+
+
+class MeasuredGraphs(RecordingGraphs):
+    """Of each pool the first graph takes 100 bytes, and each further one 7."""
+
+    used = 0
+
+    def record(self, run, pool) -> Recorded:
+        MeasuredGraphs.used += 7 if pool.sum() else 100
+        pool += 1
+        return super().record(run, pool)
+
+    def free_bytes(self) -> int:
+        return 1000 - MeasuredGraphs.used
+
+    def release(self) -> None:
+        MeasuredGraphs.used = 0
+
+
+def test_memory_is_estimated_from_two_graphs() -> None:
+    """Before the KV cache takes all that is left: what the capture then takes is what was said, and nothing stays behind."""
+    register_device_graphs("meta", MeasuredGraphs)
+    MeasuredGraphs.used = 0
+    r = CudaGraphRunner(lambda s: torch.zeros(s.num_reqs), shapes(1, 2, 4, 8, 16), torch.device("meta"))
+    assert r.estimate() == r.stats.estimated_bytes == 128 and MeasuredGraphs.used == 0
+    with pytest.raises(RuntimeError, match="was not captured"):
+        r.replay(BatchShape(16, 16))
+    r.capture()
+    assert (r.stats.captured, r.stats.capture_bytes, r.stats.estimated_bytes) == (5, 128, 128)
+    assert CudaGraphRunner(lambda s: None, shapes(), torch.device("meta")).estimate() == 0
+
+
+def test_the_cache_gets_what_graphs_leave() -> None:
+    plan = MemoryPlan(total=100 * 2**30, free=80 * 2**30, utilization=0.9, step=5 * 2**30, graphs=3 * 2**30)
+    assert plan.cache == pytest.approx(62 * 2**30)
+    assert "CUDA graphs about 3.0 GiB, and 10.0 GiB stay unused" in str(plan)

@@ -26,7 +26,7 @@ SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model(num_layers=2)
+    return load_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def boundaries(engine: Engine) -> list[tuple[Any, str]]:
     """The public methods that a step calls, outermost first."""
     runner = engine.runner
     return [(engine, "collect"), (engine.scheduler, "schedule"), (runner, "launch"), (runner, "stage"), (runner, "forward"),
-            *((runner.buffers, name) for name in ("fill", "upload", "update_table", "metadata"))]
+            *((runner.buffers, name) for name in ("fill", "upload", "update_table", "forward_batch"))]
 
 
 @contextlib.contextmanager
@@ -265,7 +265,7 @@ def test_no_engine_inside_a_step(model: Any) -> None:
 
 def test_threads_share_a_paged_model(prompts: list[list[int]], expected: list[list[int]]) -> None:
     """The first thread makes its engine, once."""
-    paged = quire.paged(load_model(num_layers=2), num_pages=64)
+    paged = quire.paged(load_model(num_layers=1), num_pages=64)
 
     def job(k: int) -> bool:
         ids = torch.tensor([prompts[k % 4]])

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2VLConfig, Qwen2VLModel
+from transformers import Qwen2VLConfig, Qwen2VLModel, Qwen3VLConfig, Qwen3VLModel
 
 from quire.attn_ops.metadata import CommonAttentionMetadata, split_attn_metadata
 from quire.graph_runner.forward_batch import DpPaddingMode, ForwardBatch, PPProxyTensors, mlp_sync_padding, two_batch_split
 from quire.graph_runner.forward_mode import CaptureHiddenMode, ForwardMode
+from quire.graph_runner.multimodal import MultimodalInputs, MultimodalItem
 
 M = ForwardMode
 
@@ -86,6 +87,83 @@ def test_mrope_positions_of_texts_are_transformers_own() -> None:
     assert delta.item() == -2
     decode = batch([1], [9], rope_deltas=delta[0])
     assert decode.mrope_positions.tolist() == [[own.max().item() + 1]] * 3
+
+
+VISION = dict(depth=1, hidden_size=16, num_heads=2, patch_size=2, spatial_merge_size=2)
+TEXT = dict(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, rope_parameters=dict(rope_type="default", mrope_section=[2, 1, 1]))
+
+
+def image_models() -> dict:
+    special = dict(image_token_id=30, video_token_id=31, vision_start_token_id=32, vision_end_token_id=33)
+    return {"qwen2_vl": Qwen2VLModel(Qwen2VLConfig(text_config=TEXT, vision_config=VISION | dict(embed_dim=16), **special)),
+            "qwen3_vl": Qwen3VLModel(Qwen3VLConfig(text_config=TEXT, **special, vision_config=VISION | dict(
+                intermediate_size=16, out_hidden_size=16, deepstack_visual_indexes=[0], num_position_embeddings=16)))}
+
+
+# (token, how many): 30 is an image's token, 31 a video's.
+@pytest.mark.parametrize(("runs", "images", "videos"), [
+    ([(5, 3), (30, 6), (6, 2)], [(1, 4, 6)], []), ([(30, 4), (6, 1), (30, 8)], [(1, 4, 4), (1, 4, 8)], []),
+    ([(5, 2), (31, 12), (6, 3), (30, 2), (7, 1)], [(1, 2, 4)], [(3, 4, 4)]),
+    ([(5, 1), (31, 5), (6, 4)], [], [(5, 2, 2)]),  # more frames than rows and columns
+])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_mrope_positions_of_images_are_transformers_own(name, runs, images, videos) -> None:
+    """Whole prompts, their chunks, and the decodes after them, beside a text in a padded batch."""
+    per_frame = name == "qwen3_vl"  # a time is written before each frame
+    if per_frame:
+        runs = [part for token, n in runs for part in (
+            [(5, 1), (31, n // videos[0][0])] * videos[0][0] if token == 31 else [(token, n)])]
+    ids = torch.tensor([token for token, n in runs for _ in range(n)])
+    own, delta = image_models()[name].get_rope_index(
+        ids[None], mm_token_type_ids=((ids == 30) * 1 + (ids == 31) * 2)[None], attention_mask=torch.ones_like(ids)[None],
+        image_grid_thw=torch.tensor(images) if images else None, video_grid_thw=torch.tensor(videos) if videos else None)
+    grids = {30: iter(images), 31: iter([(1, h, w) for t, h, w in videos for _ in range(t)] if per_frame else videos)}
+    items, at = [], 0
+    for token, n in runs:
+        if token in grids:
+            items.append(MultimodalItem("image" if token == 30 else "video", at, n, next(grids[token])))
+        at += n
+    made = MultimodalInputs.of(len(ids), reversed(items))
+    assert torch.equal(made.mrope_positions, own[:, 0]) and torch.equal(made.mrope_position_delta, delta[0])
+    length, half = len(ids), len(ids) // 2
+    got = batch([half, 2, length - half, 1], [half, 9, length, length + 3], mm_inputs=[made, None, made, made])
+    after = int(own.max()) + 3  # the third token behind the prompt
+    want = torch.cat([own[:, 0, :half], torch.tensor([[7, 8]]).expand(3, -1), own[:, 0, half:],
+                      torch.full((3, 1), after)], 1)
+    assert torch.equal(got.mrope_positions, want)
+    padded = ForwardBatch.of(got.metadata.padded(length + 9, 6), torch.zeros(length + 9, dtype=torch.int64),
+                             mm_inputs=got.mm_inputs)
+    assert padded.mrope_positions.shape == (3, length + 9)  # SGLang 0.5.2 pads the other dimension
+    assert torch.equal(padded.mrope_positions[:, : length + 3], want) and not padded.mrope_positions[:, length + 3 :].any()
+
+
+def test_images_of_a_batch() -> None:
+    image, sound = MultimodalItem("image", 1, 4, (1, 4, 4)), MultimodalItem("audio", 0, 2)
+    seen, heard = MultimodalInputs.of(6, [image]), MultimodalInputs.of(3, [sound])
+    assert heard.mrope_positions.tolist() == [[0, 1, 2]] * 3 and heard.mrope_position_delta.tolist() == [0]
+    got = batch([6, 2, 3], [6, 2, 3], mm_inputs=[seen, None, heard])
+    assert (got.contains_image_inputs(), got.contains_audio_inputs(), got.contains_video_inputs()) == (True, True, False)
+    merged = got.merge_mm_inputs()
+    assert merged.items == [image, sound] and merged.mrope_position_delta.tolist() == [-2, 0]
+    assert merged.mrope_positions.shape == (3, 9)
+    text = batch([2], [2], mm_inputs=[None])
+    assert text.merge_mm_inputs() is None and not text.contains_mm_inputs() and got.contains_mm_inputs()
+    assert batch([2], [2]).merge_mm_inputs() is None
+    with pytest.raises(ValueError, match="1 entries for 2 sequences"):
+        batch([1, 1], [1, 1], mm_inputs=[None])
+    with pytest.raises(ValueError, match="make them with MultimodalInputs.of"):
+        batch([1], [1], mm_inputs=[MultimodalInputs([image])])
+
+
+@pytest.mark.parametrize(("items", "message"), [
+    ([MultimodalItem("image", 1, 4, (1, 4, 6))], "has a grid of 1 x 2 x 3 tokens .*, 6 in all"),
+    ([MultimodalItem("image", 7, 4, (1, 4, 4))], "lies outside a prompt of 10 tokens"),
+    ([MultimodalItem("audio", 1, 4), MultimodalItem("audio", 3, 2)], "over the item before it, which ends at 5"),
+])
+def test_images_that_do_not_fit(items, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultimodalInputs.of(10, items)
 
 
 @settings(max_examples=60, deadline=None)

@@ -95,7 +95,7 @@ def test_values_without_effect() -> None:
     defaults.pop("max_length")
     assert from_config(**defaults)[1] == []
     assert from_config(**{**defaults, "do_sample": True})[1] == []
-    neutral = {"bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "guidance_scale": 1.0,
+    neutral = {"suppress_tokens": [], "begin_suppress_tokens": [], "guidance_scale": 1.0,
                "renormalize_logits": True, "use_cache": False, "prompt_lookup_num_tokens": 3}
     assert from_config(**neutral)[1] == []
 

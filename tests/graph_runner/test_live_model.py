@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
+from quire.passes.capture.paged_model import PagedModel
 from tests.tiny import GREEDY, assert_idle, hf_greedy, tokens
 
 IDS = [3, 4, 5]
@@ -84,8 +87,9 @@ def test_training_with_checkpointing(engine: Engine, model: Any) -> None:
     before = expected(model)
     train(model)
     assert tokens(engine.generate(IDS, SHORT)) == [expected(model)] != [before]
+    runner = engine.runner
     model.gradient_checkpointing_enable()
-    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)] and engine.runner is runner
 
 
 class Adapter(nn.Module):
@@ -135,6 +139,73 @@ def test_a_patched_class(engine: Engine, model: Any, monkeypatch: pytest.MonkeyP
     plain = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: plain(self, x) * 4)
     assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
+def test_functions_patched_outside_the_modules(engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model's file, of transformers' tables, and the call of a class."""
+    want, plain, runner = expected(model), llama.apply_rotary_pos_emb, engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, *args, **options: plain(q * 3, k, *args, **options))
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)] and engine.runner is not runner
+    with monkeypatch.context() as patch:
+        patch.setattr(llama.LlamaMLP, "__call__", lambda self, x: nn.Module.__call__(self, x) * 4, raising=False)
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)] != [want]
+    assert tokens(engine.generate(IDS, SHORT)) == [want]
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **options: attend(*args, **options | {"scaling": 1.0}))
+        with pytest.raises(RuntimeError, match="attention function 'sdpa': sdpa_attention_forward -> .*registered by the user"):
+            engine.generate(IDS, SHORT)
+    assert tokens(engine.generate(IDS, SHORT)) == [want]
+
+
+def test_what_cannot_be_served_at_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention of the user's, a function of torch replaced by one that calls it, ids that no embedding has."""
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "eager_attention_forward", lambda *args, **options: None)
+        Engine(model, **OPTIONS).close()  # not in use
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedAttention, match="'eager' is registered by the user: .*eager_attention_forward is not"):
+            Engine(model, **OPTIONS)
+        model.set_attn_implementation("sdpa")
+    silu = F.silu
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "silu", lambda x, inplace=False: silu(x) * 2)
+        with pytest.raises(UnsupportedAttention, match="torch.nn.functional.silu was replaced by .*<lambda>"):
+            Engine(model, **OPTIONS)
+    rows = model.lm_head.out_features
+    model.lm_head = nn.Linear(model.config.hidden_size, rows + 8, bias=False)
+    with pytest.raises(UnsupportedAttention, match=f"{rows + 8} logits per token, and its embedding has {rows} rows"):
+        Engine(model, **OPTIONS)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_another_thread_changes_the_model_while_it_is_traced(mode: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace is of one state, and what the other thread set stays."""
+    model.train(not mode)
+    traces = []
+
+    def disturbed(self: Any, *args: Any, _plain: Any = PagedModel._capture, **options: Any) -> Any:
+        traces.append(model.training)
+        if len(traces) == 1:
+            model.train(mode)
+            model.model.layers[0].self_attn.scaling *= 3
+        return _plain(self, *args, **options)
+
+    monkeypatch.setattr(PagedModel, "_capture", disturbed)
+    with Engine(model, **OPTIONS) as engine:
+        assert traces == [False, False] and model.training == mode
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+        assert "train" not in vars(model)
+
+    def always(self: Any, *args: Any, _plain: Any = PagedModel._capture, **options: Any) -> Any:
+        scale(model)
+        return _plain(self, *args, **options)
+
+    monkeypatch.setattr(PagedModel, "_capture", always)
+    if mode:
+        with pytest.raises(RuntimeError, match=r"changed the model each of the .*self_attn.scaling: .* -> .*engine.lock.hold"):
+            Engine(model, **OPTIONS)
 
 
 @pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])

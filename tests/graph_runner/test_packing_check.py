@@ -47,6 +47,10 @@ def rare(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # only wher
     return x * torch.where((x.abs().amax(-1) > 3.5).sum() >= 5, 2.0, 1.0)
 
 
+def compiled_only(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # another forward when it is traced
+    return x if torch.compiler.is_compiling() else x.tanh()
+
+
 def fourier(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.fft.fft(x, dim=1).real
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -37,12 +38,12 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def plain():
     """A model that transformers serves."""
-    return load_model()
+    return load_model(num_layers=2)
 
 
 @pytest.fixture(scope="module")
 def paged_model():
-    model = quire.paged(load_model(), **OPTIONS)
+    model = quire.paged(load_model(num_layers=2), **OPTIONS)
     yield model
     model.generate.close()
 
@@ -222,7 +223,7 @@ def fallbacks(plain, tokenizer, ids) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", fallbacks(load_model(), None, torch.zeros(1, 1, dtype=torch.long)))
+@pytest.mark.parametrize("name", fallbacks(load_model(num_layers=2), None, torch.zeros(1, 1, dtype=torch.long)))
 def test_falls_back_with_one_warning(name, plain, model, batch, tokenizer) -> None:
     ids = batch.input_ids[2:]
     options, reason = fallbacks(plain, tokenizer, ids)[name]
@@ -250,6 +251,10 @@ class OwnMethod(LlamaForCausalLM):
         return LogitsProcessorList([*super()._get_logits_processor(*args, **kwargs), lambda ids, scores: -scores])
 
 
+class OwnWrapper(OwnMethod):
+    _get_logits_processor = functools.wraps(LlamaForCausalLM._get_logits_processor)(OwnMethod._get_logits_processor)
+
+
 class OwnGenerate(LlamaForCausalLM):
     def generate(self, *args, **kwargs):
         return super().generate(*args, **kwargs).flip(1)
@@ -265,7 +270,8 @@ def on_instance(model: nn.Module) -> nn.Module:
     (lambda: OwnMethod(small().config).eval(), "_get_logits_processor"),
     (lambda: OwnGenerate(small().config).eval(), "generate"),
     (lambda: on_instance(small()), "prepare_inputs_for_generation"),
-], ids=["method", "generate", "instance"])
+    (lambda: OwnWrapper(small().config).eval(), "_get_logits_processor"),
+], ids=["method", "generate", "instance", "wraps"])
 def test_methods_of_the_models_own_count(build, method) -> None:
     model, want = build(), small().state_dict()
     model.load_state_dict(want)

@@ -12,12 +12,11 @@ SUPPORTED = {
     "n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5, "seed": 1, "stop": "x", "stop_token_ids": [1],
     "ignore_eos": True, "max_tokens": None, "min_tokens": 3, "detokenize": False, "skip_special_tokens": False,
     "include_stop_str_in_output": True, "logprobs": 0, "prompt_logprobs": 1, "logprob_token_ids": [4],
-    "logprobs_mode": "processed_logprobs",
+    "logprobs_mode": "processed_logprobs", "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
+    "trace_decode_token_ids": [3], "bad_words": ["x"], "logit_bias": {1: 2.0}, "allowed_token_ids": [4],
+    "logits_processors": [max],
 }
-UNSUPPORTED = {
-    "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "trace_decode_token_ids": [3],
-    "spaces_between_special_tokens": False, "bad_words": ["x"], "logit_bias": {1: 2.0}, "truncate_prompt_tokens": 8,
-}
+UNSUPPORTED = {"spaces_between_special_tokens": False, "truncate_prompt_tokens": 8}
 
 
 def test_defaults_are_vllms() -> None:
@@ -27,7 +26,7 @@ def test_defaults_are_vllms() -> None:
         "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
         "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
         "bad_words": None, "logit_bias": None, "truncate_prompt_tokens": None, "logprob_token_ids": None,
-        "logprobs_mode": "raw_logprobs", "trace_decode_token_ids": None,
+        "logprobs_mode": "raw_logprobs", "trace_decode_token_ids": None, "allowed_token_ids": None, "logits_processors": None,
     }
 
 
@@ -48,7 +47,7 @@ def test_unsupported_field_is_refused_by_name(name: str) -> None:
 
 
 def test_unsupported_field_at_its_default_is_accepted() -> None:
-    SamplingParams(presence_penalty=0, repetition_penalty=1, bad_words=[], logit_bias={}, logprobs=None)
+    SamplingParams(spaces_between_special_tokens=True, truncate_prompt_tokens=None)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +86,25 @@ def test_unsupported_field_at_its_default_is_accepted() -> None:
         ({"stop_token_ids": "3"}, TypeError, "stop_token_ids must be a list of token ids, got '3'"),
         ({"stop_token_ids": [3.0]}, TypeError, "every item of stop_token_ids must be an integer, got 3.0"),
         ({"stop_token_ids": [3, -1]}, ValueError, "stop_token_ids must not be negative, got -1"),
+        ({"presence_penalty": 2.5}, ValueError, "presence_penalty must be in [-2, 2], got 2.5"),
+        ({"frequency_penalty": float("nan")}, ValueError, "frequency_penalty must be in [-2, 2], got nan"),
+        ({"frequency_penalty": "1"}, TypeError, "frequency_penalty must be a number, got '1'"),
+        ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be a finite number above 0 (1 is off), got 0"),
+        ({"repetition_penalty": float("inf")}, ValueError, "repetition_penalty must be a finite number above 0"),
+        ({"presence_penalty": np.zeros(2)}, TypeError, "presence_penalty must be a number"),
+        ({"bad_words": "x"}, TypeError, "bad_words must be a list of strings, got 'x'"),
+        ({"bad_words": [3]}, TypeError, "bad_words must be a list of strings, got 3 in it"),
+        ({"bad_words": [" "]}, ValueError, "bad_words contains an empty string"),
+        ({"logit_bias": [1]}, TypeError, "logit_bias must be a dict of numbers by token id, got [1]"),
+        ({"logit_bias": {"1": 2.0}}, TypeError, "every key of logit_bias must be an integer, got '1'"),
+        ({"logit_bias": {1: "x"}}, TypeError, "every value of logit_bias must be a number, got 'x'"),
+        ({"logit_bias": {1: float("inf")}}, ValueError, "logit_bias must have finite numbers and token ids that are not"),
+        ({"logit_bias": {-1: 1.0}}, ValueError, "token ids that are not negative, got -1: 1.0"),
+        ({"allowed_token_ids": [-1]}, ValueError, "allowed_token_ids must not be negative, got -1"),
+        ({"trace_decode_token_ids": 3}, TypeError, "trace_decode_token_ids must be a list of token ids, got 3"),
+        ({"trace_decode_token_ids": [3], "n": 2}, ValueError, "n must be 1 with trace_decode_token_ids, got 2"),
+        ({"logits_processors": [3]}, TypeError, "logits_processors must be a list of functions, got 3 in it"),
+        ({"logits_processors": max}, TypeError, "logits_processors must be a list of functions, got <built-in"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, or None for no limit but the model's length"),
         ({"max_tokens": 2.0}, TypeError, "max_tokens must be an integer or None, got 2.0"),
         ({"min_tokens": -1}, ValueError, "min_tokens must be at least 0, got -1"),
@@ -108,6 +126,8 @@ def test_one_form_for_each_value() -> None:
     # Frozen, hashable, and made anew from itself.
     assert dataclasses.replace(params, stop_token_ids=(2,)).stop == ("a",)
     assert hash(params) == hash(SamplingParams(stop=["a"], stop_token_ids=[3, 2]))
+    hash(SamplingParams(logit_bias={3: 1.0}, logits_processors=[[].append]))
+    assert SamplingParams(allowed_token_ids=[3, 3], logit_bias={}) == SamplingParams(allowed_token_ids=(3,))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
 
@@ -119,19 +139,17 @@ def test_numpy_values() -> None:
         stop_token_ids=np.array([1, 2]), temperature=np.float32(0.5), top_p=np.float64(0.5))
     assert given == SamplingParams(n=2, top_k=5, seed=4, max_tokens=9, min_tokens=1, stop_token_ids=(1, 2), temperature=0.5,
                                    top_p=0.5)
+    more = SamplingParams(logit_bias={np.int64(3): np.float32(0.5)}, trace_decode_token_ids=np.array([3, 3]))
+    assert more == SamplingParams(logit_bias={3: 0.5}, trace_decode_token_ids=[3, 3])
     integers = (given.n, given.top_k, given.seed, given.max_tokens, given.min_tokens, *given.stop_token_ids)
     assert {type(v) for v in integers} == {int}
     assert SamplingParams(seed=np.int64(-1), top_k=np.int64(-1)) == SamplingParams()
     SamplingParams(repetition_penalty=np.float64(1), spaces_between_special_tokens=np.True_)  # at their defaults
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("trace_decode_token_ids", np.array([3])), ("bad_words", np.array(["x", "y"])), ("bad_words", np.array([])),
-    ("presence_penalty", np.zeros(2)),
-])
-def test_unsupported_numpy_value_is_refused_by_name(name, value) -> None:
-    with pytest.raises(ValueError, match=f"quire does not support {name}"):
-        SamplingParams(**{name: value})
+def test_unsupported_numpy_value_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="quire does not support truncate_prompt_tokens"):
+        SamplingParams(truncate_prompt_tokens=np.array([3]))  # type: ignore[arg-type]
 
 
 def test_largest_temperature() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from quire.attn_ops.kv_cache import pages_for
 from quire.graph_runner.block_table import change_capacity
+from quire.graph_runner.forward_mode import ForwardMode
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape, StepBuffers, StepLayout
@@ -97,7 +98,7 @@ def check(buffer: StepBuffers, batch: ScheduledBatch, shape: BatchShape) -> None
     assert host.keys() == device.keys() == want.keys() | {"change_at", "change_page"}
     np.testing.assert_array_equal(device["change_at"].numpy(), host["change_at"])
     np.testing.assert_array_equal(device["change_page"].numpy(), host["change_page"])
-    buffer.update_table(shape)
+    buffer.update_table(buffer.forward_batch(shape))
     check_table(buffer, batch, shape)
     buffer.table.commit()
     for name, values in want.items():
@@ -107,8 +108,8 @@ def check(buffer: StepBuffers, batch: ScheduledBatch, shape: BatchShape) -> None
 
 
 def check_table(buffer: StepBuffers, batch: ScheduledBatch, shape: BatchShape) -> None:
-    """The table that ``metadata`` hands to the step, as far as a kernel may read it."""
-    table = buffer.metadata(shape, None, None).block_table_tensor
+    """The table that ``forward_batch`` hands to the step, as far as a kernel may read it."""
+    table = buffer.forward_batch(shape).metadata.block_table_tensor
     assert tuple(table.shape) == (shape.num_reqs, WIDTH)
     for i, r in enumerate(batch.rows):
         used = pages_for(r.start + r.num_new, PAGE)
@@ -196,7 +197,7 @@ def test_addresses_do_not_move() -> None:
     assert before == after
     start, end = buffer.device_bytes.data_ptr(), buffer.device_bytes.data_ptr() + buffer.device_bytes.numel()
     assert all(start <= address < end for name, address in after.items() if name != "last")
-    tables = [buffer.metadata(shape, None, None).block_table_tensor.data_ptr() for shape in (shape, BatchShape(20, 12))]
+    tables = [buffer.forward_batch(shape).metadata.block_table_tensor.data_ptr() for shape in (shape, BatchShape(20, 12))]
     assert tables == [buffer.table.rows.data_ptr()] * 2
     for name, t in buffer.views(shape).items():
         assert t.is_contiguous() and t.data_ptr() % t.element_size() == 0, name
@@ -217,12 +218,21 @@ def test_hosts_take_turns() -> None:
     assert buffer.fill(DECODE, shape)["input_ids"].ctypes.data == first["input_ids"].ctypes.data
 
 
-def test_metadata() -> None:
+def test_forward_batch() -> None:
+    """The step as one object over the staged fields: nothing is copied, and nothing differs from the metadata built by hand."""
     buffer = buffers()
     shape = BatchShape(24, 9)
     host = buffer.fill(MIXED, shape)
     buffer.upload(shape)
-    meta = buffer.metadata(shape, host, MIXED)
+    made, v = buffer.forward_batch(shape, host, MIXED), buffer.views(shape)
+    assert made.forward_mode is ForwardMode.MIXED and made.batch_size == 5 and made.num_token_non_padded == 17
+    for got, field in ((made.input_ids, "input_ids"), (made.positions, "positions"), (made.out_cache_loc, "slot_mapping"),
+                       (made.seq_lens, "seq_lens"), (made.logits_indices, "logits_indices")):
+        assert got.data_ptr() == v[field].data_ptr(), field
+    newest = torch.arange(100, 100 + SLOTS + 1)
+    want = [100 + s if s >= 0 else i for s, i in zip(v["token_source"].tolist(), v["input_ids"].tolist(), strict=True)]
+    assert made.token_ids(newest).tolist() == want and (v["token_source"] >= 0).any()
+    meta = made.metadata
     assert (meta.num_reqs, meta.num_actual_tokens, meta.num_tokens, meta.page_size) == (5, 17, 24, PAGE)
     assert (meta.max_query_len, meta.max_seq_len) == (8, 13)
     assert meta.seq_lens.tolist() == meta.seq_lens_cpu.tolist() == [10, 8, 6, 13, 4, 0, 0, 0, 0]
@@ -231,12 +241,15 @@ def test_metadata() -> None:
     assert meta.slot_mapping.data_ptr() == buffer.views(shape)["slot_mapping"].data_ptr()
     shape = BatchShape(4, 4)
     host = buffer.fill(DECODE, shape)
-    assert buffer.metadata(shape, host, DECODE).max_query_len == 1
+    made = buffer.forward_batch(shape, host, DECODE)
+    assert made.metadata.max_query_len == 1 and made.forward_mode is ForwardMode.DECODE
 
 
 def test_metadata_of_padding_only() -> None:
     """What graphs are captured on: no live row, and bounds of one token."""
-    meta = buffers().metadata(BatchShape(4, 4), None, None)
+    made = buffers().forward_batch(BatchShape(4, 4))
+    meta = made.metadata
+    assert made.forward_mode is ForwardMode.IDLE
     assert meta.seq_lens_cpu.tolist() == [0] * 4 and meta.query_start_loc_cpu.tolist() == [0] * 5
     assert (meta.num_reqs, meta.num_actual_tokens, meta.max_query_len, meta.max_seq_len) == (4, 4, 1, 1)
 
@@ -313,7 +326,7 @@ def test_a_step_that_failed_leaves_nothing_out() -> None:
         buffer.fill(batch, shape)
         buffer.upload(shape)
         if reached:
-            buffer.update_table(shape)
+            buffer.update_table(buffer.forward_batch(shape))
         # No commit: the launch failed here.
         other = batch_of(row(5, 3, 1, [7]))
         check(buffer, other, shape)

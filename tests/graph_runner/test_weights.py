@@ -178,6 +178,18 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
     fails(FileNotFoundError, "no checkpoint at")
 
 
+def test_files_of_two_checkpoints_in_one_folder(engine, tmp_path) -> None:
+    """Whole and in shards, saved after each other: which of them is meant, nobody knows."""
+    engine.save_sharded_model(tmp_path, max_size="300KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    name, value = next(iter(other_weights(engine.model, 7).items()))
+    save_file({name: value}, tmp_path / "model.safetensors")
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    with pytest.raises(quire.WeightUpdateError, match=f"both hold the parameter '{name}'"):
+        engine.update_weights_from_disk(tmp_path)
+    assert_old(engine, before, said)
+
+
 def test_a_checkpoint_whose_parameters_transformers_merges(tmp_path) -> None:
     """Mixtral's files hold each expert by itself, its model all of them in one tensor."""
     config = MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -214,6 +226,35 @@ def test_a_model_of_your_own_with_tied_weights(tmp_path) -> None:
         engine.update_weights_from_disk(tmp_path)
         assert tokens(engine.generate(IDS, quire.SamplingParams(temperature=0, max_tokens=5))) == want
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+def test_two_values_for_a_tied_parameter() -> None:
+    """The last one would win: a head and an embedding that the trainer has untied."""
+    model = Tied().eval()
+    with quire.Engine(model, num_pages=8, max_num_seqs=2, max_model_len=32) as engine:
+        old, new = model.embed.weight.detach().clone(), torch.randn(30, 16)
+        mix = torch.zeros(16, 16)
+        with pytest.raises(quire.WeightUpdateError, match="'head.weight' and 'embed.weight' are one parameter") as error:
+            engine.update_weights_from_tensors({"mix.weight": mix, "embed.weight": new, "head.weight": new + 1})
+        assert error.value.name == "head.weight" and torch.equal(model.embed.weight, old) and model.mix.weight.any()
+        engine.update_weights_from_tensors({"embed.weight": new, "head.weight": new.clone()})
+        assert torch.equal(model.head.weight, new)
+
+
+def test_a_value_that_cannot_be_converted() -> None:
+    """No memory for a conversion, after others were made: the parameter is named, and none is written."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    values = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+    class NoMemory(torch.Tensor):
+        def detach(self) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    values["1.weight"] = values["1.weight"].as_subclass(NoMemory)
+    with pytest.raises(quire.WeightUpdateError, match="'1.weight' could not be converted: CUDA out of memory"):
+        write(state_of(model), values)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_quantized_parameters_are_refused_by_name() -> None:
@@ -291,6 +332,21 @@ def test_a_rank_that_dies(engine) -> None:
         engine.update_weights_from_distributed(*described(new))
     process.join()
     assert error.value.name == list(new)[3]
+    assert_old(engine, before, said)
+
+
+@pytest.mark.parametrize(("dtypes", "message"), [
+    (["float32"], "describe 2, 1 and 2 parameters"), (["float32", "flaot32"], "'flaot32' is no dtype of torch"),
+])
+def test_descriptions_that_do_not_fit(engine, dtypes, message) -> None:
+    """Before anything is received; the group stays, for the right description."""
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    engine._weights_group = object()  # nothing may ask it
+    try:
+        with pytest.raises(quire.WeightUpdateError, match=message):
+            engine.update_weights_from_distributed([NORM, UP], dtypes, [before[NORM].shape, before[UP].shape])
+    finally:
+        engine._weights_group = None
     assert_old(engine, before, said)
 
 

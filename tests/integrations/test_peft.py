@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 import quire
 from tests.tiny import load_model
@@ -22,6 +22,7 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 ADAPTERS = {
     "lora": LoraConfig(r=4, target_modules="all-linear"),
     "rslora": LoraConfig(r=4, target_modules="all-linear", use_rslora=True),
+    "modules_to_save": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], lora_dropout=0.1),
     "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
 
@@ -36,8 +37,8 @@ def fill(model: Any, name: str, seed: int) -> None:
     torch.manual_seed(seed)
     with torch.no_grad():
         for key, p in model.named_parameters():
-            if f".{name}" in key and ("lora_A" in key or "lora_B" in key or "ia3" in key):
-                p.normal_(0, 0.2 if "lora" in key else 2.0)
+            if f".{name}" in key and any(part in key for part in ("lora_A", "lora_B", "ia3", "modules_to_save")):
+                p.normal_(0, 2.0 if "ia3" in key else 0.2)
 
 
 @contextlib.contextmanager
@@ -52,10 +53,42 @@ def test_dora_is_refused_until_it_is_merged() -> None:
     model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[])
     base = generated(model)
     peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
-    with pytest.raises(RuntimeError, match="q_proj was replaced.*, and cannot be served as it is now.*could not be traced"):
+    with pytest.raises(RuntimeError, match="q_proj was replaced.*, and cannot be served as it is now.*could not be traced.*"
+                                           "merge the adapter with merge_adapter"):
         generated(peft)
     assert generated(peft.merge_and_unload()) == base
     model.generate.close()
+
+
+def test_prompt_tuning_falls_back_and_says_why() -> None:
+    model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=2, max_model_len=128)
+    peft = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.warns(UserWarning, match="not paged, because prepare_inputs_for_generation is PEFT's: prompt tuning"):
+        peft.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.slow
+def test_an_adapter_in_the_fused_graph(tmp_path, caplog) -> None:
+    """As on a GPU: the products of an adapter run in its layers' kernels, with the tokens of the plain model; what is saved is
+    the adapter."""
+    peft = get_peft_model(load_model(num_layers=2, dtype=torch.bfloat16), copy.deepcopy(ADAPTERS["lora"]),
+                          autocast_adapter_dtype=False)
+    fill(peft, "default", 3)
+    options: dict[str, Any] = dict(num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[])
+    params = quire.SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+    found = []
+    caplog.set_level("INFO", logger="quire")
+    for fusions in ("none", "all"):
+        with quire.Engine(peft.base_model.model, fusions=fusions, **options) as engine:
+            (out,) = engine.generate([IDS[0].tolist()], params)
+            found.append([next(iter(of.values())).logprob for of in out.logprobs or ()])
+            if fusions == "all":
+                peft.save_pretrained(tmp_path)
+    assert "lora: 14 matches" in caplog.text  # seven layers in each of two
+    assert found[0] == pytest.approx(found[1], abs=0.05)  # bf16 logits of other products: some 2**-8 of them
+    saved = PeftModel.from_pretrained(load_model(num_layers=2, dtype=torch.bfloat16), str(tmp_path))
+    for name, p in saved.named_parameters():
+        assert torch.equal(p, peft.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "lora")) for k in ADAPTERS])
@@ -102,6 +135,9 @@ def test_a_life_with_adapters(kind) -> None:
     if kind == "lora":
         with pytest.warns(UserWarning, match="because each row has an adapter of its own .PEFT's adapter_names"):
             assert generated(pair[1].eval(), adapter_names=["two"]) == generated(pair[0].eval(), adapter_names=["two"])
+    for peft in pair:
+        peft.delete_adapter("two")
+    check("another adapter deleted")
     pair = [peft.merge_and_unload() for peft in pair]
     check("merged for good")
     pair[1].generate.close()

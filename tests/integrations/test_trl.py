@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ pytest.importorskip("trl", reason="pip install 'quire[integrations]'")
 from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 import quire
 from quire.graph_runner.continuous import Manager
@@ -28,19 +32,21 @@ def share_of_e(completions: list[str], **_: Any) -> list[float]:
 
 
 def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4, layers: int = 1, lora: bool = False,
-            **options: Any) -> tuple[Any, list[int]]:
+            paged: dict[str, Any] | None = None, **options: Any) -> tuple[Any, list[int]]:
     """A trainer after some steps with its default settings, and the number of requests of each call of its engine. No call may
     fall back to transformers."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = quire.paged(load_model(num_layers=layers), num_pages=400, max_num_seqs=32, max_model_len=128)
-    trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[kind]
+    model = quire.paged(load_model(num_layers=layers), num_pages=400, max_num_seqs=32, max_model_len=128, **(paged or {}))
+    trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
+                                   "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig)}[kind]
+    sizes = {"max_new_tokens": 12} if kind == "online_dpo" else {"max_completion_length": 12, "num_generations": 4}
     rollout = {"rollout_func": options.pop("rollout_func")} if "rollout_func" in options else {}
     config = {
-        "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 8, "num_generations": 4, "logging_steps": 1,
-        "max_completion_length": 12, "max_steps": steps, "learning_rate": rate, "report_to": "none", "save_strategy": "no",
-        "disable_tqdm": True, **options}
+        "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 8, "logging_steps": 1,
+        "max_steps": steps, "learning_rate": rate, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, **sizes,
+        **options}
     trainer = trainer_class(
         model=model, args=config_class(**config), train_dataset=Dataset.from_dict({"prompt": PROMPTS * 32}),
         reward_funcs=share_of_e, processing_class=tokenizer, **rollout,
@@ -55,15 +61,17 @@ def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4,
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(lora=True), dict(kind="rloo"), dict(use_transformers_continuous_batching=True), dict(rollout_func=rollout_func),
-], ids=["grpo", "lora", "rloo", "continuous batching", "rollout_func"])
+    {}, dict(lora=True), dict(kind="rloo"), dict(kind="online_dpo"), dict(use_transformers_continuous_batching=True),
+    dict(rollout_func=rollout_func), dict(paged=dict(dtype=torch.bfloat16)),
+], ids=["grpo", "lora", "rloo", "online dpo", "continuous batching", "rollout_func", "bf16 rollouts"])
 @pytest.mark.slow
 def test_every_rollout_is_paged(options, tmp_path, monkeypatch) -> None:
     """Defaults: training mode, gradient checkpointing, accelerate, bf16 autocast in the forward."""
     managers = []
     monkeypatch.setattr(Manager, "start", lambda self, own=Manager.start: managers.append(self) or own(self))
     trainer, calls = trained(tmp_path, steps=2, **options)
-    assert len(calls) == 16  # 8 prompts in each of 2 steps
+    # 8 prompts in each of 2 steps, with two completions each for Online DPO
+    assert len(calls) == (32 if options.get("kind") == "online_dpo" else 16)
     assert trainer.args.gradient_checkpointing and trainer.model.training
     assert bool(managers) == ("use_transformers_continuous_batching" in options)
 
@@ -76,6 +84,21 @@ def test_grpo_learns_on_paged_rollouts(tmp_path) -> None:
     assert len(calls) == 20 * 32
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert len(rewards) == 20 and sum(rewards[-5:]) > 1.2 * sum(rewards[:5])
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path, monkeypatch, capsys) -> None:
+    """examples/grpo/train.py as it stands, with fewer steps."""
+    pytest.importorskip("matplotlib")
+    calls = []
+    monkeypatch.setattr(Engine, "_add", lambda self, ask, *rest, own=Engine._add: calls.append(1) or own(self, ask, *rest))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "2", "--out", str(tmp_path / "grpo.png")])
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "grpo" / "train.py"), run_name="__main__")
+    assert len(calls) == 2 * 32  # of the paged run; the other one has none
+    said = capsys.readouterr().out
+    assert all(f"{way}: reward 0." in said for way in ("quire", "transformers' generate"))
+    assert (tmp_path / "grpo.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -103,8 +103,14 @@ def check(registry: str, config: type) -> tuple[str, str]:
 
 
 def made(registry: str, config: type, **options: Any) -> torch.nn.Module:
+    """Built as the registry's class itself: its auto class does not take every config that is registered."""
     torch.manual_seed(0)
-    return REGISTRIES[registry][1].from_config(shrunk(config), **options).eval()
+    kind = REGISTRIES[registry][0][config]
+    kind, small = kind[0] if isinstance(kind, (tuple, list)) else kind, shrunk(config)
+    try:
+        return kind._from_config(small, **options).eval()
+    except AttributeError:  # the class is that of a part of the model, as MusicGen's decoder
+        return kind._from_config(small.get_text_config(decoder=True), **options).eval()
 
 
 def build(registry: str, config: type) -> tuple[torch.nn.Module, Batch]:

@@ -69,7 +69,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("HunYuanDenseV1Config", "HunYuanMoEV1Config", "MinistralConfig"), dict(head_dim=16)),
     "HunYuanVLTextConfig": dict(head_dim=16, rope_parameters={**_ROPE, "mrope_section": [2, 2, 2, 2]}),
     "NemotronConfig": dict(head_dim=16, num_key_value_heads=2),
-    "Gemma4UnifiedAssistantConfig": dict(text_config=dict(num_kv_shared_layers=0)),
+    "Dots3NoteVisionConfig": dict(pyramid_num_routed=[-1, 4], adapter_in_dim=HIDDEN, adapter_out_dim=HIDDEN),
+    "Dots3NoteAudioConfig": dict(adapter_input_size=HIDDEN, adapter_out_dim=HIDDEN),
+    "ZambaConfig": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"]),
     "CohereCompassTextConfig": dict(rope_parameters={"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]},
                                                      "sliding_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}),
     "DbrxConfig": dict(attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0),
@@ -102,12 +104,24 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+#: What a class cannot be made without, though it has defaults.
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "Gemma4AssistantConfig": dict(text_config=dict(model_type="gemma4_text", hidden_size_per_layer_input=0,
+                                                   vocab_size_per_layer_input=0, num_kv_shared_layers=0)),
+    "Gemma4UnifiedAssistantConfig": dict(text_config=dict(num_kv_shared_layers=0)),
+}
+
+
 def shrunk(kind: type, **changes: Any) -> Any:
     """A small config of class ``kind``: hidden size 64, a layer of each type that the class has by default (two at least)."""
-    default = kind()
+    required = copy.deepcopy(_REQUIRED.get(kind.__name__, {}))
+    default = kind(**required)
     if getattr(default, "is_encoder_decoder", False) is False and hasattr(default, "is_decoder"):
         changes["is_decoder"] = True  # as a causal LM, and not as the encoder that the class is by default
-    return kind(**_shrink(default), **changes)
+    given = _shrink(default)
+    for name, inner in required.items():
+        given[name] |= inner
+    return kind(**given, **changes)
 
 
 def _shrink(default: Any) -> dict[str, Any]:
@@ -122,7 +136,7 @@ def _shrink(default: Any) -> dict[str, Any]:
         elif name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in str(value):
             given[name] = _with_sections(value)
         elif name == "num_key_value_heads" and type(value) is int:
-            heads = getattr(default, "num_attention_heads", 0)
+            heads = vars(default).get("num_attention_heads", 0)  # of Dots 3 layers differ, and their config has no attribute
             given[name] = 1 if value == 1 else HEADS if value == heads else 2
         elif name in _PER_LAYER and isinstance(value, (list, tuple)) and layers and len(value) > max(layers):
             given[name] = [value[i] if name != "intermediate_size" else 96 for i in layers]

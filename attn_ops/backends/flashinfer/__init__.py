@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import math
-import os
-import shutil
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -36,6 +33,7 @@ from quire.attn_ops.backends.flashinfer.pages import PageTable, append, leading_
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.vendor import missing, no_compiler
 
 NAME = "flashinfer"
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
@@ -111,7 +109,7 @@ class FlashInferState:
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
         """Plan every known group, after the copies of the last plan are done. The GPU makes those before the forward that
-        follows, so the host can prepare one step while the GPU runs the one before."""
+        follows, so the host can prepare one step while the GPU runs the previous one."""
         self.step = None
         starts = metadata.query_start_loc_cpu.numpy()
         self.metadata, self.num_tokens, self.key, self.capturing = (
@@ -268,17 +266,9 @@ def paged_attention(
 
 
 def available(device: torch.device) -> str | None:
-    """Imports nothing."""
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer is not installed: pip install 'quire[flashinfer]'"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # FlashInfer's own order
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
-    if nvcc is None and importlib.util.find_spec("flashinfer_jit_cache") is None:
-        return ("flashinfer compiles its kernels at first use, and there is no nvcc: install the CUDA toolkit and set "
-                "CUDA_HOME, or pip install flashinfer-jit-cache")
-    return None
+    return missing("flashinfer", "pip install 'quire[flashinfer]'") or no_compiler("flashinfer", "flashinfer-jit-cache")
 
 
 BACKEND = AttentionBackend(

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops import mla_prefill
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
 from quire.attn_ops.backends.triton.plan import Batch
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
@@ -109,12 +110,43 @@ def rope_paged_attention(
     return paged_attention(q, k, v, *caches, *tables, sinks, prepared, **options, rope=rope, form=form)
 
 
-def mla_paged_attention(
+def attention_state(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float,
+    softcap: float | None, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA.
+
+    Raises:
+        ValueError: as ``paged_attention``.
+    """
+    check_scales(k_cache, k_scale, v_scale)
+    caches = Caches(k_cache, v_cache, k_scale, v_scale)
+    host.check_cache_strides("the triton backend", caches)
+    out, lse = q.new_empty(*q.shape[:2], v_cache.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    if q.shape[0]:
+        with host.on_device(q.device):
+            if k is not None and v is not None:
+                kernel_module("backends.triton.write").write(rows_contiguous(k), rows_contiguous(v), caches, slot_mapping)
+            batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
+            kernel_module("backends.triton.extend").extend(
+                rows_contiguous(q), caches, batch, None, prepared, out, scale, None, softcap, None, skip_single=False, lse=lse,
+                causal=causal)
+    return out, lse
+
+
+def mla_paged_attention(*args: Any, scale: float) -> torch.Tensor:
+    """MLA on the latent cache: long prefills expanded (``attn_ops/mla_prefill.py``), all others by ``mla.py``."""
+    return mla_prefill.attend(_absorbed, *args, scale=scale)
+
+
+def _absorbed(
     q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     prepared: list[torch.Tensor], *, scale: float,
 ) -> torch.Tensor:
-    """MLA on the latent cache: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
+    """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
 
     Raises:
         ValueError: a cache whose last dim is not contiguous.
@@ -147,12 +179,14 @@ BACKEND = AttentionBackend(
         min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)},  # older ones lack the conversions
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
         mla_dims=lambda rank, rope: rank <= 512 and rope <= 64, mla_dims_note="up to 512+64",
-        window=True, softcap=True, sinks=True, chunk=True, mla=True, cudagraph_support=CudagraphSupport.ALWAYS,
+        window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True,
+        cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=available,
     op=define_paged_op("triton", paged_attention, launches=True),
     rope_op=define_paged_op("triton", rope_paged_attention, rope=True, launches=True),
     mla_op=define_mla_op("triton", mla_paged_attention, launches=True),
+    state_op=define_state_op("triton", attention_state, launches=True),
     rope_forms=True,
     prepare=define_op(
         "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "

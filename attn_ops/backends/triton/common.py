@@ -62,6 +62,45 @@ def find_row(query_start_loc, num_reqs, token):
 
 
 @triton.jit
+def find_block(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
+    """(sequence, its first token, the first token of the block) where sequence r has its blocks of BLOCK_Q tokens from number
+    query_start_loc[r] // BLOCK_Q + r on; num_reqs for the padding tokens. The block may lie past the end of its sequence."""
+    low = num_reqs * 0
+    high = num_reqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle - 1
+    start = tl.load(query_start_loc + low)
+    return low, start, start + (block - start // BLOCK_Q - low) * BLOCK_Q
+
+
+@triton.jit
+def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr):
+    """Merge ``active`` partial results of ROWS rows, number i of them at index first + i * step: (ROWS, DIM_P2), and their
+    log-sum-exp of base 2 (ROWS,). See NOTE [Partial results]."""
+    columns = tl.arange(0, DIM_P2)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_P2], tl.float32)
+    for number in range(0, active):
+        index = first + step * number
+        part_lse = tl.load(lse + index, mask=live, other=0.0, cache_modifier=".cg")
+        part = tl.load(partial + index[:, None] * DIM + columns[None, :], mask=live[:, None] & (columns < DIM)[None, :],
+                       other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, part_lse)
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        shrink = tl.exp2(highest - safe)
+        weight = tl.exp2(part_lse - safe)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        highest = new_highest
+    return acc / total[:, None], highest + tl.log2(total)
+
+
+@triton.jit
 def key_rows(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr):
     """Pointers to the keys (or values) of one head at positions ``offsets``. ROW: Strides of the cache. 64-bit: caches exceed
     2**31 elements."""

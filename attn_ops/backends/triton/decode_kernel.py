@@ -71,10 +71,10 @@ def new_key(k_head, stride, token, rope, D: tl.constexpr, D_P2: tl.constexpr, RO
         return tl.sum(key, 0).to(k_head.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "chunk_max", "wave", "stride_table"])
+@triton.jit(do_not_specialize=["num_reqs", "splits", "chunk_min", "chunk_max", "one_wave", "stride_table"])
 def decode_kernel(
-    q, k, v, rope, caches, batch, sinks, out, partial, counters, num_reqs, splits, chunk_min, chunk_max, wave, scale, softcap,
-    strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
+    q, k, v, rope, caches, batch, sinks, out, partial, counters, num_reqs, splits, chunk_min, chunk_max, one_wave, scale,
+    softcap, strides, stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
     FORM: tl.constexpr, PDL: tl.constexpr,
 ):
     """TILE.heads query heads (TILE.rows with padding) of one token, over one range of its keys.
@@ -153,7 +153,7 @@ def decode_kernel(
     stop = last
     if TILE.split:
         # As long as fills the GPU once, but not so long that one sequence among short ones is served by few programs.
-        chunk = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, wave), chunk_max))
+        chunk = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, one_wave), chunk_max))
         chunk = tl.maximum(chunk, chunk_min)
         chunk = tl.cdiv(num_keys, tl.maximum(tl.cdiv(num_keys, chunk), 1))  # of equal lengths: the longest decides
         chunk = tl.maximum(tl.cdiv(chunk, BLOCK_N), 1) * BLOCK_N

@@ -20,7 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import LOG2E, arrived_last, first_key, load_keys, load_scales, logits
+from quire.attn_ops.backends.triton.common import (
+    LOG2E,
+    arrived_last,
+    find_block,
+    first_key,
+    load_keys,
+    load_scales,
+    logits,
+    merge_rows,
+)
 from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
@@ -45,7 +54,7 @@ class ExtendTile(NamedTuple):
 
     blocks, heads: blocks of query heads per key head, heads per block.  skip_single: sequences with one query token are served
     elsewhere.  split: whether keys are split.  fold: whether the scale is positive and there is no softcap, so that the largest
-    score stays the largest when scaled.
+    score stays the largest when scaled.  causal: else every query sees all keys of its sequence.
     """
 
     blocks: int
@@ -53,6 +62,7 @@ class ExtendTile(NamedTuple):
     skip_single: bool
     split: bool
     fold: bool
+    causal: bool
     block_m: int
     block_n: int
     stages: int
@@ -114,15 +124,23 @@ def attend(
     return highest, total, acc
 
 
+@triton.jit
+def store_result(out, out_lse, out_row, result, lse, columns, live, DIM: tl.constexpr):
+    """Store the rows of a tile, and their lse, of base 2, as a natural logarithm."""
+    tl.store(out + out_row[:, None] * DIM + columns[None, :], result, mask=live[:, None] & (columns < DIM)[None, :])
+    if out_lse is not None:
+        tl.store(out_lse + out_row, lse / LOG2E, mask=live)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "stride_table"])
 def extend_kernel(
-    q, caches, batch, sinks, out, partial, counters, num_tokens, num_reqs, splits, chunk_min, scale, softcap, strides,
+    q, caches, batch, sinks, out, out_lse, partial, counters, num_tokens, num_reqs, splits, chunk_min, scale, softcap, strides,
     stride_table, SITE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr,
 ):
     """TILE.block_m rows (tokens x TILE.heads query heads) of one sequence.
 
     caches: Caches, batch: Batch; strides: of tokens and heads of q. SITE: Site, LAYOUT: CacheLayout, TILE: ExtendTile. None
-    stands for absent scales, sinks, softcap, partial or counters."""
+    stands for absent scales, sinks, softcap, out_lse (T, H), partial or counters."""
     DV: tl.constexpr = LAYOUT.dim_v
     HEADS: tl.constexpr = TILE.heads
     GROUP: tl.constexpr = SITE.heads // LAYOUT.heads
@@ -138,19 +156,9 @@ def extend_kernel(
     if TILE.split:
         split = block % splits
         block = block // splits
-    low = num_reqs * 0
-    high = num_reqs
-    while low < high:  # the last sequence whose blocks start at or before this one; num_reqs: the padding tokens
-        middle = (low + high + 1) // 2
-        if tl.load(batch.query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    row = low
-    start = tl.load(batch.query_start_loc + row)
+    row, start, first_token = find_block(batch.query_start_loc, num_reqs, block, BLOCK_Q)
     end = tl.load(batch.query_start_loc + tl.minimum(row + 1, num_reqs))
     end = tl.where(row == num_reqs, num_tokens, end)
-    first_token = start + (block - start // BLOCK_Q - row) * BLOCK_Q
     if first_token >= end:
         return
 
@@ -167,7 +175,8 @@ def extend_kernel(
     if row == num_reqs:
         if split == 0:
             zeros = tl.zeros([BLOCK_M, DV_P2], tl.float32)
-            tl.store(out + out_row[:, None] * DV + columns_v[None, :], zeros, mask=out_live)
+            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            store_result(out, out_lse, out_row, zeros, nothing, columns_v, live, DV)
         return
     if TILE.skip_single:
         if end - start == 1:
@@ -176,6 +185,11 @@ def extend_kernel(
     offset = tl.load(batch.seq_lens + row) - end  # position of a token = its index + offset
     first_pos = first_token + offset
     last_pos = tl.minimum(first_token + BLOCK_Q, end) - 1 + offset
+    pos = token + offset
+    if not TILE.causal:  # every query sees what the last one would
+        last_pos = end - 1 + offset
+        first_pos = last_pos
+        pos = token * 0 + last_pos
     lowest = first_key(first_pos, SITE.window, SITE.chunk)
     begin = lowest
     stop = last_pos + 1
@@ -183,6 +197,8 @@ def extend_kernel(
     if TILE.split:
         size = tl.cdiv(tl.maximum(tl.cdiv(stop - lowest, splits), chunk_min), BLOCK_N) * BLOCK_N
         active = tl.cdiv(stop - lowest, size)
+        if out_lse is not None:  # a sequence without keys has a result too
+            active = tl.maximum(active, 1)
         if split >= active:
             return
         begin = lowest + split * size
@@ -194,7 +210,6 @@ def extend_kernel(
         all_see = tl.minimum(begin + tl.maximum(lead, 0) * BLOCK_N, stop)
     causal = all_see + tl.maximum(tl.minimum(first_pos + 1, stop) - all_see, 0) // BLOCK_N * BLOCK_N
 
-    pos = token + offset
     query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + (head * strides[1])[:, None] + columns[None, :],
                     mask=live[:, None] & (columns < LAYOUT.dim)[None, :], other=0.0)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -215,34 +230,23 @@ def extend_kernel(
     if caches.v_scale is not None:
         UNIT: tl.constexpr = code_format(caches.v.dtype.element_ty)[3]
         acc *= 1.0 / UNIT
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    seen = tl.where(total > 0, total, 1.0)
+    acc = acc / seen[:, None]
+    own_lse = highest + tl.log2(seen)
     if TILE.split:
         if active > 1:
             lse = partial + num_tokens.to(tl.int64) * splits * (SITE.heads * DV)
             index = out_row + num_tokens.to(tl.int64) * SITE.heads * split
             tl.store(partial + index[:, None] * DV + columns_v[None, :], acc, mask=out_live)
-            tl.store(lse + index, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=live)
+            tl.store(lse + index, own_lse, mask=live)
             if arrived_last(counters + block * (LAYOUT.heads * TILE.blocks) + head_block, active):
-                highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, DV_P2], tl.float32)
-                for other in range(0, active):
-                    index = out_row + num_tokens.to(tl.int64) * SITE.heads * other
-                    part_lse = tl.load(lse + index, mask=live, other=0.0, cache_modifier=".cg")
-                    part = tl.load(partial + index[:, None] * DV + columns_v[None, :], mask=out_live, other=0.0,
-                                   cache_modifier=".cg")
-                    new_highest = tl.maximum(highest, part_lse)
-                    safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                    shrink = tl.exp2(highest - safe)
-                    weight = tl.exp2(part_lse - safe)
-                    total = total * shrink + weight
-                    acc = acc * shrink[:, None] + part * weight[:, None]
-                    highest = new_highest
-                tl.store(out + out_row[:, None] * DV + columns_v[None, :], acc / total[:, None], mask=out_live)
+                merged, merged_lse = merge_rows(partial, lse, out_row, num_tokens.to(tl.int64) * SITE.heads, active, live,
+                                                BLOCK_M, DV, DV_P2)
+                store_result(out, out_lse, out_row, merged, merged_lse, columns_v, live, DV)
         else:
-            tl.store(out + out_row[:, None] * DV + columns_v[None, :], acc, mask=out_live)
+            store_result(out, out_lse, out_row, acc, own_lse, columns_v, live, DV)
     else:
-        tl.store(out + out_row[:, None] * DV + columns_v[None, :], acc, mask=out_live)
+        store_result(out, out_lse, out_row, acc, own_lse, columns_v, live, DV)
 
 
 def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int) -> ExtendConfig:
@@ -263,7 +267,7 @@ def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int)
 
 @planner
 def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs: int, table_width: int, window: int | None,
-          chunk: int | None, skip_single: bool, fold: bool, device: torch.device) -> Plan:
+          chunk: int | None, skip_single: bool, fold: bool, causal: bool, device: torch.device) -> Plan:
     num_tokens, heads, _ = q_shape
     dims = host.next_power_of_2(layout.dim, 16), host.next_power_of_2(layout.dim_v, 16)
     group = heads // layout.heads
@@ -276,21 +280,22 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     if full_blocks * layout.heads * blocks < 2 * host.num_sms(device) and slots <= host.NUM_COUNTERS:
         most = -(-table_width * layout.page // params.chunk_min)
         splits = max(1, min(params.max_splits, most, 8192 // slots, 2048 // num_tokens))
-    tile = ExtendTile(blocks, per_block, skip_single, splits > 1, fold, params.block_m, params.block_n, params.stages)
+    tile = ExtendTile(blocks, per_block, skip_single, splits > 1, fold, causal, params.block_m, params.block_n, params.stages)
     return Plan((slots * splits,), params.warps, splits, params.chunk_min,
                 num_tokens * heads * splits * (layout.dim_v + 1) if splits > 1 else 0,
                 (Site(heads, window or 0, chunk or 0), layout, tile))
 
 
 def extend(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | None, prepared: list[torch.Tensor],
-           out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool
-           ) -> None:
-    """Launch the kernel. Writes ``out`` (T, H, Dv) for all tokens, zeros for padding tokens; with ``skip_single`` not
-    for tokens that are alone in their sequence. The other arguments are the paged op's."""
+           out: torch.Tensor, scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
+           lse: torch.Tensor | None = None, causal: bool = True) -> None:
+    """Launch the kernel. Writes ``out`` (T, H, Dv) for all tokens, zeros for padding tokens, and ``lse`` (T, H), natural
+    logarithm, if given; with ``skip_single`` not for tokens that are alone in their sequence. Without ``causal`` every query
+    sees all keys of its sequence. The other arguments are the paged op's."""
     num_reqs, device = batch.seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, host.cache_layout(caches), num_reqs, batch.block_table.shape[1], window, chunk, skip_single,
-                 softcap is None and scale > 0, device)
-    launch(extend_kernel, plan.grid, q, caches, batch, sinks, out, *plan.buffers(prepared, device), q.shape[0], num_reqs,
+                 softcap is None and scale > 0, causal, device)
+    launch(extend_kernel, plan.grid, q, caches, batch, sinks, out, lse, *plan.buffers(prepared, device), q.shape[0], num_reqs,
            plan.splits, plan.chunk_min, scale, softcap, q.stride()[:2], batch.block_table.stride(0), *plan.constants,
            num_warps=plan.warps)
 

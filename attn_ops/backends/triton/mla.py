@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import LOG2E, find_row
+from quire.attn_ops.backends.triton.common import LOG2E, find_block, find_row, merge_rows
 from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
@@ -148,17 +148,7 @@ def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, s
         start = tl.load(batch.query_start_loc + row)
         first_token = block
     else:
-        low = num_reqs * 0
-        high = num_reqs
-        while low < high:  # the last sequence whose tiles start at or before this one; num_reqs: the padding tokens
-            middle = (low + high + 1) // 2
-            if tl.load(batch.query_start_loc + middle) // BLOCK_Q + middle <= block:
-                low = middle
-            else:
-                high = middle - 1
-        row = low
-        start = tl.load(batch.query_start_loc + row)
-        first_token = start + (block - start // BLOCK_Q - row) * BLOCK_Q
+        row, start, first_token = find_block(batch.query_start_loc, num_reqs, block, BLOCK_Q)
     end = tl.load(batch.query_start_loc + tl.minimum(row + 1, num_reqs))
     end = tl.where(row == num_reqs, num_tokens, end)
     if first_token >= end:
@@ -235,26 +225,13 @@ def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, T
     active = tl.cdiv(stop, split_size(stop, splits, chunk_min, TILE))
     if active <= 1:
         return
-    columns = tl.arange(0, next_power_of_2(RANK, 16))
+    RANK_P2: tl.constexpr = next_power_of_2(RANK, 16)
+    columns = tl.arange(0, RANK_P2)
     live = head < TILE.heads
     out_row = token.to(tl.int64) * TILE.heads + head
-    both = live[:, None] & (columns < RANK)[None, :]
     lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
-    highest = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, next_power_of_2(RANK, 16)], tl.float32)
-    for split in range(0, active):
-        index = out_row + num_tokens.to(tl.int64) * TILE.heads * split
-        part_lse = tl.load(lse + index, mask=live, other=0.0)
-        part = tl.load(partial + index[:, None] * RANK + columns[None, :], mask=both, other=0.0)
-        new_highest = tl.maximum(highest, part_lse)
-        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        shrink = tl.exp2(highest - safe)
-        weight = tl.exp2(part_lse - safe)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        highest = new_highest
-    tl.store(out + out_row[:, None] * RANK + columns[None, :], acc / total[:, None], mask=both)
+    merged, _ = merge_rows(partial, lse, out_row, num_tokens.to(tl.int64) * TILE.heads, active, live, HEADS, RANK, RANK_P2)
+    tl.store(out + out_row[:, None] * RANK + columns[None, :], merged, mask=live[:, None] & (columns < RANK)[None, :])
 
 
 def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device) -> MlaConfig:

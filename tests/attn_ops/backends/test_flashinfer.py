@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import logging
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -72,7 +73,7 @@ def site(**changes) -> AttentionSite:
 ])
 def test_available(monkeypatch, installed, nvcc, reason) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
-    monkeypatch.setattr(flashinfer.shutil, "which", lambda *args, **kwargs: "nvcc" if nvcc else None)
+    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: "nvcc" if nvcc else None)
     found = BACKEND.available(CUDA)
     assert found == reason or found.startswith(reason)
     assert BACKEND.available(torch.device("cpu")) == "runs on cuda, not cpu"
@@ -161,7 +162,7 @@ def test_the_kit_passes_on_the_stand_ins(on_cpu) -> None:
         BACKEND.capabilities, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}),
         head_dims=lambda d, dv: d == dv == 16, page_sizes=lambda size: size in (1, 4, 32))
     backend = dataclasses.replace(on_cpu, capabilities=capabilities, available=lambda device: None)
-    results = [r for r in check_backend(backend, "cpu") if r.check != "opcheck"]  # the op here is a plain function
+    results = [r for r in check_backend(backend, "cpu", quick=True) if r.check != "opcheck"]  # the op here is a plain function
     assert len(results) > 30 and not [r for r in results if r.status == "FAIL"]
 
 

@@ -32,7 +32,7 @@ FP32, FP16, INT8 = torch.float32, torch.float16, torch.int8
 CHECKS = [(name, FP32, None) for name, _ in conformance.Kit(BACKEND, DEVICE, FP32).checks()]
 CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "features together")]
 CHECKS += [(name, FP32, INT8) for name in ("shared cache (no k, v)", "strided q, k, v", "garbage in unused slots", "padding")]
-SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary")  # the last: see test_rope
+SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|shape .*(large|encoder)")  # rotary: see test_rope
 
 
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype"), [
@@ -42,8 +42,6 @@ def test_conformance(name, dtype, kv_dtype):
         dict(conformance.Kit(BACKEND, DEVICE, dtype, kv_dtype).checks())[name]()
     except conformance.Skip as why:
         pytest.skip(str(why))
-
-
 
 
 def test_page_size_that_is_no_power_of_two():
@@ -210,15 +208,21 @@ def test_offsets_beyond_32_bits():
 # Rotary embedding in front.
 
 
-@pytest.mark.parametrize("options", [
+ROPE = [
     {}, dict(norm=True), dict(rotary=8), dict(rotary=6, norm=True), dict(window=11, softcap=3.0, sinks=True, chunk=32),
     dict(kv_dtype=torch.int8, norm=True), dict(head_dim=24, head_dim_v=40, num_heads=6), dict(strided=True, page_size=1),
     dict(dtype=torch.float16, layout="HND"), dict(num_heads=16, num_kv_heads=1, head_dim=80),
     dict(form=RopeForm(interleaved=True), rotary=8), dict(form=RopeForm(half_tables=True), sinks=True, window=11),
     dict(form=RopeForm(True, True, True), norm=True, chunk=32), dict(form=RopeForm(norm_offset=1.0), norm=True),
-], ids=str)
-@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [1] * 6, [3, 0, 0, 0], [5, 1, 0, 30]], ids=str)
-@pytest.mark.parametrize("splits", [1, pytest.param(5, marks=pytest.mark.slow)])
+]
+LENS = [[1], [1, 1, 1], [1] * 6, [3, 0, 0, 0], [5, 1, 0, 30]]
+#: Quick: every option in one launch and in two, the other batches with two of them, keys that are not split.
+RUNS = [pytest.param(lens, options, splits, id=f"{lens}-{options}-{splits}", marks=[] if splits == 1 and (
+            lens in ([1, 1, 1], [5, 1, 0, 30]) or options in (ROPE[0], ROPE[4])) else [pytest.mark.slow])
+        for splits in (1, 5) for lens in LENS for options in ROPE]
+
+
+@pytest.mark.parametrize(("query_lens", "options", "splits"), RUNS)
 def test_rope(query_lens, options, splits):
     """The same as rotating first, in one launch and in two: outputs, caches and scales."""
     norm, rotary, form = options.get("norm", False), options.get("rotary"), options.get("form", RopeForm())

@@ -27,6 +27,12 @@ def test_mixed_batch() -> None:
     assert (meta.max_query_len, meta.max_seq_len, meta.page_size) == (3, 10, 4)
 
 
+def test_slots_of_a_sequence() -> None:
+    """vLLM's example: pages 7 and 3 of 16 tokens."""
+    slots = build([32], [32], [[7, 3]], page_size=16).slot_mapping.tolist()
+    assert [slots[p] for p in (0, 15, 16, 20)] == [112, 127, 48, 52]
+
+
 def test_pages_that_sequences_read_may_be_shared() -> None:
     meta = build([1, 2], [6, 7], [[3, 8], [3, 9, -1]], page_size=4)
     assert meta.slot_mapping.tolist() == [8 * 4 + 1, 9 * 4 + 1, 9 * 4 + 2]

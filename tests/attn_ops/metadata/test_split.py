@@ -111,9 +111,22 @@ def reorder(rows, threshold=1, prompts=None):
     ([(100, 0), (1, 0), (50, 100), (1, 10)], [3, 2, 0, 1]),
     ([(1, 0), (1, 0), (1, 50), (200, 0)], [2, 1, 0, 3]),  # a prompt of one token is a prefill
     ([(100, 5), (1, 5), (200, 5), (1, 5)], [3, 1, 2, 0]), ([(1, 5), (1, 5), (100, 5), (200, 5)], [0, 1, 2, 3]),
+    # Those of vLLM's page, which moves the last decode to the first prefill's place.
+    ([(7, 5), (1, 5), (1, 5)], [2, 1, 0]), ([(5, 5), (1, 5), (1, 5), (1, 5)], [3, 1, 2, 0]),
 ])
 def test_reorder_examples(rows, want) -> None:
     assert reorder(rows) == want
+
+
+@pytest.mark.parametrize(("lens", "threshold", "page"), [
+    ([100, 200, 1, 1], 1, [3, 2, 1, 0]), ([1, 7, 1, 7, 1, 7, 1], 1, [0, 6, 2, 4, 3, 5, 1]), ([2, 3, 5, 6], 4, [0, 1, 2, 3]),
+])
+def test_reorder_examples_of_which_only_the_regions_are_fixed(lens, threshold, page) -> None:
+    """The order inside a region is nobody's: vLLM's own versions differ. As many rows move as on its page."""
+    order = reorder([(n, 5) for n in lens], threshold)
+    decodes = sum(n <= threshold for n in lens)
+    assert set(order[:decodes]) == set(page[:decodes]) == {i for i, n in enumerate(lens) if n <= threshold}
+    assert sum(i != j for i, j in enumerate(order)) == sum(i != j for i, j in enumerate(page))
 
 
 def test_the_last_token_of_a_prompt_is_no_decode() -> None:

@@ -140,7 +140,7 @@ def test_many_tokens() -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_quantised_caches(run, kv_dtype) -> None:
+def test_quantized_caches(run, kv_dtype) -> None:
     if DEVICE == "cpu" and run is rope_kv_write_cuda and kv_dtype is not torch.int8:
         pytest.skip("Triton's interpreter converts to fp8 in its own way")
     check(run, case(tokens=7, norm=True, kv_dtype=kv_dtype, layout="HND"))

@@ -47,7 +47,7 @@ def test_kernel(tokens, n, k, options) -> None:
     close(small_linear_cuda(*args), args)
 
 
-def quantised(args, kind):
+def quantized(args, kind):
     """The same with a weight of codes, as attn_ops/kv_quant.py rounds them, and their scales."""
     codes, scale = quantize(args[1], kind)
     return (args[0], codes, *args[2:], scale)
@@ -58,9 +58,9 @@ def quantised(args, kind):
 @pytest.mark.parametrize("tokens, n, k", [
     (1, 64, 128), (1, 40, 200), (16, 40, 200), (40, 64, 128), (130, 72, 72), (257, 8, 16),
 ])
-def test_quantised(tokens, n, k, options, kind) -> None:
+def test_quantized(tokens, n, k, options, kind) -> None:
     """The codes are exact in both: what differs is rounding, as without codes."""
-    args = quantised(case(tokens, n, k, **options), kind)
+    args = quantized(case(tokens, n, k, **options), kind)
     out = small_linear_cuda(*args)
     close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
     assert tokens <= MAX_TOKENS_QUANTIZED or torch.equal(out, small_linear_eager(*args))
@@ -70,14 +70,14 @@ def test_quantised(tokens, n, k, options, kind) -> None:
 @pytest.mark.parametrize("splits", [2, 3])
 def test_programs_share_the_columns(tokens, n, k, splits) -> None:
     """Also where a share is empty, and where columns or rows end within a tile."""
-    args = quantised(case(tokens, n, k, bias=True, residual=True), torch.int8)
+    args = quantized(case(tokens, n, k, bias=True, residual=True), torch.int8)
     out = small_linear_cuda(*args, config=Config(16, 32, 4, 2, splits))
     close(out, (args[0], args[1].float() * args[-1][:, None], *args[2:-1]))
 
 
 @pytest.mark.parametrize("options", [dict(norm=True), dict(swiglu=True)], ids=str)
 def test_whole_sums_are_not_shared(options) -> None:
-    args = quantised(case(40, 64, 128, **options), torch.int8)
+    args = quantized(case(40, 64, 128, **options), torch.int8)
     assert torch.equal(small_linear_cuda(*args, config=Config(16, 32, 4, 2, 2)),
                        small_linear_cuda(*args, config=Config(16, 32, 4, 2)))
 
@@ -122,7 +122,7 @@ def apart(t):
 @pytest.mark.parametrize("tokens, codes", [(1, False), (1, True), (5, False), (5, True), (40, True)])
 def test_numbers_that_do_not_lie_side_by_side(tokens, codes) -> None:
     args = case(tokens, 40, 64, norm=True, bias=True, residual=True)
-    args = quantised(args, torch.int8) if codes else args
+    args = quantized(args, torch.int8) if codes else args
     out = small_linear_cuda(*[t if i == 1 else apart(t) for i, t in enumerate(args)])
     assert torch.equal(out, small_linear_cuda(*args))
     out = small_linear_cuda(args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
@@ -145,4 +145,4 @@ def test_leading_dimensions_are_kept() -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(small_linear, case(3, 16, 32, norm=True, bias=True, residual=True, swiglu=True))
     torch.library.opcheck(small_linear, case(3, 16, 32))
-    torch.library.opcheck(small_linear, quantised(case(3, 16, 32), torch.int8))
+    torch.library.opcheck(small_linear, quantized(case(3, 16, 32), torch.int8))

@@ -13,8 +13,9 @@ from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.ops.small_linear import small_linear_cuda, small_linear_eager
 from quire.attn_ops.tuning import launch_config
 from quire.attn_ops.tuning import small_linear as tuning
-from quire.attn_ops.tuning.launch_config import STORE, Config, config_for, key, parsed
+from quire.attn_ops.tuning.launch_config import STORE, Config, config_for, key
 from quire.attn_ops.tuning.small_linear import CANDIDATES, LinearShape, missing, tune
+from tests.attn_ops.cases import shape_of_key
 
 triton = pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_measured_once_and_kept() -> None:
     assert config_for(1, 32, 64, False, CPU) == CANDIDATES[True][1] and not missing([SHAPE], CPU)
 
 
-@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("codes", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
 def test_codes_are_measured_apart(codes: torch.dtype) -> None:
     """For more tokens too: those run without what is folded in for few (passes/fusions/small_linear.py)."""
     shape = SHAPE._replace(n=64, residual=True, swiglu=True, norm=False, codes=codes)
@@ -175,7 +176,7 @@ def test_the_table_that_ships() -> None:
     for device, configs in STORE.load(STORE.shipped).items():
         assert device.startswith("NVIDIA")
         for name, values in configs.items():
-            tokens, *_ = shape = parsed(name)
+            tokens, *_ = shape = shape_of_key(name)
             assert key(*shape) == name
             config = Config(*values)
             assert all(v & (v - 1) == 0 for v in config[:3]) and (tokens == 1 or config.block_n >= 16)
@@ -184,4 +185,4 @@ def test_the_table_that_ships() -> None:
 @pytest.mark.parametrize("shape", [
     (1, 64, 128, False, None), (32, 8, 8, True, torch.int8), (128, 8, 8, False, torch.float8_e4m3fn)], ids=str)
 def test_keys_say_what_they_are_of(shape) -> None:
-    assert parsed(key(*shape)) == shape
+    assert shape_of_key(key(*shape)) == shape

@@ -368,22 +368,3 @@ def test_a_path_for_long_rows_is_served_up_to_its_length() -> None:
     with pytest.raises(UnsupportedAttention, match="path of its own"):
         PagedModel(Mixing(lambda m, x, p: x * 2 if x.shape[1] == 37 else x).eval(), QuireOptions(
             compiler="eager", max_model_len=40))
-
-
-@pytest.mark.parametrize("length", [None, 41, 40])
-def test_longrope_is_served_up_to_its_short_length(length) -> None:
-    """Its frequencies depend on the longest sequence of the batch from then on."""
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Phi3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
-        num_key_value_heads=2, original_max_position_embeddings=40, max_position_embeddings=160,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40,
-                         "short_factor": [1.0] * 4, "long_factor": [4.0] * 4})).eval()
-    options = QuireOptions(compiler="eager", max_model_len=length)
-    if length != 40:
-        with pytest.raises(UnsupportedAttention, match="'longrope'.*max_model_len=40"):
-            PagedModel(model, options)
-    elif tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18):  # decides by the positions on the device
-        with pytest.raises(UnsupportedAttention, match="could not be traced into one graph"):
-            PagedModel(model, options)
-    else:
-        PagedModel(model, options).close()

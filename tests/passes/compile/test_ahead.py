@@ -76,7 +76,7 @@ def test_one_side_stream_for_each_device(monkeypatch: pytest.MonkeyPatch) -> Non
     _side_stream.cache_clear()
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
 def test_what_is_noted_is_what_steps_launch(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the attention kernels, which run in the interpreter as they do on a GPU."""
     backend = get_backend("triton")

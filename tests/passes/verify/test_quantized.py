@@ -1,4 +1,4 @@
-"""Quantised weights in the passes: where they lie, that no rows meet in them, and that fusion leaves them alone."""
+"""Quantized weights in the passes: where they lie, that no rows meet in them, and that fusion leaves them alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.steps import in_one_step
 
 
 class Int8(torch.Tensor):
-    """A weight (N, K) as int8 with a scale a row, as quantisation libraries make them. ``activations`` says what it does to its
+    """A weight (N, K) as int8 with a scale a row, as quantization libraries make them. ``activations`` says what it does to its
     input first: "none", "row" or "all": round it to 127 steps of the largest number of a row or of all of it; "23" and "23
     when compiled": look at whether it has 23 rows; "no kernel": fail on real tensors."""
 
@@ -72,7 +72,7 @@ class Int8(torch.Tensor):
 
 
 def quantized(activations: str = "none") -> nn.Module:
-    """Tiny with every projection without bias quantised."""
+    """Tiny with every projection without bias quantized."""
     model = tiny()
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.bias is None:
@@ -93,7 +93,7 @@ def test_parts_bytes_and_addresses() -> None:
     assert num_bytes(nested) == 6 * 4 + 2 * 6 * 4
 
 
-def test_the_watch_sees_quantised_weights_move() -> None:
+def test_the_watch_sees_quantized_weights_move() -> None:
     model = quantized()
     watch = ModelGuard(model, addresses=True)
     assert watch.change() is None
@@ -116,8 +116,8 @@ def test_the_watch_sees_buffers_move() -> None:
     assert strict.change() == "Linear.scale: another tensor, or moved in memory" and loose.change() is None
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("activations", ["none", "row"])
+@pytest.mark.parametrize(("activations", "compiler"), [
+    ("none", "eager"), ("row", "eager"), ("row", "inductor"), pytest.param("none", "inductor", marks=pytest.mark.slow)])
 def test_paged_logits_are_those_of_plain_forwards(activations: str, compiler: str) -> None:
     """And a token's logits do not depend on what is beside it."""
     model = quantized(activations)
@@ -136,12 +136,12 @@ def test_paged_logits_are_those_of_plain_forwards(activations: str, compiler: st
 
 def test_activations_scaled_all_together_are_refused() -> None:
     with pytest.raises(UnsupportedAttention, match=r"layers.0.out mixes the tokens of the batch outside attention: its weight "
-                                                   r"\(Int8\) quantises the activations of all tokens by one scale"):
+                                                   r"\(Int8\) quantizes the activations of all tokens by one scale"):
         PagedModel(quantized("all"), QuireOptions(compiler="eager"))
 
 
 def test_a_weight_that_cannot_be_multiplied_is_named() -> None:
-    with pytest.raises(UnsupportedAttention, match=r"layers.0.out: its quantised weight \(Int8\) cannot be multiplied on cpu: "
+    with pytest.raises(UnsupportedAttention, match=r"layers.0.out: its quantized weight \(Int8\) cannot be multiplied on cpu: "
                                                    r"RuntimeError: not implemented for 'CPU'"):
         PagedModel(quantized("no kernel"), QuireOptions(compiler="eager"))
 
@@ -157,7 +157,7 @@ def test_a_layer_that_settles_the_number_of_tokens_is_refused() -> None:
     eager.close()
 
 
-def test_layers_quantised_differently_share_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_quantized_differently_share_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a graph are equal only if their weights wrap the same: three layers each of two schemes."""
     compiled: list[Any] = []
     monkeypatch.setattr(quire.passes.compile.inductor, "inductor", lambda gm, fakes: compiled.append(gm) or gm.forward)

@@ -1,0 +1,157 @@
+"""Backends ``two_batch:NAME``: a batch cut between sequences into two of about equally many tokens, each attended to by NAME.
+
+On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with the
+other's. On a CPU one runs after the other. All keys of the step are stored before: a sequence may read pages that one of the
+other half fills. What NAME plans and prepares, it does for each half; ``prepare`` runs in every layer, for its sizes follow
+from the cut. A batch that has no border between sequences stays whole, and so does one outside a step.
+
+In a CUDA graph the cut is that of the batch's shape, the middle row: so only batches of one token per sequence are captured.
+Never chosen by ``attention="auto"``. Whether the halves overlap was not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport, define_paged_op
+from quire.attn_ops.composite import op_name
+from quire.attn_ops.kernels.launch import is_recording
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, StepLimits, current_step, running
+
+NAME = "two_batch"
+
+
+def find_cut(query_start_loc: np.ndarray, captured: bool) -> int | None:
+    """The row at which a batch is cut, so that halves differ least in tokens; None: one half would have none.
+
+    Args:
+        query_start_loc: (B + 1,) on the host.  captured: cut by the number of rows, which a replay does not change.
+    """
+    rows = query_start_loc.shape[0] - 1
+    if captured:
+        return rows // 2 or None
+    total = int(query_start_loc[-1])
+    row = int(np.abs(2 * query_start_loc.astype(np.int64) - total).argmin())
+    return row if 0 < query_start_loc[row] < total else None
+
+
+def part_of(meta: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
+    """Some rows of a batch and their tokens, with padding rows and padding tokens as in NOTE [Padding]."""
+    starts = meta.query_start_loc_cpu[rows.start : rows.stop + 1]
+    starts = starts - starts[0]
+    lens, queries = meta.seq_lens_cpu[rows], starts.diff()
+    begin = meta.query_start_loc[rows.start : rows.stop + 1]
+    return replace(
+        meta, query_start_loc=begin - begin[0], query_start_loc_cpu=starts, seq_lens=meta.seq_lens[rows], seq_lens_cpu=lens,
+        block_table_tensor=meta.block_table_tensor[rows], slot_mapping=meta.slot_mapping[tokens],
+        num_reqs=min(max(meta.num_reqs - rows.start, 0), len(lens)), num_actual_tokens=int(starts[-1]),
+        max_query_len=int(queries.max()), max_seq_len=int(lens.max()), logits_indices_padded=None, num_logits_indices=0,
+        encoder_seq_lens=None if meta.encoder_seq_lens is None else meta.encoder_seq_lens[rows])
+
+
+class TwoBatches:
+    """The halves of an engine's step in progress, and NAME's state for each."""
+
+    def __init__(self, base: AttentionBackend, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
+        self.base = base
+        self.states = [{} if base.make_state is None else {base.name: base.make_state(sites, cache, limits)} for _ in range(2)]
+        self.step: weakref.ref[Step] | None = None
+        self.halves: list[tuple[slice, slice, Step]] = []
+
+    def plan(self, meta: CommonAttentionMetadata, step: Step) -> None:
+        """Cut the batch, and plan the halves."""
+        captured, rows, tokens = step.graph_key is not None, meta.seq_lens.shape[0], meta.num_tokens
+        cut = find_cut(meta.query_start_loc_cpu.numpy(), captured)
+        if cut is None:
+            places = [(slice(0, rows), slice(0, tokens))]
+        else:
+            token = cut if captured else int(meta.query_start_loc_cpu[cut])
+            places = [(slice(0, cut), slice(0, token)), (slice(cut, rows), slice(token, tokens))]
+        self.halves = []
+        for (of_rows, of_tokens), state in zip(places, self.states, strict=False):
+            half = meta if cut is None else part_of(meta, of_rows, of_tokens)
+            child = Step(step.cache, half, self.base, state, step.graph_key, step.capturing)
+            if self.base.plan is not None:
+                self.base.plan(half, child)
+            self.halves.append((of_rows, of_tokens, child))
+        self.step = weakref.ref(step)
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
+
+
+def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
+    def part(q: Any, caches: Any, tables: Any, sinks: Any, rows: slice, tokens: slice, child: Step | None, options: Any
+             ) -> torch.Tensor:
+        slot_mapping, block_table, start, seq_lens = tables
+        begin = start[rows.start : rows.stop + 1]
+        own = (slot_mapping[tokens], block_table[rows], begin - begin[0], seq_lens[rows])
+        with running(child):
+            prepared = [] if base.prepare is None else base.prepare(*own, caches[0].shape[1])
+            found: torch.Tensor = base.op(q[tokens], None, None, *caches, *own, sinks, prepared, **options)
+        return found
+
+    def op(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        *caches, slot_mapping, block_table, start, seq_lens, sinks, _ = rest
+        tables, rows, count = (slot_mapping, block_table, start, seq_lens), seq_lens.shape[0], q.shape[0]
+        if k is not None and v is not None:
+            write(caches[0], caches[2], k, slot_mapping)
+            write(caches[1], caches[3], v, slot_mapping)
+        step = current_step()
+        state = None if step is None else step.states.get(name)
+        halves: list[tuple[slice, slice, Step | None]] = [(slice(0, rows), slice(0, count), step)]
+        if is_recording():  # kernels are compiled ahead, for graphs
+            cut = rows // 2 if count == rows else 0
+            halves = [(slice(0, cut), slice(0, cut), step), (slice(cut, rows), slice(cut, count), step)] if cut else halves
+        elif state is not None and state.step is not None and state.step() is step and step.metadata.num_tokens == count:
+            halves = state.halves
+        arguments = q, caches, tables, sinks
+        if len(halves) == 1:
+            return part(*arguments, *halves[0], options)
+        out = q.new_empty(count, q.shape[1], caches[1].shape[3])
+        if not q.is_cuda or is_recording():
+            for half in halves:
+                out[half[1]] = part(*arguments, *half, options)
+            return out
+        current, side = torch.cuda.current_stream(q.device), _stream(q.device.index)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):  # both streams use only tensors that live until they are joined
+            out[halves[1][1]] = part(*arguments, *halves[1], options)
+        out[halves[0][1]] = part(*arguments, *halves[0], options)
+        current.wait_stream(side)
+        return out
+
+    return op
+
+
+def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
+    """The backend ``two_batch:NAME``. Raises ValueError for a name of another form, or an unknown backend."""
+    base_name = name.partition(":")[2]
+    if not base_name:
+        raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
+    base = get(base_name)
+    support = min(base.capabilities.cudagraph_support, CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    op = define_paged_op(op_name(name), _op(base, name), launches="cuda" in base.capabilities.devices)
+    return replace(
+        base, name=name, op=op, rope_op=None, mla_op=None, state_op=None, prepare=None, priority=None,
+        capabilities=replace(base.capabilities, mla=False, lse=False, batch_invariant=False, cudagraph_support=support),
+        make_state=lambda sites, cache, limits: TwoBatches(base, sites, cache, limits),
+        plan=lambda metadata, step: step.states[name].plan(metadata, step),
+        route=lambda site: f"{base.serves(site)} of two halves")
+
+
+FAMILY = BackendFamily(NAME, "two_batch:NAME: each batch as two halves, on two streams of a GPU",
+                       lambda name: name == NAME or name.startswith(f"{NAME}:"), make)

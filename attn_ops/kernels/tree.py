@@ -1,0 +1,58 @@
+"""Attention of draft tokens among themselves, by a mask: a tree's nodes to their ancestors (``attn_ops/ops/tree.py``)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.attn_ops.kernels.constants import next_power_of_2
+
+
+@triton.jit(do_not_specialize=["width"])
+def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, k_strides, v_strides, mask_stride, width,
+                HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr):
+    """Program (sequence, key head, block): BLOCK_M rows, which are tokens x the GROUP query heads of the key head.
+
+    mask: (T, width) int8, of a token to each token of its sequence; strides: of tokens and heads. Sums are float32."""
+    start = tl.load(starts + tl.program_id(0))
+    end = tl.load(starts + tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    lines = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if start + tl.program_id(2) * BLOCK_M // GROUP >= end:
+        return
+    token = (start + lines // GROUP).to(tl.int64)
+    head = kv_head * GROUP + lines % GROUP
+    live = token < end
+    columns = tl.arange(0, next_power_of_2(DIM, 16))
+    columns_v = tl.arange(0, next_power_of_2(DIM_V, 16))
+    query = tl.load(q + (token * q_strides[0] + head * q_strides[1])[:, None] + columns[None, :],
+                    mask=live[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, next_power_of_2(DIM_V, 16)], tl.float32)
+    for begin in range(0, tl.minimum(end - start, width), BLOCK_N):
+        number = begin + tl.arange(0, BLOCK_N)
+        other = (start + number).to(tl.int64)
+        there = (other < end) & (number < width)
+        keys = tl.load(k + (other * k_strides[0] + kv_head * k_strides[1])[:, None] + columns[None, :],
+                       mask=there[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1)
+            scores = (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1)) * softcap
+        keep = tl.load(mask + token[:, None] * mask_stride + number[None, :], mask=live[:, None] & there[None, :], other=0)
+        scores = tl.where(keep != 0, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows that have seen no key yet
+        shrink = tl.exp(highest - safe)
+        weights = tl.exp(scores - safe[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(v + (other * v_strides[0] + kv_head * v_strides[1])[:, None] + columns_v[None, :],
+                         mask=there[:, None] & (columns_v < DIM_V)[None, :], other=0.0).to(tl.float32)
+        acc = tl.dot(weights, values, acc * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+    seen = tl.where(total > 0, total, 1.0)
+    row = token * HEADS + head
+    tl.store(out + row[:, None] * DIM_V + columns_v[None, :], acc / seen[:, None],
+             mask=live[:, None] & (columns_v < DIM_V)[None, :])
+    tl.store(out_lse + row, highest + tl.log(seen), mask=live)

@@ -1,0 +1,84 @@
+"""Metadata of the decode steps in which a draft model proposes tokens, all made before the first of them.
+
+Step s appends one token to every branch of every sequence, at position ``seq_lens + s`` of the batch. All tensors follow from
+the batch's by device work only and none of them depends on the tokens that are drawn, so that several steps can be one CUDA
+graph: the buffers are made once, outside, and the graph reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from quire.attn_ops.metadata.core import PAD_SLOT_ID, CommonAttentionMetadata
+
+
+def make_draft_metadata(common_attn_metadata: CommonAttentionMetadata, num_steps: int, topk: int = 1,
+                        draft_table: torch.Tensor | None = None) -> list[CommonAttentionMetadata]:
+    """The metadata of ``num_steps`` decode steps that follow a batch, one row of one token for each branch of each sequence.
+
+    Row b * topk + k is branch k of sequence b. Rows without tokens in the batch, as padding rows, have none in the steps.
+
+    Args:
+        common_attn_metadata: the batch that was run last; ``seq_lens`` counts its tokens.
+        topk: branches per sequence, each a chain of its own after the sequence's tokens.
+        draft_table: (B * topk, pages) int32, pages of each branch's drafts, for topk > 1. With one branch drafts go to the
+            pages that follow in ``block_table``, which must be the sequence's own already.
+
+    Raises:
+        ValueError: a block table without room for the drafts; topk > 1 without ``draft_table``, or where a sequence ends inside
+            a page: branches would write to one page.
+    """
+    meta, page = common_attn_metadata, common_attn_metadata.page_size
+    if num_steps < 1 or topk < 1:
+        raise ValueError(f"drafting needs at least one step and one branch, got num_steps={num_steps}, topk={topk}")
+    rows, live_cpu = meta.seq_lens.shape[0], meta.query_lens_cpu.numpy() > 0
+    seqs = meta.seq_lens_cpu.numpy()
+    table = meta.block_table_tensor
+    if topk > 1:
+        if draft_table is None or draft_table.shape[0] != rows * topk or draft_table.shape[1] * page < num_steps:
+            got = None if draft_table is None else tuple(draft_table.shape)
+            raise ValueError(f"{rows} sequences of {topk} branches need a draft_table of ({rows * topk}, "
+                             f"{-(-num_steps // page)}) pages of their own, got {got}")
+        if (seqs[live_cpu] % page).any():
+            raise ValueError(f"a sequence ends inside a page of {page} tokens, to which its {topk} branches would all write; "
+                             "use page_size=1, or draft where sequences end with a page")
+        table = _branched(table, meta.seq_lens, draft_table, page, topk)
+    room = table.shape[1] * page
+    longest = int(seqs.max(initial=0, where=live_cpu)) + num_steps
+    if longest > room:
+        raise ValueError(f"a sequence of {longest - num_steps} tokens and {num_steps} drafts needs {-(-longest // page)} "
+                         f"pages, block_table has {table.shape[1]} columns")
+    device = meta.seq_lens.device
+    live = (meta.query_start_loc.diff() > 0).repeat_interleave(topk)
+    start = torch.cat([torch.zeros_like(meta.query_start_loc[:1]), live.cumsum(0).int()])
+    place = torch.where(live, start[:-1].long(), rows * topk)
+    lens = meta.seq_lens.repeat_interleave(topk)
+    start_cpu = torch.from_numpy(np.concatenate([[0], np.cumsum(np.repeat(live_cpu, topk))]).astype(np.int32))
+    found = []
+    for step in range(num_steps):
+        position = (lens + step).long().clamp_max(room - 1)
+        slot = table.gather(1, (position // page)[:, None])[:, 0].long() * page + position % page
+        slots = torch.full((rows * topk + 1,), PAD_SLOT_ID, dtype=torch.int64, device=device).scatter(0, place, slot)
+        after = torch.from_numpy(np.repeat(np.where(live_cpu, seqs + step + 1, seqs), topk).astype(np.int32))
+        found.append(replace(
+            meta, query_start_loc=start, query_start_loc_cpu=start_cpu, seq_lens=torch.where(live, lens + step + 1, lens),
+            seq_lens_cpu=after, block_table_tensor=table, slot_mapping=slots[:-1].clone(), num_reqs=meta.num_reqs * topk,
+            num_actual_tokens=int(start_cpu[-1]), max_query_len=1, max_seq_len=int(after.max()) if rows else 0, max_page=None,
+            logits_indices_padded=None, num_logits_indices=0))
+    return found
+
+
+def _branched(table: torch.Tensor, seq_lens: torch.Tensor, draft_table: torch.Tensor, page: int, topk: int) -> torch.Tensor:
+    """(B * topk, W + drafts) the sequence's pages, then the branch's."""
+    width = table.shape[1] + draft_table.shape[1]
+    column = torch.arange(width, device=table.device)
+    ends = (seq_lens // page).long().repeat_interleave(topk)[:, None]
+    own = table.repeat_interleave(topk, 0).gather(1, column.clamp_max(table.shape[1] - 1).expand(draft_table.shape[0], -1))
+    drafts = draft_table.to(table.dtype).gather(1, (column - ends).clamp(0, draft_table.shape[1] - 1))
+    return torch.where(column < ends, own, drafts)
+
+
+__all__ = ["make_draft_metadata"]

@@ -1,0 +1,99 @@
+"""MLA prefill on expanded keys and values (``attn_ops/mla.py`` has the two forms).
+
+Absorbed attention does 2 rank + R products per query and key, expanded attention D + Dv, but each key is expanded first, which
+takes rank (Dn + Dv) products per head. So sequences with many query tokens are expanded: from 171 on with a long prefix, at
+DeepSeek's sizes. That rule counts products; it is not measured.
+
+The step's own keys are expanded and attended to causally, then the tokens before it, in chunks of bounded size, to all; the
+parts are merged by their log-sum-exp. The sizes of prefixes are the host's, so steps that run as a CUDA graph stay absorbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from quire.attn_ops.kernels.launch import is_recording
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.metadata.prefix_chunks import PrefixChunks
+from quire.attn_ops.ops.merge_state import merge_state
+from quire.attn_ops.step import current_step
+
+#: Most elements of the keys and values of a chunk of prefixes.
+CHUNK_ELEMENTS = 1 << 26
+
+
+def expanding_pays(query_lens: np.ndarray, seq_lens: np.ndarray, rank: int, rope: int, nope: int, dim_v: int) -> np.ndarray:
+    """(B,) bool: whether a sequence of so many scheduled tokens, of so many in all, takes fewer products expanded."""
+    query, seq = query_lens.astype(np.int64), seq_lens.astype(np.int64)
+    pairs = query * (seq - query) + query * (query + 1) // 2
+    return pairs * ((2 * rank + rope) - (nope + rope + dim_v)) > seq * (rank * (nope + dim_v))
+
+
+def _first_expanded(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, seq_lens: torch.Tensor
+                    ) -> tuple[int, CommonAttentionMetadata] | None:
+    """The first row that is expanded, and all after it are, with the step's metadata; None: no row."""
+    step = current_step()
+    if step is None or step.graph_key is not None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    meta = step.metadata
+    if meta.num_tokens != q.shape[0] or meta.seq_lens.shape[0] != seq_lens.shape[0]:
+        return None  # the op was given another batch than the step's
+    rope = k_rope.shape[1]
+    nope, dims = q.shape[2] - rope, kv_b.shape[0] // q.shape[1]
+    rows = np.flatnonzero(expanding_pays(meta.query_lens_cpu.numpy(), meta.seq_lens_cpu.numpy(), c.shape[1], rope, nope,
+                                         dims - nope))
+    return (int(rows[0]), meta) if rows.size else None
+
+
+def attend(absorbed: Callable[..., torch.Tensor], q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor,
+           cache: torch.Tensor, slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+           seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float) -> torch.Tensor:
+    """The paged op of MLA: the rows before the first that pays to expand by ``absorbed``, a paged op too, the others expanded.
+    Schedule decodes first."""
+    if is_recording() and q.shape[0] > seq_lens.shape[0]:  # kernels are compiled ahead: those of both forms
+        own = _state(q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=True)
+        merge_state(*_state(q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=False), *own)
+    found = _first_expanded(q, c, k_rope, kv_b, seq_lens)
+    if found is None:
+        return absorbed(q, c, k_rope, kv_b, cache, slot_mapping, block_table, query_start_loc, seq_lens, prepared, scale=scale)
+    row, meta = found
+    token, end = int(meta.query_start_loc_cpu[row]), meta.num_actual_tokens
+    # All of the step's tokens first: a sequence may read pages that another one fills in this very step.
+    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    out = q.new_zeros(q.shape[0], q.shape[1], kv_b.shape[0] // q.shape[1] - (q.shape[2] - k_rope.shape[1]))
+    if token:
+        out[:token] = absorbed(q[:token], c[:token], k_rope[:token], kv_b, cache, slot_mapping[:token], block_table[:row],
+                               query_start_loc[: row + 1], seq_lens[:row], [], scale=scale)
+    own, rows = slice(token, end), slice(row, meta.num_reqs)
+    starts = query_start_loc[row : meta.num_reqs + 1] - query_start_loc[row]
+    state = _state(q[own], c[own], k_rope[own], kv_b, starts, starts, scale, causal=True)
+    computed = meta.num_computed_tokens_cpu.numpy()[rows]
+    capacity = max(len(computed), CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
+    chunks = PrefixChunks.build(computed, q.device, capacity, seq_lens[rows] - starts.diff())
+    page, rank = cache.shape[1], c.shape[1]
+    for i in range(chunks.num_chunks):
+        slots = chunks.slots(i, block_table[rows], page)
+        latent = cache[slots // page, slots % page, 0]
+        part = _state(q[own], latent[:, :rank], latent[:, rank:], kv_b, starts, chunks.cu_seq_lens[i], scale, causal=False)
+        state = merge_state(*part, *state)
+    out[own] = state[0]
+    return out
+
+
+def _state(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, starts_q: torch.Tensor,
+           starts_k: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (T, H, D) to keys and values made of c (N, rank) and k_rope (N, R): output (T, H, Dv) and lse (T, H)."""
+    heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
+    kv = F.linear(c, kv_b).unflatten(1, (heads, -1))
+    k = torch.cat([kv[..., :nope], k_rope[:, None].expand(-1, heads, -1)], dim=-1)
+    found: Any = torch.ops.quire.varlen_attention(q, k, kv[..., nope:], starts_q, starts_k, scale=scale, causal=causal)
+    return found
+
+
+__all__ = ["CHUNK_ELEMENTS", "attend", "expanding_pays"]

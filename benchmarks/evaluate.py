@@ -1,0 +1,91 @@
+"""Requests per second of an evaluation: lm-eval's own HFLM, HFLM over a paged model, and quire's QuireLM.
+
+    pip install 'quire[integrations]'
+    python benchmarks/evaluate.py --model tiny                       # a CPU will do
+    python benchmarks/evaluate.py --model llama-8b --documents 256 --batch 64
+
+Each document is a multiple choice of four options after the same examples (``--examples`` tokens), as few-shot tasks have
+it, and then a text to continue. The weights are random unless ``--model`` is a path; the texts are tokenized by the tokenizer
+of the model that ships with quire, or of the path. Prints one JSON line per way and kind of request, with the largest
+difference of a log-likelihood from HFLM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoTokenizer
+
+import quire
+from quire.graph_runner.bench.models import ModelSpec, build
+from quire.graph_runner.loading import TINY_MODEL
+from quire.integrations.lm_eval import QuireLM
+
+WORDS = "once upon a time the cat saw big red ball and ran to find her little friend who was in garden with old owl".split()
+
+
+def requests(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[Instance]]:
+    chosen = random.Random(0)
+
+    def text(count: int) -> str:
+        return " ".join(chosen.choice(WORDS) for _ in range(count))
+
+    examples = tokenizer.decode(tokenizer(text(args.examples))["input_ids"][: args.examples], skip_special_tokens=True)
+    choices, continuations = [], []
+    for i in range(args.documents):
+        question = f"{examples} {text(12)}"
+        choices += [Instance("loglikelihood", {}, (question, f" {text(3)}"), i) for _ in range(4)]
+        continuations.append(Instance("generate_until", {}, (question, {"until": ["\n"], "max_gen_toks": args.new_tokens}), i))
+    return {"loglikelihood": choices, "generate_until": continuations}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--documents", type=int, default=32)
+    parser.add_argument("--examples", type=int, default=200, help="tokens that all documents begin with")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=8)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(args.model if Path(args.model).is_dir() else TINY_MODEL, padding_side="left")
+    model = build(ModelSpec(args.model, dtype, device))
+    model.generation_config.max_new_tokens = None
+    asked = requests(args, tokenizer)
+    options = dict(max_num_seqs=args.batch, max_model_len=args.examples + args.new_tokens + 64)
+
+    def hflm(of: Any) -> HFLM:
+        return HFLM(of, tokenizer=tokenizer, backend="causal", batch_size=args.batch)
+
+    ways = {"HFLM": lambda: hflm(model), "HFLM, paged": lambda: hflm(quire.paged(model, **options)),
+            "QuireLM": lambda: QuireLM(model, tokenizer, **options)}
+    want: list[float] = []
+    for name, make in ways.items():
+        lm = make()
+        for kind, instances in asked.items():
+            getattr(lm, kind)(instances[: args.batch], disable_tqdm=True)  # starts the engine
+            began = time.perf_counter()
+            found = getattr(lm, kind)(instances, disable_tqdm=True)
+            row = {"way": name, "requests": kind, "requests_per_s": len(instances) / (time.perf_counter() - began)}
+            if kind == "loglikelihood":
+                scores = [score for score, _ in found]
+                want = want or scores
+                row["largest_difference"] = max(abs(a - b) for a, b in zip(scores, want, strict=True))
+            print(json.dumps(row), flush=True)
+        if name == "HFLM, paged":
+            model.generate.close()
+        elif isinstance(lm, QuireLM):
+            lm.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""A batch in two halves gives what the whole gives: the kit's outputs and cache, with both halves at work."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.attn_ops import registry
+from quire.attn_ops.backend import CudagraphSupport, define_paged_op
+from quire.attn_ops.backends import torch_native, two_batch
+from quire.attn_ops.conformance.batches import lay_out, run
+from quire.attn_ops.conformance.checks import Kit, Skip
+from quire.attn_ops.registry import get_backend, register_backend
+from quire.attn_ops.step import current_step
+from tests.attn_ops.cases import SITE as SITE_3
+
+SITE = dataclasses.replace(SITE_3, layer=0)
+CPU = torch.device("cpu")
+calls: list[tuple[int, int]] = []
+
+
+def seen(*args, **options):
+    """A backend that plans: it needs the plan of just this batch."""
+    step = current_step()
+    assert step is not None and step.metadata.num_tokens == len(args[0]) and step.states["seen"].plan is step.metadata
+    assert args[1] is None and step.metadata.seq_lens.tolist() == args[10].tolist()
+    calls.append((len(args[0]), len(args[10])))
+    return torch_native.paged_attention(*args, **options)
+
+
+def plan(metadata, step) -> None:
+    step.states["seen"].plan = metadata
+
+
+SEEN = dataclasses.replace(
+    torch_native.BACKEND, name="seen", op=define_paged_op("seen_in_two_batch_test", seen), state_op=None, mla_op=None,
+    plan=plan, make_state=lambda sites, cache, limits: SimpleNamespace(plan=None),
+    capabilities=dataclasses.replace(torch_native.BACKEND.capabilities, mla=False, lse=False))
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = SimpleNamespace(name="two_batch", load=lambda: two_batch.FAMILY)
+    monkeypatch.setattr(registry, "REGISTRY", registry.Registry([entry]))
+    register_backend(SEEN)
+    calls.clear()
+
+
+CHECKS = [name for name, _ in Kit(SEEN, CPU, torch.float32, quick=True).checks()]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "opcheck")) for n in CHECKS])
+def test_conformance(name: str) -> None:
+    try:
+        dict(Kit(get_backend("two_batch:seen"), CPU, torch.float32, quick=True).checks())[name]()
+    except Skip as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("queries, key, halves", [
+    ([1, 1, 1, 1], None, [(2, 2), (2, 2)]), ([1, 1, 1], None, [(1, 1), (2, 2)]), ([5, 1, 0, 6], None, [(6, 3), (6, 1)]),
+    ([9], None, [(9, 1)]), ([0, 4], None, [(4, 2)]), ([1, 1, 1, 1], "a graph", [(2, 2), (2, 2)]), ([1], "a graph", [(1, 1)]),
+])
+def test_cut(queries: list[int], key: str | None, halves: list[tuple[int, int]]) -> None:
+    run(get_backend("two_batch:seen"), lay_out(SITE, queries, [9] * len(queries), page_size=4), graph_key=key)
+    assert [tokens for tokens, _ in calls] == [tokens for tokens, _ in halves]
+    assert sum(rows for _, rows in calls) == len(queries)
+
+
+def test_a_graph_of_mostly_padding() -> None:
+    """A replay of one sequence in a graph of four: the second half is padding, and both write where the capture did."""
+    from quire.attn_ops.conformance.batches import compare
+
+    batch = lay_out(SITE, [1], [9], page_size=4, pad=(3, 3))
+    compare(run(get_backend("two_batch:seen"), batch, graph_key="a graph"), batch)
+    assert calls == [(2, 2), (2, 2)]
+
+
+def test_capabilities_and_names() -> None:
+    backend = get_backend("two_batch:seen")
+    assert backend.capabilities.cudagraph_support is CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert backend.serves(SITE) == "seen_paged_attention of two halves" and backend.priority is None
+    assert two_batch.find_cut(np.array([0, 1, 2]), False) == 1 and two_batch.find_cut(np.array([0]), False) is None
+    for name, message in (("two_batch", "write two_batch:NAME"), ("two_batch:nobody", "unknown attention backend 'nobody'")):
+        with pytest.raises(ValueError, match=message):
+            get_backend(name)

@@ -1,0 +1,133 @@
+"""An engine in another dtype than its model's: rollouts of the weights as they are now, never of older ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from tests.tiny import assert_unchanged, small_llama, snapshot
+
+PROMPTS = [[5, 6, 7, 8], [9, 10]]
+OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, max_model_len=64, cudagraph_capture_sizes=[])
+PARAMS = quire.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+
+
+def rollouts(engine: quire.Engine) -> list[Any]:
+    return [(o.token_ids, [next(iter(of.values())).logprob for of in o.logprobs or ()])
+            for o in engine.generate(PROMPTS, PARAMS)]
+
+
+class Pair:
+    """A float32 model with rollouts in bfloat16, and what they must be: those of the model cast as a whole, but for the buffers
+    that are in no checkpoint."""
+
+    def __init__(self) -> None:
+        self.model = small_llama(std=0.3)
+        self.engine = quire.Engine(self.model, dtype=torch.bfloat16, **OPTIONS)
+        self.cast = copy.deepcopy(self.model).to(torch.bfloat16)
+        self.cast.model.rotary_emb.inv_freq = self.model.model.rotary_emb.inv_freq.clone()
+        self.reference = quire.Engine(self.cast, **OPTIONS)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, fused=True)
+
+    def follow(self) -> None:
+        self.cast.load_state_dict(copy.deepcopy(self.model).to(torch.bfloat16).state_dict())
+
+    def optimize(self) -> None:
+        """As the Trainer of transformers does by default; the version counters stay as they are."""
+        torch.manual_seed(1)
+        for p in self.model.parameters():
+            p.grad = torch.randn_like(p)
+        self.optimizer.step()
+
+    def replace(self) -> None:
+        self.model.model.norm.weight = torch.nn.Parameter(torch.full((32,), 1.7))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    made = Pair()
+    yield made
+    made.engine.close()
+    made.reference.close()
+
+
+def test_rollouts_are_those_of_the_cast_model(pair) -> None:
+    before = snapshot(pair.model)
+    seen = [rollouts(pair.engine)]
+    assert seen[0] == rollouts(pair.reference)
+    assert_unchanged(pair.model, before)
+    changes = {
+        "a fused optimizer": pair.optimize,
+        "in place": lambda: [p.detach().mul_(1.1) for p in pair.model.parameters()],
+        "where PyTorch counts nothing": lambda: [p.data.mul_(0.8) for p in pair.model.parameters()],
+        "other memory": lambda: setattr(pair.model.lm_head.weight, "data", pair.model.lm_head.weight.data.flip(0)),
+        "a buffer": lambda: pair.model.model.rotary_emb.inv_freq.mul_(0.5),
+        "new weights": lambda: pair.engine.update_weights_from_tensors({"model.norm.weight": torch.linspace(-1, 1, 32)}),
+        "another parameter": pair.replace,
+    }
+    for how, change in changes.items():
+        change()
+        pair.cast.model.rotary_emb.inv_freq.copy_(pair.model.model.rotary_emb.inv_freq)  # not in the state_dict
+        pair.follow()
+        seen.append(rollouts(pair.engine))
+        assert seen[-1] == rollouts(pair.reference), how
+        assert seen[-1] != seen[-2], how
+    assert {p.dtype for p in pair.model.parameters()} == {torch.float32}
+
+
+def test_an_optimizer_steps_while_requests_run(pair) -> None:
+    """The tokens after it are of the new weights: the counters say nothing about a fused optimizer."""
+    streams = [engine.stream(PROMPTS[0], PARAMS) for engine in (pair.engine, pair.reference)]
+    got = [[], []]
+    for number in range(PARAMS.max_tokens):
+        if number == 2:
+            pair.optimize()
+            pair.follow()
+        for tokens, stream in zip(got, streams, strict=True):
+            event = next(stream)
+            tokens += [(event.token_ids, event.output.logprobs[-1])]
+    assert got[0] == got[1]
+
+
+def test_no_copy_where_the_dtype_is_that_of_the_model(pair) -> None:
+    def bytes_of(model: Any) -> int:
+        return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+    assert pair.reference.stats().weight_bytes == bytes_of(pair.cast)
+    copies = sum(p.nbytes for p in pair.cast.parameters())
+    assert pair.engine.stats().weight_bytes == bytes_of(pair.model) + copies
+    mixed = small_llama().to(torch.bfloat16)
+    mixed.model.norm.float()
+    with quire.Engine(mixed, dtype="bfloat16", **OPTIONS) as engine:
+        assert engine.stats().weight_bytes == bytes_of(mixed) + 32 * 2
+    loaded = small_llama().to(torch.bfloat16)
+    loaded.model.rotary_emb.inv_freq = loaded.model.rotary_emb.inv_freq.float()  # as from_pretrained leaves it
+    with quire.Engine(loaded, dtype="bfloat16", **OPTIONS) as engine:
+        assert engine.stats().weight_bytes == bytes_of(loaded)
+
+
+def test_what_cannot_be_cast() -> None:
+    with pytest.raises(ValueError, match="dtype must be None, 'bfloat16'.*got 'int8'. For smaller weights quantize"):
+        quire.Engine(small_llama(), dtype="int8")
+    model = small_llama()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(quire.UnsupportedAttention, match="lm_head.weight is quantized.*float8_e4m3fn.*leave dtype out"):
+        quire.Engine(model, dtype=torch.bfloat16, **OPTIONS)
+
+
+def test_a_kept_prefix_is_of_the_weights_before_the_step() -> None:
+    """Without the copies too: a fused optimizer must empty the prefix cache."""
+    model = small_llama(std=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    with quire.Engine(model, page_size=2, enable_prefix_caching=True, **OPTIONS) as engine:
+        rollouts(engine)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1).sub_(p)
+        optimizer.step()
+        got = rollouts(engine)
+    with quire.Engine(model, page_size=2, enable_prefix_caching=False, **OPTIONS) as engine:
+        assert got == rollouts(engine)

@@ -1,0 +1,262 @@
+"""Models in which some layers have a window and others see everything: the former's pages are freed behind it.
+
+A user loses exactness if a freed page is read, and memory if it is not freed. Every page is filled with NaN when it is given
+back, so that a number read from it would show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import quire
+from quire.attn_ops.metadata import NULL_PAGE
+from quire.attn_ops.registry import get_backend
+from quire.graph_runner.block_allocator import BlockAllocator
+from quire.graph_runner.prefix_cache import PrefixCache
+from quire.graph_runner.request import Request, RequestOutput
+from quire.graph_runner.scheduler import Scheduler
+from quire.graph_runner.window_pages import Reach, WindowPages
+from tests.tiny import assert_idle, hf_greedy, tokens
+from tests.zoo.configs import SERVED, build
+
+PAGE = 4
+PROMPTS = [[3 + i % 60 for i in range(59)], [3, 1, 4, 1, 5], [60 - i % 57 for i in range(110)]]
+LONG = quire.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def made(name: str, **options: Any) -> torch.nn.Module:
+    """The zoo's model, for longer sequences."""
+    entry = SERVED[name]
+    return build(dataclasses.replace(entry, options={**entry.options, "max_position_embeddings": 256, **options}))
+
+
+@pytest.fixture(scope="module")
+def gemma() -> torch.nn.Module:
+    return made("gemma2")
+
+
+@pytest.fixture(scope="module")
+def expected(gemma) -> list[list[int]]:
+    return [hf_greedy(gemma, p, 40, eos_token_id=None) for p in PROMPTS]
+
+
+def poison(engine: quire.Engine) -> None:
+    """Fill pages with NaN when they are freed, in the layers whose pages they are."""
+    cache, sites = engine.runner.cache, engine.runner.sites
+
+    def watch(allocator: BlockAllocator, bounded: bool) -> None:
+        free = allocator.free
+        tensors = [t for s in sites if s.bounded == bounded for t in cache.of_layer(s.layer)[:2]]
+
+        def freed(pages: Any) -> None:
+            assert NULL_PAGE not in pages
+            free(pages)
+            for t in tensors:
+                t[[p for p in pages if not allocator.ref_count(p)]] = float("nan")
+
+        allocator.free = freed  # type: ignore[method-assign]
+
+    watch(engine.scheduler.allocator, False)
+    watch(engine.scheduler.windows.allocator, True)
+
+
+def assert_all_free(engine: quire.Engine) -> None:
+    assert_idle(engine)
+    windows = engine.scheduler.windows
+    assert windows.allocator.num_free == windows.allocator.num_total and windows.num_idle == 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(n, marks=pytest.mark.slow) for n in (
+    "gpt_oss", "llama4", "gemma3", "gemma3n", "qwen2_window", "cohere2", "mimo_v2_flash"))])
+def test_exact_and_bounded(name) -> None:
+    """Chunked prompts, decodes in padded buckets whose padding is poisoned, and preemption: tokens of ``generate``. Layers with
+    a window hold what reaches back from the next token, however long the request."""
+    model = made(name)
+    with quire.Engine(model, page_size=PAGE, num_pages=61, max_num_seqs=4, max_model_len=200, max_num_batched_tokens=24,
+                      cudagraph_capture_sizes=[4], cudagraph_debug=True, async_stepping=True) as engine:
+        runner, scheduler = engine.runner, engine.scheduler
+        pages = dict(zip(runner.cache.layer_ids, runner.cache.layer_pages, strict=True))
+        few = scheduler.windows.allocator.num_total + 1
+        assert few < 61 and {pages[s.layer] for s in runner.sites if s.bounded} == {few}
+        assert {pages[s.layer] for s in runner.sites if not s.bounded} == {61} and engine.max_model_len == 200
+        poison(engine)
+        held, schedule = [], scheduler.schedule
+
+        def watched() -> Any:
+            found = schedule()
+            held.extend(sum(p != NULL_PAGE for p in r.window_pages) for r in scheduler.running)
+            return found
+
+        scheduler.schedule = watched  # type: ignore[method-assign]
+        outs = tokens(engine.generate(PROMPTS, LONG))
+        assert_all_free(engine)
+        assert scheduler.num_preemptions > 0  # 99, 45 and 150 tokens do not fit into 60 pages
+        assert runner.graphs.stats.replayed > 0
+        assert max(held) <= runner.window_reach.pages_held(24, PAGE) < -(-150 // PAGE)
+    assert outs == [hf_greedy(model, p, 40, eos_token_id=None) for p in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("caching", [None, True])
+def test_shared_beginnings(gemma, caching) -> None:
+    """Prompts with a beginning in common that is longer than the window, twice; a second request reads kept pages of the full
+    layers and only the last ones of the others."""
+    head = [3 + i % 50 for i in range(50)]
+    prompts = [[*head, 3, 1, 4], [*head, 3, 1, 5, 9, 2], [*head[:30], *[7] * 9], head]
+    want = [hf_greedy(gemma, p, 20, eos_token_id=None) for p in prompts]
+    params = quire.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with quire.Engine(gemma, page_size=PAGE, num_pages=70, max_num_seqs=3, max_model_len=200, max_num_batched_tokens=24,
+                      enable_prefix_caching=caching) as engine:
+        poison(engine)
+        for _ in range(2):
+            assert tokens(engine.generate(prompts, params)) == want
+        saved = engine.stats().saved_tokens
+        assert saved > (100 if caching else 40)
+        engine.reset_prefix_cache()
+        assert_all_free(engine)
+
+
+@pytest.mark.slow
+def test_traced_again_while_requests_run(gemma, expected) -> None:
+    with quire.Engine(gemma, page_size=PAGE, num_pages=61, max_num_seqs=3, max_model_len=200) as engine:
+        ids = [engine.add_request(p, LONG)[0] for p in PROMPTS]
+        done: dict[int, list[int]] = {}
+        for i in range(400):
+            if i == 20:
+                torch._dynamo.reset()
+            for event in engine.step():
+                if event.finished:
+                    done[event.index] = event.output.token_ids
+            if not engine.has_unfinished:
+                break
+        assert [done[i] for i in ids] == expected
+        assert_all_free(engine)
+
+
+class Nothing(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.slow
+def test_generate_with_a_processor(gemma, expected) -> None:
+    """A processor of the user's makes sequences advance together, in pages of the engine."""
+    model = quire.paged(gemma, page_size=PAGE, num_pages=61, max_num_seqs=2, max_model_len=200, max_num_batched_tokens=24)
+    try:
+        ids = torch.tensor([PROMPTS[2]])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=None,
+                             logits_processor=LogitsProcessorList([Nothing()]))
+        assert out[0, len(PROMPTS[2]) :].tolist() == expected[2]
+    finally:
+        model.generate.close()
+
+
+@pytest.mark.slow
+def test_a_backend_that_plans_keeps_one_table(gemma, expected) -> None:
+    """A plan on the host is made of one block table: all layers then share one, and keep all pages."""
+    planned: list[Any] = []
+    native = get_backend("torch_native")
+    quire.register_backend(dataclasses.replace(native, name="planned", priority=None,
+                                               plan=lambda meta, step: planned.append(meta)))
+    with quire.Engine(gemma, attention="planned", page_size=PAGE, num_pages=100, max_num_seqs=3, max_model_len=200) as engine:
+        assert engine.scheduler.windows is None and set(engine.runner.cache.layer_pages) == {100}
+        assert tokens(engine.generate(PROMPTS, LONG)) == expected and planned
+        assert_idle(engine)
+
+
+def test_memory_is_given_where_it_is_used(gemma) -> None:
+    """Sized by itself, the cache of the window's layers is what full batches can use, and the other layers get the rest."""
+    with quire.Engine(gemma, page_size=PAGE, max_num_seqs=2, max_num_batched_tokens=32) as engine:
+        windows, full = engine.scheduler.windows, engine.runner.cache.num_pages
+        assert windows.allocator.num_total + 1 == engine.runner.window_reach.useful_pages(2, 32, PAGE)
+        assert full == 2 * 256 // PAGE + 1 > 2 * windows.allocator.num_total
+        stats = engine.stats()
+        assert (stats.window_pages, stats.window_pages_used) == (windows.allocator.num_total, 0)
+        assert stats.kv_cache_bytes == engine.runner.cache.num_bytes
+
+
+KINDS = st.sampled_from([(8, None), (5, None), (1, None), (None, 8), (None, 6), (10, 12)])
+
+
+@settings(max_examples=80, deadline=None)
+@given(KINDS, st.lists(st.booleans(), max_size=12))
+def test_usable(kind, here) -> None:
+    """Against its definition: all pages in reach of the next token are here, and no larger number has that."""
+    windows = WindowPages(Reach.of([SimpleNamespace(window=kind[0], chunk=kind[1])]), 40, PAGE)
+    owner = request_of(0, [1] * 100)
+    owner.window_pages = windows.allocator.allocate(len(here))
+    keys = [bytes([i]) for i in range(len(here))]
+    for i, (key, kept) in enumerate(zip(keys, here, strict=True)):
+        if kept:
+            windows.keep(key, owner, i)
+    fits = [n for n in range(len(keys) + 1)
+            if all(here[i] for i in range(windows.reach.first_needed(n * PAGE) // PAGE, n))]
+    assert windows.usable(keys) == max(fits)
+
+
+def request_of(number: int, ids: list[int], new: int = 8) -> Request:
+    return Request(number, ids, quire.SamplingParams(temperature=0), RequestOutput(number, None, ids), 0, frozenset(),
+                   len(ids) + new)
+
+
+@settings(max_examples=60, deadline=None)
+@given(KINDS, st.booleans(), st.integers(30, 60), st.integers(12, 30),
+       st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=8))
+def test_every_token_in_reach_is_in_its_page(kind, lasting, num_pages, num_windows, asks) -> None:
+    """The scheduler alone, with a log of what each slot holds instead of a model: each row of each step finds the keys of all
+    tokens that it sees, in both kinds of layers, under sharing, copies, eviction and preemption; all pages come back."""
+    reach = Reach.of([SimpleNamespace(window=kind[0], chunk=kind[1])])
+    allocator = BlockAllocator(num_pages)
+    prefixes = PrefixCache(allocator, PAGE, lasting=lasting)
+    scheduler = Scheduler(allocator, page_size=PAGE, max_num_seqs=3, max_num_batched_tokens=16, prefixes=prefixes)
+    scheduler.windows = prefixes.windows = WindowPages(reach, num_windows, PAGE)
+    scheduler.prefill_chunk_size = (num_windows - 2) * PAGE - reach.span
+    if scheduler.prefill_chunk_size < 1:
+        return
+    held: dict[str, dict[tuple[int, int], tuple[int, ...]]] = {"full": {}, "window": {}}  # (page, offset) -> tokens up to it
+    heads = [[1] * 60, [1] * 21 + [2] * 39, [3] * 60]
+    waiting = [(late, request_of(i, heads[head][:length])) for i, (head, length, late) in enumerate(asks)]
+    for step in range(400):
+        for late, request in waiting:
+            if late * 3 == step:
+                scheduler.add(request)
+        batch = scheduler.schedule()
+        if batch is None:
+            if step > 9 and not scheduler.has_work:
+                break
+            continue
+        for name, copies in (("full", batch.copies), ("window", batch.window_copies)):
+            read = {(to, i): held[name].get((page, i)) for page, to in copies for i in range(PAGE)}
+            held[name].update({k: v for k, v in read.items() if v is not None})
+        written: Counter[Any] = Counter()
+        for request, start, count, *_ in batch.rows:
+            ids = tuple(request.token_ids)
+            for name, pages, first in (("full", request.pages, 0),
+                                       ("window", request.window_pages, reach.first_needed(start))):
+                for p in range(start, start + count):
+                    page = pages[p // PAGE]
+                    assert page != NULL_PAGE
+                    held[name][page, p % PAGE] = ids[: p + 1]
+                    written[name, page, p % PAGE] += 1
+                for p in range(first, start + count):
+                    assert held[name][pages[p // PAGE], p % PAGE] == ids[: p + 1], (name, p)
+        assert max(written.values()) == 1
+        for request, _, _, samples, _ in batch.rows:
+            if samples:
+                request.num_pending -= 1
+                if request.append(5)[1]:
+                    scheduler.finish(request)
+    else:
+        raise AssertionError("it never ends")
+    prefixes.clear()
+    assert allocator.num_free == allocator.num_total
+    assert scheduler.windows.allocator.num_free == scheduler.windows.allocator.num_total
