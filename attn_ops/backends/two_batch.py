@@ -150,8 +150,8 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
     base = get(base_name)
     if base.every_step:
-        raise UnsupportedAttention(f"attention={name!r}: every token must run through one state of {base.name}, which keeps data "
-                                   f"about the cached keys; use attention={base.name!r}")
+        raise UnsupportedAttention(f"attention={name!r}: every token must run through one state of {base.name}, which keeps "
+                                   f"data about the cached keys; use attention={base.name!r}")
     support = min(base.capabilities.cudagraph_support, CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     op = define_paged_op(op_name(name), _op(base, name), launches="cuda" in base.capabilities.devices)
     return replace(
