@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import PagedKVCache
@@ -39,6 +41,7 @@ class Step:
         states: the backends' own states, by name (``AttentionBackend.make_state``).
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
         by_hand: of ``quire.step``, and not of an engine, whose scheduler knows what the model needs.
+        adapters: (at least T,) int64, the adapters of each token as bits (``attn_ops/ops/lora_rows.py``), or None.
         served: layers whose attention has run.  planned: backends that have planned.
     """
 
@@ -49,6 +52,7 @@ class Step:
     graph_key: Any = None
     capturing: bool = False
     by_hand: bool = False
+    adapters: torch.Tensor | None = None
     served: set[int] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)
     window_metadata: CommonAttentionMetadata | None = None

@@ -3,9 +3,9 @@
     python benchmarks/prefix.py --model llama-8b --json prefix.json
     python benchmarks/prefix.py --model tiny --device cpu --json cpu_prefix.json
 
-All requests are given to the engine at once. ``none``: enable_prefix_caching=False, each computes its whole prompt. ``together``:
-the default, the first computes what they share and the others wait for it. ``kept``: enable_prefix_caching=True, and an
-earlier request had the same beginning. Weights are random; tokens of every mode must be equal, or the run fails.
+All requests are given to the engine at once. ``none``: enable_prefix_caching=False, each computes its whole prompt.
+``together``: the default, the first computes what they share and the others wait for it. ``kept``: enable_prefix_caching=True,
+and an earlier request had the same beginning. Weights are random; tokens of every mode must be equal, or the run fails.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ class EngineCalls:
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
                request_id: str | Sequence[str] | None = None, priority: int | Sequence[int] = 0, timeout: float | None = None,
-               raise_on_error: bool | None = None) -> Generator[StreamEvent, None, None]:
+               adapter: str | Sequence[str | None] | None = None, raise_on_error: bool | None = None
+               ) -> Generator[StreamEvent, None, None]:
         """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's position (with n > 1 the n
         results of a prompt are consecutive).
 
@@ -99,6 +100,8 @@ class EngineCalls:
             request_id: names of the requests, for ``abort``; one for each prompt.
             priority: prompts with a lower number start first; one for all or one for each.
             timeout: seconds after which a request that has not ended fails.
+            adapter: the LoRA adapter of PEFT that a request has, by name, "__base__" for none; one for all or one for each.
+                None: those that are active in the model. The first one has the model traced again.
             raise_on_error: raise if a request fails, and abort the others. False: log a warning; the output of the failed
                 request has ``error``, and the others run on. None: raise for a single prompt only.
 
@@ -106,7 +109,7 @@ class EngineCalls:
             ValueError, TypeError: a prompt that cannot be served. RuntimeError: a request that failed on its way.
             QueueFull: more requests would wait than ``max_waiting``.
         """
-        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout)
+        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout, adapter)
         return self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error)
 
     def _stream(self, asks: Sequence[Ask], strict: bool) -> Generator[StreamEvent, None, None]:
@@ -141,15 +144,15 @@ class EngineCalls:
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, *, sampling_params: _Params = None,
                  use_tqdm: bool | Callable[..., Any] | None = None, request_id: str | Sequence[str] | None = None,
-                 priority: int | Sequence[int] = 0, timeout: float | None = None, raise_on_error: bool | None = None
-                 ) -> list[RequestOutput]:
+                 priority: int | Sequence[int] = 0, timeout: float | None = None,
+                 adapter: str | Sequence[str | None] | None = None, raise_on_error: bool | None = None) -> list[RequestOutput]:
         """Run the prompts together; the results in their order. See ``stream`` for the other arguments.
 
         Args:
             use_tqdm: show a progress bar; None: on a terminal, where it takes longer than two seconds. Or a function that
                 makes one, such as ``tqdm``.
         """
-        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout)
+        asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout, adapter)
         done = []
         with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
             for event in self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error):
@@ -241,16 +244,18 @@ def _score(output: RequestOutput, start: int) -> Score:
 
 
 def asks_of(prompts: Prompt | Sequence[Prompt], params: _Params, sampling_params: _Params,
-            request_id: str | Sequence[str] | None, priority: int | Sequence[int], timeout: float | None) -> list[Ask]:
+            request_id: str | Sequence[str] | None, priority: int | Sequence[int], timeout: float | None,
+            adapter: str | Sequence[str | None] | None = None) -> list[Ask]:
     """The prompts of a call with their options. Raises TypeError or ValueError for options that do not fit the prompts."""
     if params is not None and sampling_params is not None:
         raise TypeError("params and sampling_params are two names of one argument; give one of them")
     pairs = pairs_of(prompts, params if sampling_params is None else sampling_params)
     if isinstance(request_id, str) and len(pairs) > 1:
         raise ValueError(f"{len(pairs)} prompts but one request_id; give one for each")
-    ids, priorities = each_of("request_ids", request_id, len(pairs)), each_of("priorities", priority, len(pairs))
-    return [Ask(prompt, p, RequestOptions(name, number, timeout).check())
-            for (prompt, p), name, number in zip(pairs, ids, priorities, strict=True)]
+    each = (each_of(name, given, len(pairs)) for name, given in (
+        ("request_ids", request_id), ("priorities", priority), ("adapters", adapter)))
+    return [Ask(prompt, p, RequestOptions(name, number, timeout, adapter=own).check())
+            for (prompt, p), name, number, own in zip(pairs, *each, strict=True)]
 
 
 @contextlib.contextmanager

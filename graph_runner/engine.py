@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 import torch
 
-from quire.graph_runner import loading
+from quire.graph_runner import adapters, loading
 from quire.graph_runner.admission import Admission
 from quire.graph_runner.block_allocator import BlockAllocator
 from quire.graph_runner.calls import EngineCalls
@@ -93,7 +93,7 @@ class Engine(EngineCalls, WeightUpdates):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
-                    priority: int = 0, timeout: float | None = None) -> list[int]:
+                    priority: int = 0, timeout: float | None = None, adapter: str | None = None) -> list[int]:
         """Queue a prompt; returns the ids of its requests (``params.n`` of them), whose events ``step`` returns. See ``stream``
         for the arguments.
 
@@ -101,7 +101,8 @@ class Engine(EngineCalls, WeightUpdates):
             ValueError, TypeError, QueueFull: the prompt cannot be served; says why. Nothing else is affected.
         """
         ids: list[int] = []
-        self._add(Ask(prompt, params_of(params), RequestOptions(request_id, priority, timeout)), self._events, ids)
+        options = RequestOptions(request_id, priority, timeout, adapter=adapter)
+        self._add(Ask(prompt, params_of(params), options), self._events, ids)
         return ids
 
     @locked
@@ -112,6 +113,8 @@ class Engine(EngineCalls, WeightUpdates):
         made = make_requests(ask, self._next_id, index, inbox, tokenizer=self.tokenizer, eos_token_ids=self._eos,
                              limits=self.limits, random=self._random)
         self._admission.check(ask.options, len(made), len(self.scheduler.waiting) - len(self.scheduler.free_slots))
+        if adapters.choose(made, ask.options.adapter, self.model, self.runner.adapters, self.requests.values()):
+            self._trace_again("a request came with an adapter of its own", own_adapters=True)
         self._check_due |= not self.requests
         self._next_id += len(made)
         for request in made:
@@ -202,7 +205,7 @@ class Engine(EngineCalls, WeightUpdates):
             self.counters.tick(False)
             self._gc.release()
 
-    def _trace_again(self, change: str) -> None:
+    def _trace_again(self, change: str, own_adapters: bool = False) -> None:
         """Drop the launched steps and trace the changed model; running requests are recomputed from the host's tokens. Raises
         RuntimeError if the model cannot be served any more; the next step tries again."""
         for launched in self._in_flight:
@@ -211,7 +214,9 @@ class Engine(EngineCalls, WeightUpdates):
         self._results.clear()
         self.scheduler.preempt_all()
         self._launch_failed = False
-        self._live.trace_again(change)
+        self._live.trace_again(change, own_adapters)
+        for request, error in adapters.after_trace(self.requests.values(), self.model, self.runner.adapters):
+            self._finish(request, FinishReason.ERROR, error=error)
         self.max_model_len = self._live.fit(self.scheduler)
 
     def collect(self, leave: int = 0) -> None:

@@ -17,6 +17,7 @@ from quire.graph_runner.paged_forward import own_forward
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import WindowPages, fit_requests
 from quire.passes.capture.evaluating import ChangedWhileTraced
+from quire.passes.capture.lora import can_choose
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 8  # to trace a model that other threads change meanwhile
@@ -30,11 +31,13 @@ class LiveModel:
         runner: of the latest trace.
         cast: the weights in the dtype that was asked for; None: the model's own are used.
         num_pages: pages of the KV cache, the same for every trace.
+        adapters: whether each request has adapters of its own.
     """
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
         loading.check_model(model)
+        self.adapters = False
         self._stale: str | None = None  # a change after which the model could not be traced
         self._trace()
         self.num_pages = self.runner.cache.num_pages
@@ -53,9 +56,10 @@ class LiveModel:
             before, versions, dtype = ModelGuard(self.model, addresses=False), buffer_versions(self.model), self.config.dtype
             self.cast = None  # the old copies are freed before new ones are made
             self.cast = CastWeights(self.model, dtype) if isinstance(dtype, torch.dtype) else None
+            self.adapters = self.adapters and can_choose(self.model)
             try:
                 with own_forward(self.model), self.cast.in_place() if self.cast is not None else contextlib.nullcontext():
-                    self.runner = ModelRunner(self.model, self.config)
+                    self.runner = ModelRunner(self.model, self.config, self.adapters)
             except ChangedWhileTraced as error:
                 changed = str(error)
                 continue
@@ -118,14 +122,16 @@ class LiveModel:
             scheduler.prefixes.windows = scheduler.windows
         return length
 
-    def trace_again(self, change: str) -> None:
-        """Replace the runner by one for the model as it is now; no step may be in flight.
+    def trace_again(self, change: str, own_adapters: bool = False) -> None:
+        """Replace the runner by one for the model as it is now; no step may be in flight. ``own_adapters``: from now on each
+        request has adapters of its own, as long as the model allows it.
 
         Raises:
             RuntimeError: the model cannot be served any more. ``change`` then returns the same change; call this again.
         """
         logger.warning("%s changed (%s): tracing it again", type(self.model).__name__, change)
-        self._stale = change
+        self._stale, before = change, self.adapters
+        self.adapters |= own_adapters
         self.runner.close()
         try:
             self._trace()
@@ -133,6 +139,7 @@ class LiveModel:
                 raise ValueError("its attention reaches further back than before, so that requests may need more KV cache than "
                                  "there is")
         except Exception as error:
+            self.adapters = before  # if they are the reason, the next step can go on without
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "
                                f"now: {str(error).rstrip('.')}. Undo the change, or close the engine") from error
         self._stale = None

@@ -24,6 +24,7 @@ from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
+from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.buckets import decode_buckets, token_buckets
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
@@ -39,6 +40,7 @@ from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
+from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.compile.ahead import CompileAhead, StepShape
 
@@ -109,6 +111,9 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 class ModelRunner:
     """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
 
+    Args:
+        adapters: each request has adapters of its own (``graph_runner/adapters.py``).
+
     Raises:
         UnsupportedAttention: the model cannot be served.
     """
@@ -116,7 +121,10 @@ class ModelRunner:
     @_without_autocast
     @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
+    def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
+        names = adapter_names(model) if adapters else None
+        self.adapters = None if names is None else TokenAdapters(model, names, max(
+            config.max_num_batched_tokens, config.max_num_seqs), next(model.parameters()).device)
         self.config, self.device, self.vocab_size = config, next(model.parameters()).device, vocab_size(model)
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
@@ -126,7 +134,7 @@ class ModelRunner:
         try:
             # Tracing makes millions of objects, which the collector would walk repeatedly. Garbage may hold GPU memory.
             with freeze_gc(collect=self.device.type == "cuda"):
-                self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead)
+                self.paged = PagedModel(model, options, draws=options.compiler != "eager", ahead=ahead, adapters=names)
                 with start_times.timed("set-up"):
                     if ahead is not None:
                         ahead.wait()
@@ -282,9 +290,9 @@ class ModelRunner:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: ForwardBatch, **graph: Any) -> Step:
+    def _step(self, batch: ForwardBatch, **options: Any) -> Step:
         """The batch as attention sees it."""
-        return Step(self.cache, batch.metadata, self.backend, self._states, window_metadata=batch.window_metadata, **graph)
+        return Step(self.cache, batch.metadata, self.backend, self._states, window_metadata=batch.window_metadata, **options)
 
     def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
         """Results of the staged batch; stores the tokens too."""
@@ -311,12 +319,12 @@ class ModelRunner:
     def _before_capture(self, bucket: BatchShape) -> None:
         """Stage an all-padding batch and plan for it, so that the capture has no host work."""
         self.buffers.stage_padding(bucket)
-        batch = self.buffers.forward_batch(bucket)
+        batch, tokens = self.buffers.forward_batch(bucket), None if self.adapters is None else self.adapters.tokens
         if self._is_piecewise(bucket):  # attention is not run while the rest is captured, so there is nothing to plan
-            step = self._step(batch)
+            step = self._step(batch, adapters=tokens)
             step.planned.add(self.backend.name)
         else:
-            step = self._step(batch, graph_key=bucket, capturing=True)
+            step = self._step(batch, graph_key=bucket, capturing=True, adapters=tokens)
             ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
@@ -353,7 +361,9 @@ class ModelRunner:
         if self.plans:
             self.buffers.update_table(made)
         cut = bucket is not None and self._is_piecewise(bucket)
-        step = self._step(made, graph_key=None if cut else bucket)  # attention of a step in pieces is that of any step
+        # Attention of a step in pieces is that of any step.
+        step = self._step(made, graph_key=None if cut else bucket,
+                          adapters=None if self.adapters is None else self.adapters.stage(batch))
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
         return StagedStep(batch, made, shape, bucket, host, step, ScoredRows.of(batch, self.device))

@@ -1,7 +1,7 @@
 """Pages of the KV cache that several requests read: equal beginnings are computed once.
 
-Keys and values of a token depend on the tokens up to it and on the weights (and on whether the sequence is longer than the
-scheduler's ``length_limits``, which is part of the hash), and on nothing else: the model was proved to treat
+Keys and values of a token depend on the tokens up to it, on the weights, on the request's adapters (``Request.root``) and on
+whether the sequence is longer than the scheduler's ``length_limits``, and on nothing else: the model was proved to treat
 each token by itself outside causal attention, windows and chunks are counted from the sequence's own positions, and pages hold
 every token whatever the window. So a full page is known by the hash of its tokens chained to the hash of the page before
 (SHA-256), and a request whose tokens begin with the same pages reads these instead of computing its own. Never all of them: the
@@ -226,7 +226,7 @@ class PrefixCache:
 
 def _root(request: Request) -> bytes:
     """What the key of a first page begins with: requests of different kinds share nothing."""
-    return b"%d" % request.length_kind if request.length_kind else b""
+    return request.root + (b"\0\0%d" % request.length_kind if request.length_kind else b"")
 
 
 def weights_version(model: torch.nn.Module | None) -> int:

@@ -110,6 +110,7 @@ class Request:
     ``page_keys``, ``num_keyed``, ``epoch``, ``computed_since``: see PrefixCache; ``num_cached_tokens`` were read from others'
     pages. ``length_kind``: how many of the scheduler's ``length_limits`` the request exceeds; all its keys are of that kind.
     ``edits``: what it asks to be done to its logits; ``failure``: why that failed, or None.
+    ``adapters``: their names; None: the model's active ones. ``root``: what its keys and values depend on beside its tokens.
     """
 
     request_id: int
@@ -142,6 +143,8 @@ class Request:
     finished: bool = False
     edits: LogitsEdits | None = None
     failure: str | None = None
+    adapters: tuple[str, ...] | None = None
+    root: bytes = b""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -230,17 +233,21 @@ class RequestOptions(NamedTuple):
         priority: requests with a lower number start first, and are preempted last.
         timeout: seconds after which it fails, or None.
         score_from: first prompt token whose log probability is wanted; None: as the sampling parameters say.
+        adapter: name of the LoRA adapter (PEFT's) that it has; "__base__" for none; None: the model's active ones.
     """
 
     request_id: str | None = None
     priority: int = 0
     timeout: float | None = None
     score_from: int | None = None
+    adapter: str | None = None
 
     def check(self) -> RequestOptions:
         """Raises TypeError or ValueError for values that cannot be served."""
         if not isinstance(self.request_id, str | None):
             raise TypeError(f"request_id must be a string or None, got {self.request_id!r}")
+        if not isinstance(self.adapter, str | None):
+            raise TypeError(f"adapter must be the name of an adapter or None, got {self.adapter!r}")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority must be an integer, got {self.priority!r}")
         if self.timeout is not None and (isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float)):

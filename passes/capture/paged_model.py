@@ -32,6 +32,7 @@ from quire.passes.capture.evaluating import evaluating
 from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
+from quire.passes.capture.lora import adapters_per_token
 from quire.passes.capture.reads import globals_read, names_read
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
 from quire.passes.capture.side_effects import check_side_effects
@@ -59,6 +60,8 @@ class PagedModel:
         draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``): worthwhile on CUDA or
             compiled, where that is one pass over the logits.
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
+        adapters: names of PEFT's LoRA adapters, of which each token has its own (``passes/capture/lora.py``); None: those that
+            are active, for all.
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.
@@ -66,7 +69,8 @@ class PagedModel:
     """
 
     def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, draws: bool = False,
-                 ahead: CompileAhead | None = None) -> None:
+                 ahead: CompileAhead | None = None, adapters: Sequence[str] | None = None) -> None:
+        self.adapters = adapters
         self.options = options or QuireOptions()
         if self.options.attention != "auto":
             get_backend(self.options.attention)  # here, and not inside Dynamo
@@ -128,7 +132,8 @@ class PagedModel:
         route = interface_active(self.model) if by_interface else contextlib.nullcontext()
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-        with route, experts_active(self.model), static, torch.no_grad():
+        adapters = adapters_per_token(self.model, self.adapters)
+        with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad():
             try:
                 try:
                     compiled(ids, positions, keep, *sampling)

@@ -257,6 +257,18 @@ def _experts(call: Call) -> Known:
     return Rows(0, x.axis, pairs)
 
 
+@rule("quire::lora_rows")
+def _lora_rows(call: Call) -> Known:
+    """quire::lora_rows: a row for each token, by the adapters of that token, which the step has in the order of its tokens."""
+    base, x = call.rows("base"), call.rows("x")
+    if base is None or x is None or any(as_data(call.known(w)) is not None for w in (*call["a"], *call["b"])):
+        raise Mixes("its rows are not tokens")
+    if (base.dim, x.dim) != (1, 1) or not base.same_rows(x) or x.order is not None or (x.outer, x.inner) != (1, 1) or (
+            x.axis != call.axes[0]):
+        raise Mixes("an adapter's rows are not the tokens of the batch, in their order")
+    return base
+
+
 @rule("quire::sample_tokens")
 def _sample_tokens(call: Call) -> Known:
     """quire::sample_tokens: a token of each row of logits, by the numbers of that row. The trace may not know that the logits

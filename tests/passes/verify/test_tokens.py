@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.ops.lora_rows import lora_rows
 from quire.passes.fx import copy_graph, placeholders, value
 from quire.passes.verify.tokens import check_tokens
 
@@ -71,7 +72,14 @@ def stored_per_row(x: Tensor, p: Tensor) -> Tensor:
     return y
 
 
+def adapted(x: Tensor) -> Tensor:
+    return lora_rows(x @ WEIGHT, x, [WEIGHT[:2]], [WEIGHT[:, :2]], [0.5], [1])
+
+
 REFUSED = {
+    "adapters of rows in another order": (lambda x, p: adapted(x[0][routed(x)][None]), "an adapter's rows are not the tokens"),
+    "adapters that follow from the tokens": (
+        lambda x, p: lora_rows(x @ WEIGHT, x, [x[0]], [x[0].T], [0.5], [1]), "its rows are not tokens"),
     "reduction": (lambda x, p: x - x.mean(1, keepdim=True), "it is taken over the tokens"),
     "reduction of all": (lambda x, p: x / x.amax(), "it is taken over the tokens"),
     "reduction of positions": (lambda x, p: x * (p.max() + 1).log(), "it is taken over the tokens"),
@@ -101,6 +109,7 @@ REFUSED = {
     "joined": (lambda x, p: torch.cat([x, x], 1), "it joins rows of tokens"),
 }
 SERVED = {
+    "adapters of each token": lambda x, p: adapted(x),
     "reduction": lambda x, p: x - x.mean(-1, keepdim=True),
     "product": lambda x, p: (x @ WEIGHT, x[0] @ WEIGHT, (WEIGHT @ x.mT).mT, torch.mv(x[0], WEIGHT[0])),
     "slice": lambda x, p: (x[..., 1:], x[:, : x.shape[1]], x[:, 0:]),

@@ -1,0 +1,96 @@
+"""Adapters per request: which of PEFT's LoRA adapters each request of a batch has.
+
+The first request with ``adapter=`` makes the engine trace its model again, so that each token has adapters of its own
+(``passes/capture/lora.py``); from then on requests with different adapters, and with none, share steps. A request keeps the
+adapters that it came with. Those without ``adapter=`` have the model's active ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from quire.graph_runner.logprobs import to_device
+from quire.graph_runner.request import Request, ScheduledBatch
+from quire.passes.capture.lora import active_adapters, adapter_names, check_adapters
+
+#: PEFT's name for the model without adapters.
+BASE = "__base__"
+
+
+def choose(made: Sequence[Request], adapter: str | None, model: torch.nn.Module, traced: TokenAdapters | None,
+           others: Iterable[Request]) -> bool:
+    """Give new requests their adapters. Returns whether the model must be traced again before they run.
+
+    Args:
+        adapter: what the caller asked for.
+        traced: None while the active adapters are those of all requests.
+        others: that have none of their own yet; they get the active ones when that ends.
+
+    Raises:
+        ValueError: an unknown name, or a model whose adapters cannot be chosen.
+    """
+    if adapter is None and traced is None:
+        return False
+    if adapter is None:
+        names = active_adapters(model)
+    else:
+        check_adapters(model)
+        if adapter != BASE and adapter not in (known := adapter_names(model)):
+            raise ValueError(f"the model has no adapter {adapter!r}; it has {', '.join(map(repr, known))}, and {BASE!r} for "
+                             "none")
+        names = () if adapter == BASE else (adapter,)
+    _assign(made, names)
+    if traced is not None and set(names).issubset(traced.names):
+        return False
+    _assign([request for request in others if request.adapters is None], active_adapters(model))
+    return True
+
+
+def _assign(requests: Iterable[Request], names: tuple[str, ...] | None) -> None:
+    """Keys and values depend on the adapters: the requests have computed none, or all pages are about to be forgotten."""
+    for request in requests:
+        request.adapters, request.root = names, b"" if names is None else "\0".join(("", *names)).encode()
+        request.page_keys, request.num_keyed = [], 0
+
+
+class TokenAdapters:
+    """The adapters of each token of a step, as bits on the device at a fixed address.
+
+    Args:
+        names: of the model's adapters; bit i is names[i].
+        max_tokens: of a step.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], max_tokens: int, device: torch.device) -> None:
+        self.names = list(names)
+        self._model, self._device = model, device
+        self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+
+    def stage(self, batch: ScheduledBatch) -> torch.Tensor:
+        """(max_tokens,) int64, which a step reads; those of padding are of an earlier one."""
+        bits = {name: 1 << i for i, name in enumerate(self.names)}
+        own = [active_adapters(self._model) if r.request.adapters is None else r.request.adapters for r in batch.rows]
+        of_row = np.array([sum(bits[name] for name in names) for names in own], np.int64)
+        of_token = np.repeat(of_row, [row.num_new for row in batch.rows])
+        self.tokens[: len(of_token)].copy_(to_device(of_token, self._device), non_blocking=True)
+        return self.tokens
+
+
+def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: TokenAdapters | None
+                ) -> list[tuple[Request, str]]:
+    """Requests that the model, traced again, cannot serve any more, and why. ``traced``: None if adapters cannot be chosen now;
+    requests that have the active ones then follow the model."""
+    own = [request for request in requests if request.adapters is not None]
+    if traced is not None:
+        return [(r, f"its adapter {', '.join(r.adapters)} was deleted") for r in own
+                if r.adapters is not None and not set(r.adapters).issubset(traced.names)]
+    active = active_adapters(model)
+    _assign([r for r in own if r.adapters == active], None)
+    return [(r, "the model has changed, and adapters cannot be chosen for each request any more") for r in own
+            if r.adapters is not None]
+
+
+__all__ = ["BASE", "TokenAdapters", "after_trace", "choose"]

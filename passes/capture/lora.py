@@ -1,0 +1,127 @@
+"""PEFT's LoRA layers, traced so that each token has adapters of its own (``attn_ops/ops/lora_rows.py``).
+
+    before  base_layer(x) + B(A(x)) * scaling of each active adapter
+    after   quire.lora_rows(base_layer(x), x, [A ...], [B ...], [scaling ...], bits) with every adapter of the layer
+
+The forwards are replaced only while the model is traced. What a layer may do otherwise is refused: ``check_adapters``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, lora_rows
+
+
+def adapter_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """The modules that PEFT has put into the model to adapt it, by path; of those inside each other the outer ones."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.")}
+        if kinds & {"BaseTunerLayer", "AuxiliaryTrainingWrapper"} and not any(path.startswith(f"{p}.") for p in found):
+            found[path] = module
+    return found
+
+
+def adapter_names(model: torch.nn.Module) -> list[str]:
+    """The names of the LoRA adapters in the model, sorted."""
+    return sorted({name for layer in adapter_layers(model).values() for name in getattr(layer, "lora_A", ())})
+
+
+def active_adapters(model: torch.nn.Module) -> tuple[str, ...]:
+    """The adapters that the model's own forward applies."""
+    for layer in adapter_layers(model).values():
+        return () if layer.disable_adapters else tuple(sorted(layer.active_adapters))
+    return ()
+
+
+def can_choose(model: torch.nn.Module) -> bool:
+    """Whether ``check_adapters`` passes."""
+    try:
+        check_adapters(model)
+    except ValueError:
+        return False
+    return True
+
+
+def check_adapters(model: torch.nn.Module) -> None:
+    """Raises ValueError for adapters that cannot be applied token by token; says which and why."""
+    layers = adapter_layers(model)
+    if not layers:
+        raise ValueError("the model has no adapters of PEFT; add one (peft.get_peft_model, add_adapter) or leave adapter= out")
+    if len(adapter_names(model)) > MAX_ADAPTERS:
+        raise ValueError(f"the model has {len(adapter_names(model))} adapters, and requests can choose among {MAX_ADAPTERS} at "
+                         "most; delete some")
+    states = {(layer.disable_adapters, tuple(sorted(layer.active_adapters))) for layer in layers.values()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for path, layer in layers.items():
+        why = _unknown(layer) or ("is the head, whose rows are not the tokens of a batch" if layer is head else None)
+        if why is not None:
+            raise ValueError(
+                f"adapters cannot be chosen for each request: {path} {why}. set_adapter chooses one for all requests")
+    if len(states) > 1:
+        raise ValueError("adapters cannot be chosen for each request: its layers have different active adapters, which "
+                         "set_adapter makes equal")
+
+
+def _unknown(layer: Any) -> str | None:
+    from peft.tuners.lora.layer import Linear
+
+    if type(layer) is not Linear:
+        return f"is a {type(layer).__name__}, and quire knows LoRA and rsLoRA on linear layers"
+    if layer.merged_adapters:
+        return f"has merged {', '.join(layer.merged_adapters)} into its weight (unmerge_adapter takes it out)"
+    if layer.lora_variant:
+        return f"has another kind of LoRA ({', '.join(map(str, layer.lora_variant))}), such as DoRA"
+    for name in layer.lora_A:
+        a, b = layer.lora_A[name], layer.lora_B[name]
+        if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
+            return f"has an adapter {name!r} that is more than two matrices"
+        if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b)):
+            return f"has an adapter {name!r} with hooks"
+    return None
+
+
+@contextlib.contextmanager
+def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None) -> Iterator[list[Any]]:
+    """While inside, the LoRA layers of ``model`` apply each token's adapters, ``names[i]`` where bit i is set; None: no change.
+    Gives what must be kept as long as the trace: Dynamo drops one when an object dies that it read.
+
+    Raises:
+        ValueError: as ``check_adapters``.
+    """
+    if names is None:
+        yield []
+        return
+    check_adapters(model)
+    layers, own = list(adapter_layers(model).values()), list(names)
+    forwards = [functools.partial(_forward, layer, own) for layer in layers]
+    try:
+        for layer, forward in zip(layers, forwards, strict=True):
+            object.__setattr__(layer, "forward", forward)
+        yield forwards
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _forward(layer: Any, names: list[str], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    base = layer.base_layer(x, *args, **kwargs)
+    a, b, scaling, bits = [], [], [], []
+    if layer.merged_adapters:  # read, so that a merge is noticed and the model traced again
+        raise ValueError("the layer has merged adapters")
+    for i, name in enumerate(names):
+        if name in layer.lora_A:
+            a.append(layer.lora_A[name].weight)
+            b.append(layer.lora_B[name].weight)
+            scaling.append(float(layer.scaling[name]))
+            bits.append(1 << i)
+    return lora_rows(base, x, a, b, scaling, bits) if a else base
+
+
+__all__ = ["active_adapters", "adapter_layers", "adapter_names", "adapters_per_token", "can_choose", "check_adapters"]

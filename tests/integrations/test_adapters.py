@@ -1,0 +1,141 @@
+"""Requests of one batch with adapters of their own: each gets what the PEFT model gives with that adapter active alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
+
+from peft import IA3Config, LoraConfig, get_peft_model
+
+import quire
+from quire.passes.capture.lora import check_adapters
+from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, tokens
+
+PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11], [20, 21]]
+CONFIGS = {"one": LoraConfig(r=4, target_modules="all-linear"),
+           "two": LoraConfig(r=8, target_modules=["q_proj", "v_proj"], use_rslora=True, lora_alpha=3)}
+
+
+def fill(model: Any, name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if f".{name}." in key and "lora" in key:
+                p.normal_(0, 0.25)
+
+
+def adapted(model: Any) -> Any:
+    peft = get_peft_model(model, CONFIGS["one"], adapter_name="one")
+    peft.add_adapter("two", CONFIGS["two"])
+    for i, name in enumerate(CONFIGS):
+        fill(peft, name, i)
+    return peft
+
+
+@functools.cache
+def want(adapter: str, prompt: int, count: int = 12) -> list[int]:
+    """By PEFT and transformers, with one adapter active, or none."""
+    plain = small_llama(std=0.3)
+    peft = adapted(plain)
+    if adapter == "__base__":
+        with peft.disable_adapter():
+            return hf_greedy(plain, PROMPTS[prompt], count)
+    peft.set_adapter(adapter)
+    return hf_greedy(plain, PROMPTS[prompt], count)
+
+
+PARAMS = quire.SamplingParams(temperature=0, max_tokens=12)
+OPTIONS: dict[str, Any] = dict(num_pages=60, max_num_seqs=8, max_model_len=100)
+ROWS = [("one", 0), ("two", 0), ("__base__", 0), ("two", 1), ("one", 2), ("__base__", 1)]
+
+
+@pytest.mark.parametrize("schedule", [dict(cudagraph_capture_sizes=[4]), pytest.param(
+    dict(prefill_chunk_size=2, page_size=2, async_stepping=True, enable_prefix_caching=True), marks=pytest.mark.slow)])
+def test_a_batch_with_different_adapters(schedule) -> None:
+    """Prompts are equal on purpose: pages of another adapter must not be read."""
+    model = small_llama(std=0.3)
+    peft = adapted(model)
+    with quire.Engine(model, **OPTIONS | schedule) as engine:
+        assert tokens(engine.generate(PROMPTS[:1], PARAMS)) == [want("one", 0)]  # the active one, as ever
+        for _ in range(2):
+            outputs = engine.generate([PROMPTS[i] for _, i in ROWS], PARAMS, adapter=[name for name, _ in ROWS])
+            assert tokens(outputs) == [want(name, i) for name, i in ROWS]
+        assert len({tuple(o.token_ids) for o in outputs[:3]}) == 3
+        peft.set_adapter("two")
+        assert tokens(engine.generate([PROMPTS[0]] * 2, PARAMS, adapter=[None, "one"])) == [want("two", 0), want("one", 0)]
+        with peft.disable_adapter():
+            assert tokens(engine.generate([PROMPTS[0]] * 2, PARAMS, adapter=[None, "two"])) == [
+                want("__base__", 0), want("two", 0)]
+
+
+@pytest.mark.slow
+def test_a_life_with_adapters() -> None:
+    """A server's adapters come and go; trained ones change in place; a request of a deleted one fails by name."""
+    model = small_llama(std=0.3)
+    peft = adapted(model)
+    with quire.Engine(model, **OPTIONS) as engine:
+        stream = engine.stream(PROMPTS[0], PARAMS)  # began before any had an adapter of its own
+        first = next(stream).token_ids
+        assert tokens(engine.generate(PROMPTS[0], PARAMS, adapter="two")) == [want("two", 0)]
+        assert first + [t for event in stream for t in event.token_ids] == want("one", 0)
+        peft.add_adapter("three", CONFIGS["two"])
+        fill(peft, "three", 1)
+        assert tokens(engine.generate([PROMPTS[0]] * 2, PARAMS, adapter=["three", "one"])) == [want("two", 0), want("one", 0)]
+        fill(peft, "three", 0)  # in place, as an optimizer does
+        peft.set_adapter("three")
+        changed = hf_greedy(model, PROMPTS[0], 12)
+        assert changed != want("two", 0)
+        assert tokens(engine.generate([PROMPTS[0]] * 2, PARAMS, adapter=["three", "one"])) == [changed, want("one", 0)]
+        peft.set_adapter("one")
+        stream = engine.stream([PROMPTS[0], PROMPTS[1]], PARAMS, adapter=["three", "two"], raise_on_error=False)
+        next(stream)
+        peft.delete_adapter("three")
+        ended = {event.index: event.output for event in stream if event.finished}
+        got = engine.generate([PROMPTS[0]], PARAMS, adapter="two")
+        assert tokens(got) == [want("two", 0)] and ended[1].token_ids == want("two", 1)
+        with pytest.raises(ValueError, match="the model has no adapter 'three'; it has 'one', 'two', and '__base__' for none"):
+            engine.generate(PROMPTS[0], PARAMS, adapter="three")
+        peft.merge_adapter(["one"])
+        with pytest.raises(ValueError, match="has merged one into its weight"):
+            engine.generate(PROMPTS[0], PARAMS, adapter="two")
+        assert tokens(engine.generate(PROMPTS[0], PARAMS)) == [want("one", 0)]
+        peft.unmerge_adapter()
+        assert tokens(engine.generate(PROMPTS[0], PARAMS, adapter="two")) == [want("two", 0)]
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (LoraConfig(target_modules=["q_proj"], use_dora=True), "has another kind of LoRA"),
+    (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens is a Embedding, and quire knows LoRA"),
+    (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head is a ModulesToSaveWrapper"),
+    (LoraConfig(target_modules=["lm_head", "q_proj"]), "lm_head is the head"),
+    (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "and quire knows LoRA and rsLoRA on linear layers"),
+])
+def test_adapters_that_are_refused(config, message) -> None:
+    model = small_llama(tie_word_embeddings=False)
+    get_peft_model(model, config)
+    with pytest.raises(ValueError, match=message):
+        check_adapters(model)
+
+
+@pytest.mark.slow
+def test_refused_by_an_engine(monkeypatch) -> None:
+    """Others are served as before, also where the trace finds what no check of the layers does: rows that are not tokens."""
+    model = small_llama(tie_word_embeddings=False)
+    with quire.Engine(model, num_pages=20, max_num_seqs=2, max_model_len=50, cudagraph_capture_sizes=[]) as engine:
+        with pytest.raises(ValueError, match="the model has no adapters of PEFT"):
+            engine.add_request([3, 4], GREEDY, adapter="default")
+        with pytest.raises(TypeError, match="adapter must be the name of an adapter or None, got 3"):
+            engine.add_request([3, 4], GREEDY, adapter=3)
+        get_peft_model(model, LoraConfig(target_modules=["lm_head", "q_proj"]))
+        before = tokens(engine.generate([3, 4], GREEDY))
+        monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
+        with pytest.raises(RuntimeError, match="an adapter's rows are not the tokens of the batch"):
+            engine.add_request([3, 4], GREEDY, adapter="default")
+        assert tokens(engine.generate([3, 4], GREEDY)) == before
+        assert_idle(engine)
