@@ -21,7 +21,13 @@ import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport, define_paged_op
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    BackendFamily,
+    CudagraphSupport,
+    UnsupportedAttention,
+    define_paged_op,
+)
 from quire.attn_ops.composite import op_name
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
@@ -143,6 +149,9 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     if not base_name:
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
     base = get(base_name)
+    if base.every_step:
+        raise UnsupportedAttention(f"attention={name!r}: every token must run through one state of {base.name}, which keeps "
+                                   f"data about the cached keys; use attention={base.name!r}")
     support = min(base.capabilities.cudagraph_support, CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     op = define_paged_op(op_name(name), _op(base, name), launches="cuda" in base.capabilities.devices)
     return replace(
