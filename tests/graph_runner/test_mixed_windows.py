@@ -25,6 +25,7 @@ from quire.graph_runner.prefix_cache import PrefixCache
 from quire.graph_runner.request import Request, RequestOutput
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.window_pages import Reach, WindowPages
+from quire.passes.compile.regions import compile_by_regions
 from tests.tiny import assert_idle, hf_greedy, tokens
 from tests.zoo.configs import SERVED, build
 
@@ -140,6 +141,22 @@ def test_traced_again_while_requests_run(gemma, expected) -> None:
                 break
         assert [done[i] for i in ids] == expected
         assert_all_free(engine)
+
+
+@pytest.mark.slow
+def test_cut_into_pieces_as_for_a_gpu(gemma, expected) -> None:
+    """The compiler gets the graph in pieces (passes/compile/regions.py): each reads the tables of its own layer."""
+    with quire.Engine(gemma, page_size=PAGE, num_pages=61, max_num_seqs=3, max_model_len=200, fusions="all") as engine:
+        compiled, pieces = engine.runner.paged.graph.compiled(), list[int]()
+
+        def op_by_op(gm: Any, fakes: list[Any]) -> Any:
+            pieces.append(len(fakes))
+            return gm.forward
+
+        compiled.run = compile_by_regions(compiled.lowered, op_by_op, always=True)
+        compiled.run_small = None
+        poison(engine)
+        assert tokens(engine.generate(PROMPTS, LONG)) == expected and len(pieces) == 3
 
 
 class Nothing(LogitsProcessor):
