@@ -91,13 +91,6 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         return
     limit = _ROUNDING_OF_HALVES if coarse else rounding
     beside = torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare))
-    if plain is not None and plain.dtype in _ROUNDING and not coarse:
-        share = _gap(one, plain.to(one)).max().item() / effect
-        if not share <= rounding:
-            raise UnsupportedAttention(
-                f"a trial sequence has other logits paged than by the model's own forward: they differ by {share:.2g} times "
-                "what another token in its past changes. The forward may do something else when it is compiled "
-                "(torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
     found: dict[str, Any] = {
         "its neighbour in the batch": beside,
         "its place in the batch": _gap(two, two_in_front),
@@ -111,6 +104,13 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "
                 "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
                 "cannot serve such a model in packed batches.")
+    if plain is not None and plain.dtype in _ROUNDING and not coarse:
+        share = _gap(one, plain.to(one)).max().item() / effect
+        if not share <= rounding:
+            raise UnsupportedAttention(
+                f"a trial sequence has other logits paged than by the model's own forward: they differ by {share:.2g} times "
+                "what another token in its past changes. The forward may do something else when it is compiled "
+                "(torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
     logger.info("packing check: passed")
 
 

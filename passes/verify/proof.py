@@ -104,8 +104,6 @@ class Proof(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise Mixes("it draws random numbers (call model.eval())")
         call = Call(op, name, given, result, self.known, self.axes)
-        if name not in LENGTHS and not (name not in RULES and _is_elementwise(op)):
-            no_lengths(call)
         if name in RULES:
             found = RULES[name](call)
         elif _is_elementwise(op):
@@ -114,6 +112,8 @@ class Proof(TorchDispatchMode):
             found = [CONST] * len(outputs)
         else:
             raise Mixes(f"quire has no rule for {op}")
+        if name not in LENGTHS and (name in RULES or not _is_elementwise(op)):
+            no_lengths(call)
         each = found if isinstance(found, list) else [found] * len(outputs)
         return [settled(k, t, self.axes) for k, t in zip(each, outputs, strict=True)]
 

@@ -29,6 +29,34 @@ class Doubled(torch.autograd.Function):
         return grad
 
 
+@torch.library.custom_op("quire_tests::clone", mutates_args=())
+def named_clone(x: Tensor) -> Tensor:
+    """An operation of somebody else's that has the name of a harmless one."""
+    return x - x.mean(1, keepdim=True)
+
+
+@named_clone.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("quire_tests::write_mean", mutates_args={"out"})
+def write_mean(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.mean(1, keepdim=True).expand_as(x))
+
+
+def written_by_an_op(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    write_mean(x, y)
+    return x + y
+
+
+def kept_between_calls(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    before = getattr(m, "before", None)
+    m.before = x
+    return x if before is None else x + before.mean()
+
+
 @torch._dynamo.disable
 def hidden(x: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
@@ -154,6 +182,25 @@ def grouped(m: Model, x: Tensor, p: Tensor, counted: Any = None, descending: boo
     return (y[inverse] if back else y).view(-1, 2, 16).sum(1)[None]
 
 
+def counted(m: Model, x: Tensor, of_all: Any = None, sorted_of: Any = None, ids_of: Any = None) -> Tensor:
+    """Experts as in ``grouped``, with counts of the ids by one-hot vectors: ``of_all(ids)``, of the ids ``ids_of(gates)``, of
+    which ``sorted_of(ids)`` are sorted."""
+    gates = (x[0] @ m.w[:, :4]).softmax(-1)
+    ids = gates.topk(2)[1] if ids_of is None else ids_of(gates)
+    pairs = ids if sorted_of is None else sorted_of(ids)
+    k = pairs.shape[1]
+    order = pairs.reshape(-1).argsort()
+    counts = one_hot(ids).sum(0) if of_all is None else of_all(ids)
+    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // k], m.experts, counts.cumsum(0, dtype=torch.int32))
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return y[inverse].view(-1, k, 16).sum(1)[None]
+
+
+def one_hot(ids: Tensor, filled: float = 0.0) -> Tensor:
+    return torch.full((ids.shape[0], 4), filled).scatter(1, ids, 1)
+
+
 def unused(m: Model, x: Tensor, p: Tensor) -> Tensor:
     m_loss = (x @ m.w[:, :4]).softmax(-1).mean(1).pow(2).sum()
     del m_loss
@@ -272,6 +319,8 @@ MIXES = {
     "repeated row": lambda m, x, p: x.repeat(1, 2, 1)[:, 1::2],
     "interleaved row": lambda m, x, p: x.repeat_interleave(2, 1)[:, : x.shape[1]],
     "index by position": lambda m, x, p: x + x[0][p[0]][None],
+    "row numbers as truths": lambda m, x, p: x + x[:, torch.arange(x.shape[1]).bool().long()],
+    "row numbers in a byte": lambda m, x, p: x + x[:, torch.arange(x.shape[1]).to(torch.int8).long()],
     "row numbers as positions": lambda m, x, p: x + m.table[torch.arange(x.shape[1])],
     "cut table": lambda m, x, p: x + m.table[: x.shape[1]],
     "positions from the first": lambda m, x, p: x + m.table[p - p[:, :1]],
@@ -289,9 +338,18 @@ MIXES = {
     "root of the length": lambda m, x, p: x * x.shape[1] ** -0.5,
     "length as a tensor": lambda m, x, p: x * torch.tensor(x.shape[1]).log(),
     "filled with the length": lambda m, x, p: x + torch.full((16,), x.shape[1]),
+    "bucket of the length": lambda m, x, p: x + torch.bucketize(x.shape[1], torch.tensor([3, 6, 9, 12])),
+    "length looked up": lambda m, x, p: x + torch.searchsorted(torch.tensor([3, 6, 9, 12]), x.shape[1]),
+    "is the length in": lambda m, x, p: x + torch.isin(torch.arange(16), x.shape[1]).float(),
+    "histogram up to the length": lambda m, x, p: x + torch.histc(m.w, 16, 0, x.shape[1]),
+    "logarithm of the length": lambda m, x, p: x * math.log(x.shape[1] + 1),
     "sum over ones": lambda m, x, p: x / torch.ones_like(x).sum(1, keepdim=True),
     "data-dependent branch": branch,
     "item": item,
+    "an op that is named clone": lambda m, x, p: named_clone(x),
+    "an op that writes": written_by_an_op,
+    "kept between calls": kept_between_calls,
+    "vmap over features": lambda m, x, p: torch.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)(x[0])[None],
     "autograd function": lambda m, x, p: Doubled.apply(x),
     "hidden from the tracer": lambda m, x, p: hidden(x),
     "recurrence": recurrence,
@@ -307,6 +365,14 @@ MIXES = {
     "experts in another order": lambda m, x, p: grouped(m, x, p, descending=True),
     "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda ids: (ids + 1).clamp(max=3)),
     "experts that are not put back": lambda m, x, p: grouped(m, x, p, back=False),
+    "counts over ones": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids, 1.0).sum(0)),
+    "counts of more than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids[:, :1]),
+    "counts of less than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids.repeat(1, 2)),
+    "counts of ids that repeat": lambda m, x, p: counted(m, x, ids_of=lambda gates: gates.cummax(-1)[1]),
+    "counts of groups that share ids": lambda m, x, p: counted(
+        m, x, ids_of=lambda gates: gates.view(-1, 2, 2).topk(1)[1].view(-1, 2)),
+    "counts as truths": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids).sum(0).bool().int()),
+    "counts in int8": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids).sum(0, dtype=torch.int8)),
     "number of tokens of an expert": lambda m, x, p: x * torch.histc((x[0] @ m.w[:, :4]).topk(1)[1].float(), 4, 0, 3)[0],
     "diff": lambda m, x, p: x + F.pad(x.diff(dim=1), (0, 0, 1, 0)),
     "trapezoid": lambda m, x, p: x + torch.trapezoid(x, dim=1)[:, None],
@@ -347,6 +413,7 @@ SERVED = {
     "matmul per token": lambda m, x, p: (x.unflatten(-1, (4, 4)) @ x.unflatten(-1, (4, 4)).mT).flatten(2) * 0.1,
     "router": router,
     "experts by group": grouped,
+    "experts by counted ids": lambda m, x, p: counted(m, x),
     "scattered router": scattered_router,
     "expert per token": expert_per_token,
     "sorted by expert and back": sorted_by_expert,

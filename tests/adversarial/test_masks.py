@@ -30,6 +30,7 @@ from tests.adversarial.mask_cases import (
     paged,
     plain,
     random_model,
+    sequences,
     trees,
 )
 
@@ -302,3 +303,36 @@ def test_the_oracle_of_the_generator() -> None:
         assert is_a_known_kind(random_model(tree, "bool", 3)) == known
     assert buffers(3)["band"].shape == (1, 1, REACH, REACH) and build(
         Tree("causal:ids:le"), Model(None), torch.zeros(1, 3, dtype=torch.long), torch.arange(3)[None]).shape == (3, 3)
+
+
+class Repeated(torch.nn.Module):
+    """Keys and values of two heads, repeated to four and scaled head by head in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = torch.nn.Embedding(VOCAB, 16), torch.nn.Embedding(REACH, 16)
+        self.kv, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, VOCAB)
+        self.register_buffer("gain", torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, HEADS, 1, 1))
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        q = x.view(1, -1, HEADS, 4).transpose(1, 2)
+        k, v = (t.view(1, -1, 2, 4).transpose(1, 2).repeat_interleave(2, dim=1) for t in self.kv(x).chunk(2, dim=-1))
+        v.mul_(self.gain)
+        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_a_repeat_that_is_changed_in_place_stays() -> None:
+    """What is written into the repeated values is in the result: they are not taken back to those before it."""
+    model = Repeated().eval()
+    torch._dynamo.reset()
+    served = PagedModel(model, QuireOptions(compiler="eager", page_size=4))
+
+    def run(cache, meta, ids, positions):
+        with quire.step(cache, meta) as step:
+            return served(step, ids, positions, torch.arange(len(ids)))
+
+    with torch.no_grad():
+        want = [model(s[None], torch.arange(len(s))[None])[0] for s in sequences()]
+    assert max((g - w).abs().max().item() for g, w in zip(paged(run), want, strict=True)) <= 1e-5

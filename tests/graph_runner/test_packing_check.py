@@ -123,6 +123,12 @@ def test_nothing_is_found_where_nothing_is(dtype, trial) -> None:
     trial(innocent, dtype)
 
 
+def test_another_forward_when_compiled(trial) -> None:
+    """What is served must be what the model's own forward gives."""
+    with pytest.raises(UnsupportedAttention, match="other logits paged than by the model's own forward"):
+        trial(compiled_only)
+
+
 @pytest.mark.parametrize("options", [dict(max_model_len=2), dict(vocab_size=1)])
 def test_too_short_to_tell(options, trial, caplog) -> None:
     with caplog.at_level(logging.INFO, "quire.graph_runner.packing_check"):
