@@ -32,6 +32,11 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
             f"{name}'s forward reads values of tensors on the host, as a Python loop over the experts in use or a branch on "
             f"data does, so that its path depends on the batch and cannot be one graph{_reason(text)}. Compute all paths by "
             "tensor operations, or pass experts through transformers' experts interface.")
+    fails = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
+    if type(error).__name__ == "TorchRuntimeError" and fails is not None:
+        return UnsupportedAttention(
+            f"{name}'s forward fails on one row of token ids, as a ragged batch is given to it: {fails[1]}: {fails[3]}"
+            f"{_reason(text)}. It must take input_ids and position_ids of shape (1, tokens).")
     first = text.strip().splitlines()[0] if text.strip() else ""
     adapters = sorted({type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")})
     hint = "" if not adapters else (

@@ -97,7 +97,8 @@ def _split(graph: fx.Graph, copy: fx.Node, positions: fx.Node, limit: int, token
         with graph.inserting_before(node):
             made = []
             for k in range(2):
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x, k=k: either[x][k] if x in either else x)
+                with_set = {x: either[x][k] if x in either else x for x in node.all_input_nodes}
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), with_set.__getitem__)
                 made.append(_made(graph.create_node(node.op, node.target, args, kwargs), node))
             shape = value(made[0]).shape
             dims = [d for d, size in enumerate(shape) if str(size) == str(tokens)]
