@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -79,7 +80,7 @@ def main() -> None:
         print(f"{mode:9} mean {row['mean_s']:8.3f} s, last {row['last_s']:8.3f} s, {saved:7} tokens saved, "
               f"{row['times_faster']:6.1f} x faster", flush=True)
         if args.json:
-            command = f"python benchmarks/{' '.join(sys.argv).split('benchmarks/')[-1]}"
+            command = f"python benchmarks/prefix.py {shlex.join(sys.argv[1:])}"
             args.json.write_text(json.dumps({"environment": environment(device, None), "command": command, "model": spec.label,
                                              "requests": args.requests, "prefix": args.prefix, "own": args.own,
                                              "rows": rows}, indent=1) + "\n")
