@@ -32,7 +32,7 @@ FP32, FP16, INT8 = torch.float32, torch.float16, torch.int8
 CHECKS = [(name, FP32, None) for name, _ in conformance.Kit(BACKEND, DEVICE, FP32).checks()]
 CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "features together")]
 CHECKS += [(name, FP32, INT8) for name in ("shared cache (no k, v)", "strided q, k, v", "garbage in unused slots", "padding")]
-SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|shape .*(large|encoder)")  # rotary: see test_rope
+SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|states|shape .*(large|encoder)")  # rotary: see test_rope
 
 
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype"), [
