@@ -70,9 +70,9 @@ def attend(absorbed: Callable[..., torch.Tensor], q: torch.Tensor, c: torch.Tens
     if token:
         out[:token] = absorbed(q[:token], c[:token], k_rope[:token], kv_b, cache, slot_mapping[:token], block_table[:row],
                                query_start_loc[: row + 1], seq_lens[:row], [], scale=scale)
-    own, rows = slice(token, end), slice(row, meta.num_reqs)
+    new, rows = slice(token, end), slice(row, meta.num_reqs)
     starts = query_start_loc[row : meta.num_reqs + 1] - query_start_loc[row]
-    state = _state(q[own], c[own], k_rope[own], kv_b, starts, starts, scale, causal=True)
+    state = _state(q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
     computed = meta.num_computed_tokens_cpu.numpy()[rows]
     capacity = max(len(computed), CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
     chunks = PrefixChunks.build(computed, q.device, capacity, seq_lens[rows] - starts.diff())
@@ -80,9 +80,9 @@ def attend(absorbed: Callable[..., torch.Tensor], q: torch.Tensor, c: torch.Tens
     for i in range(chunks.num_chunks):
         slots = chunks.slots(i, block_table[rows], page)
         latent = cache[slots // page, slots % page, 0]
-        part = _state(q[own], latent[:, :rank], latent[:, rank:], kv_b, starts, chunks.cu_seq_lens[i], scale, causal=False)
+        part = _state(q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, chunks.cu_seq_lens[i], scale, causal=False)
         state = merge_state(*part, *state)
-    out[own] = state[0]
+    out[new] = state[0]
     return out
 
 

@@ -107,10 +107,10 @@ def trees(kit: Kit) -> None:
                     path.append(n + node)
                     node = shape[node]
                 shown = [*range(n), *reversed(path)]  # all that a query that is last sees
-                sees = [x[r][shown].double() for x in (keys, values)]
+                seen_keys, seen_values = (x[r][shown].double() for x in (keys, values))
                 q = batch.q[token : token + 1]
-                batch.expected[token] = reference(batch.site, q, *sees, batch.sinks)[0]
-                size = reference(batch.site, q, sees[0], sees[1].abs(), batch.sinks)[0]
+                batch.expected[token] = reference(batch.site, q, seen_keys, seen_values, batch.sinks)[0]
+                size = reference(batch.site, q, seen_keys, seen_values.abs(), batch.sinks)[0]
                 eps = torch.finfo(batch.site.dtype).eps
                 batch.bound[token] = (size + batch.expected[token].abs()) * eps + 1e-5
                 if batch.site.softcap and kit.dtype != torch.float32:
@@ -120,9 +120,10 @@ def trees(kit: Kit) -> None:
 
 
 def opcheck(kit: Kit) -> None:
+    op: Any = kit.backend.state_op
     batch = kit.batch([(7, 9), (1, 12)])
     if batch.cache.dtype.itemsize > 1 or not batch.cache.dtype.is_floating_point:  # torch lacks ops for fp8 that opcheck needs
-        torch.library.opcheck(kit.backend.state_op, arguments(kit, batch), {
+        torch.library.opcheck(op, arguments(kit, batch), {
             "scale": batch.site.scale, "softcap": None, "causal": True},
             test_utils=["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"])
 
