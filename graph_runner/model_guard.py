@@ -209,6 +209,7 @@ class ModelGuard:
         for name, module, _ in self._modules:
             _find_configs(name or type(model).__name__, module, found)
         self._configs = list(found.values())
+        self._implementations = {vars(config).get(_IMPLEMENTATIONS[0]) for _, config in self._configs} - {None, NAME}
         self._elsewhere_then = self._elsewhere()
         uses: dict[int, list[tuple[str, torch.nn.Module, str]]] = defaultdict(list)
         for name, module, _ in self._modules:
@@ -254,9 +255,8 @@ class ModelGuard:
             ("the code", {name: _fact(v) for name, v in values_of(self._of_modules).items()})]
 
     def _attention_functions(self) -> dict[str, Any]:
-        """Those that the implementations of the configs mean, which quire's attention stands for."""
-        names = {vars(config).get(_IMPLEMENTATIONS[0]) for _, config in self._configs} - {None, NAME}
-        return {what: _Same(f) for name in names for what, f in functions_of(name, self._model).items()}
+        """Those that the implementations of the configs meant at the trace, which quire's attention stands for."""
+        return {what: _Same(f) for name in self._implementations for what, f in functions_of(name, self._model).items()}
 
     def _is_field(self, name: str, value: Any) -> bool:
         if name in _IMPLEMENTATIONS:
