@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -198,6 +197,8 @@ def test_packing_check(zoo: Specimen) -> None:
 def test_greedy_by_hand(name: str, prompt: int) -> None:
     """``torch.compile`` and ``quire.step``: a prompt, then one token at a time."""
     model, plain = build(SERVED[name]), build(SERVED[name], attention="eager")
+    if name == "granitemoe":  # scores of scale 1: one token is 1.3e-5 off float64 with grouped products, 2e-6 with the loop
+        plain.set_experts_implementation("grouped_mm")
     ids = torch.randint(3, 64, (1, prompt), generator=torch.Generator().manual_seed(0))
     want, row = ids, ids
     cache = PagedKVCache.for_sites(find_sites(model), num_pages=9, page_size=4, device="cpu")
@@ -209,14 +210,7 @@ def test_greedy_by_hand(name: str, prompt: int) -> None:
             got = compiled(input_ids=row, position_ids=meta.positions[None], use_cache=False).logits[:, -1]
         with torch.no_grad():
             logits = plain(input_ids=want, use_cache=False).logits[:, -1]
-        if (got - logits).abs().max() > TOLERANCE * logits.abs().max():
-            # Some numbers lose more in float32 than that, in transformers' forward too (granitemoe, whose scores have scale 1:
-            # 1.3e-5 on one token): then both must be as near to float64.
-            truth = copy.deepcopy(plain).double()
-            truth.set_experts_implementation("eager")
-            with torch.no_grad():
-                true = truth(input_ids=want, use_cache=False).logits[:, -1]
-            assert (got - true).abs().max() <= 2 * (logits - true).abs().max()
+        assert (got - logits).abs().max() <= TOLERANCE * logits.abs().max()
         row = got.argmax(-1)[None]
         want = torch.cat([want, row], 1)
 
