@@ -49,8 +49,7 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
            "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1")
 #: A sample of those served by ``torch.compile`` too, which sees F.sdpa and its mask; or transformers' eager attention (gemma2,
 #: gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention interface.
-BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3",
-           "granitemoe")
+BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
 QUICK_BY_HAND = ("falcon", "gemma2")  # tests/passes/test_step.py has a Llama
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
@@ -197,8 +196,6 @@ def test_packing_check(zoo: Specimen) -> None:
 def test_greedy_by_hand(name: str, prompt: int) -> None:
     """``torch.compile`` and ``quire.step``: a prompt, then one token at a time."""
     model, plain = build(SERVED[name]), build(SERVED[name], attention="eager")
-    if name == "granitemoe":  # scores of scale 1: one token is 1.3e-5 off float64 with grouped products, 2e-6 with the loop
-        plain.set_experts_implementation("grouped_mm")
     ids = torch.randint(3, 64, (1, prompt), generator=torch.Generator().manual_seed(0))
     want, row = ids, ids
     cache = PagedKVCache.for_sites(find_sites(model), num_pages=9, page_size=4, device="cpu")
