@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,8 +49,7 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
            "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1")
 #: A sample of those served by ``torch.compile`` too, which sees F.sdpa and its mask; or transformers' eager attention (gemma2,
 #: gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention interface.
-BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3",
-           "granitemoe")
+BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
 QUICK_BY_HAND = ("falcon", "gemma2")  # tests/passes/test_step.py has a Llama
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
@@ -209,14 +207,7 @@ def test_greedy_by_hand(name: str, prompt: int) -> None:
             got = compiled(input_ids=row, position_ids=meta.positions[None], use_cache=False).logits[:, -1]
         with torch.no_grad():
             logits = plain(input_ids=want, use_cache=False).logits[:, -1]
-        if (got - logits).abs().max() > TOLERANCE * logits.abs().max():
-            # Some numbers lose more in float32 than that, in transformers' forward too (granitemoe, whose scores have scale 1:
-            # 1.3e-5 on one token): then both must be as near to float64.
-            truth = copy.deepcopy(plain).double()
-            truth.set_experts_implementation("eager")
-            with torch.no_grad():
-                true = truth(input_ids=want, use_cache=False).logits[:, -1]
-            assert (got - true).abs().max() <= 2 * (logits - true).abs().max()
+        assert (got - logits).abs().max() <= TOLERANCE * logits.abs().max()
         row = got.argmax(-1)[None]
         want = torch.cat([want, row], 1)
 
