@@ -95,7 +95,7 @@ def check(buffer: StepBuffers, batch: ScheduledBatch, shape: BatchShape) -> None
     buffer.upload(shape)
     device = buffer.views(shape)
     want = reference(batch, shape)
-    assert host.keys() == device.keys() == want.keys() | {"change_at", "change_page"}
+    assert host.keys() == device.keys() == want.keys() | {"change_at", "change_page", "total_lens"}
     np.testing.assert_array_equal(device["change_at"].numpy(), host["change_at"])
     np.testing.assert_array_equal(device["change_page"].numpy(), host["change_page"])
     buffer.update_table(buffer.forward_batch(shape))
