@@ -25,9 +25,9 @@ PARAMS = (
 )
 
 
-def buffers(num_tokens: int = 64, num_reqs: int = 12, graph_draws: bool = False) -> StepBuffers:
+def buffers(num_tokens: int = 64, num_reqs: int = 12, graph_draws: bool = False, total_lens: bool = False) -> StepBuffers:
     return StepBuffers(BatchShape(num_tokens, num_reqs), max_pages_per_seq=WIDTH, max_num_seqs=SLOTS, page_size=PAGE,
-                       device=torch.device("cpu"), graph_draws=graph_draws)
+                       device=torch.device("cpu"), graph_draws=graph_draws, total_lens=total_lens)
 
 
 def row(slot: int, start: int, count: int, pages: list[int], *, known: int | None = None, last: bool = True,
@@ -95,7 +95,10 @@ def check(buffer: StepBuffers, batch: ScheduledBatch, shape: BatchShape) -> None
     buffer.upload(shape)
     device = buffer.views(shape)
     want = reference(batch, shape)
-    assert host.keys() == device.keys() == want.keys() | {"change_at", "change_page", "total_lens"}
+    if buffer.total_lens:  # all tokens of the request but the one that this step samples
+        want["total_lens"] = [r.request.num_tokens - r.samples for r in batch.rows]
+        want["total_lens"] += [0] * (shape.num_reqs - len(batch.rows))
+    assert host.keys() == device.keys() == want.keys() | {"change_at", "change_page"}
     np.testing.assert_array_equal(device["change_at"].numpy(), host["change_at"])
     np.testing.assert_array_equal(device["change_page"].numpy(), host["change_page"])
     buffer.update_table(buffer.forward_batch(shape))
@@ -147,10 +150,11 @@ def random_batch(rng: random.Random) -> ScheduledBatch:
     return ScheduledBatch(decodes + others, sum(r.num_new for r in decodes + others), len(decodes))
 
 
-def test_fill_random_batches_one_after_another() -> None:
+@pytest.mark.parametrize("total_lens", [False, True])
+def test_fill_random_batches_one_after_another(total_lens: bool) -> None:
     """On one buffer, whose bytes, slots and both host sides hold what larger batches left."""
     rng = random.Random(0)
-    buffer = buffers(100, 14)
+    buffer = buffers(100, 14, total_lens=total_lens)
     for _ in range(300):
         batch = random_batch(rng)
         check(buffer, batch, BatchShape(batch.num_tokens + rng.randint(0, 20), len(batch.rows) + rng.randint(0, 6)))
