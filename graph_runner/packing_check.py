@@ -5,7 +5,8 @@ not proved to keep tokens apart (``passes/verify/tokens.py``); this second check
 sequences, of lengths drawn at random, through the compiled model: as they are; with the later tokens of the first one changed;
 with the first one made of a single token, the one with the largest embedding (for what happens rarely); and in the other order,
 so that the longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
-A model in float32 must also give what its own forward gives for the first one alone.
+A model that computes in float32 throughout must also give what its own forward gives for the first one alone
+(``_is_precise``).
 
 Equal kernels on equal shapes give equal bits, so that in any dtype the logits of a sequence beside another neighbour of its
 length are the same to the last bit. Where the order of sums depends on other rows (a mixture of experts gathers tokens by
@@ -30,6 +31,7 @@ from quire.attn_ops.step import Step
 from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.evaluating import ChangedWhileTraced
 from quire.passes.capture.paged_model import PagedModel
+from quire.passes.fx import value
 
 logger = logging.getLogger(__name__)
 _SAME = 2  # tokens at the start of the first sequence that are never changed
@@ -81,7 +83,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
         logits(first, second), logits(changed, second), logits(_rare(paged.model, first, vocab_size), second),
         logits(second, first))
-    exact = not any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes) and all(
+    routed = any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes)
+    exact = not routed and all(
         map(torch.equal, logits(first, second), (one, two)))  # not so with kernels that add up in any order
     effects = _gap(one, one_changed)[_SAME:]
     effect = effects[effects.isfinite()].max().item() if effects.isfinite().any() else 0.0
@@ -104,7 +107,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "
                 "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
                 "cannot serve such a model in packed batches.")
-    if plain is not None and plain.dtype in _ROUNDING and not coarse:
+    if plain is not None and not coarse and not routed and _is_precise(paged, plain.dtype):
         share = _gap(one, plain.to(one)).max().item() / effect
         if not share <= rounding:
             raise UnsupportedAttention(
@@ -112,6 +115,18 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 "what another token in its past changes. The forward may do something else when it is compiled "
                 "(torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
     logger.info("packing check: passed")
+
+
+def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
+    """Whether two kernels for the same operation differ by rounding of float32 at most: no tensor of the graph and no weight is
+    of another floating-point dtype or quantized, and products are not rounded to TF32. (What routes tokens to experts may take
+    another expert for the last bit.)"""
+    if dtype not in _ROUNDING or torch.get_float32_matmul_precision() != "highest":
+        return False
+    weights = [*paged.model.parameters(), *paged.model.buffers()]
+    floats = [v for n in paged.graph.raised.graph.nodes if isinstance(v := value(n), torch.Tensor) and v.is_floating_point()]
+    return all(type(w) in (torch.Tensor, torch.nn.Parameter) and (w.dtype.itemsize > 2 or w.dtype == torch.bool)
+               for w in weights) and all(v.dtype.itemsize > 2 for v in floats)
 
 
 def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> torch.Tensor | None:

@@ -269,7 +269,7 @@ def check(report: Report, case: tuple[Tree, str, int], route: str) -> None:
 def test_random_masks() -> None:
     report = Report()
 
-    @settings(max_examples=30, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, database=None, suppress_health_check=list(HealthCheck))
     @given(trees(), st.sampled_from(sorted(ROUTES)))
     def run(case, route):
         check(report, case, route)

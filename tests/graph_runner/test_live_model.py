@@ -179,7 +179,7 @@ def test_what_cannot_be_served_at_all(model: Any, monkeypatch: pytest.MonkeyPatc
         Engine(model, **OPTIONS)
 
 
-@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("mode", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_another_thread_changes_the_model_while_it_is_traced(mode: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace is of one state, and what the other thread set stays."""
     model.train(not mode)

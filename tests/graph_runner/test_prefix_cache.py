@@ -147,7 +147,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "preempted": dict(page_size=4, num_pages=30, async_stepping=True),
     "int8": dict(kv_cache_dtype="int8", page_size=4), "graphs": dict(cudagraph_token_sizes=[16, 64], async_stepping=True),
 }
-QUICK = ("pages_of_4_async", "preempted", "int8")
+QUICK = ("pages_of_4_async", "preempted")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCHEDULES])

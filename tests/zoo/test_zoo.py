@@ -47,10 +47,9 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
            "granitemoeshared", "olmoe", "flex_olmo", "minimax_m2", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe",
            "exaone_moe", "cohere2_moe", "afmoe", "mellum", "solar_open", "hy_v3", "laguna", "deepseek_v2", "deepseek_v3",
            "glm4_moe_lite", "kolibri1", "minimax_m3", "aria_text", "axk1")
-#: A sample of those served by ``torch.compile`` too, which sees F.sdpa and its mask; or transformers' eager attention (gemma2,
-#: gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention interface.
-BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
-QUICK_BY_HAND = ("falcon", "gemma2")  # tests/passes/test_step.py has a Llama
+#: Served by ``torch.compile`` from a prompt of one token too, which is a trace of its own.
+SHORT_BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
+QUICK_BY_HAND = ("gemma2",)  # tests/passes/test_step.py has a Llama
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
@@ -191,10 +190,13 @@ def test_packing_check(zoo: Specimen) -> None:
 
 # Models of one class share their code, which Dynamo traces eight times at most; the whole zoo is in this process.
 @torch._dynamo.config.patch(recompile_limit=64)
-@pytest.mark.parametrize("prompt", [5, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK_BY_HAND)) for n in BY_HAND])
+@pytest.mark.parametrize(("name", "prompt"), [
+    *(pytest.param(n, 5, marks=[pytest.mark.slow] * (n not in QUICK_BY_HAND)) for n in SERVED),
+    *(pytest.param(n, 1, marks=pytest.mark.slow) for n in SHORT_BY_HAND)])
 def test_greedy_by_hand(name: str, prompt: int) -> None:
-    """``torch.compile`` and ``quire.step``: a prompt, then one token at a time."""
+    """``torch.compile`` and ``quire.step``: a prompt, then one token at a time. The backend sees F.sdpa and its mask, or
+    transformers' eager attention (gemma2, gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention
+    interface."""
     model, plain = build(SERVED[name]), build(SERVED[name], attention="eager")
     ids = torch.randint(3, 64, (1, prompt), generator=torch.Generator().manual_seed(0))
     want, row = ids, ids

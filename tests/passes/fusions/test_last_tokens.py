@@ -190,7 +190,8 @@ def test_numbers_and_operations() -> None:
 
 @pytest.mark.parametrize("fusions, products", [
     pytest.param("last_tokens", "TBBBB" "B", marks=pytest.mark.slow),
-    pytest.param("projections,last_tokens", "TBBB" "B", marks=pytest.mark.slow), ("all", "TBBB" "B"),
+    pytest.param("projections,last_tokens", "TBBB" "B", marks=pytest.mark.slow),
+    pytest.param("all", "TBBB" "B", marks=pytest.mark.slow),
 ])
 def test_with_the_other_passes(fusions, products) -> None:
     """On the model that ships, on three layers, and on one: gate and up, which may be one product by then, go along."""

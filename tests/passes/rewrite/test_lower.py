@@ -178,8 +178,8 @@ def test_a_quantized_cache_has_its_scales_as_inputs() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a compiler")
-@pytest.mark.parametrize("kv_dtype", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
-    torch.int8, torch.float8_e4m3fn))], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_inductor_does_not_copy_the_cache(kv_dtype) -> None:
     """Compiled: the generated code allocates nothing of the size of the cache or its scales."""
     model = tiny()

@@ -117,7 +117,7 @@ def test_the_watch_sees_buffers_move() -> None:
 
 
 @pytest.mark.parametrize(("activations", "compiler"), [
-    ("none", "eager"), ("row", "eager"), ("row", "inductor"), pytest.param("none", "inductor", marks=pytest.mark.slow)])
+    ("none", "eager"), ("row", "eager"), *(pytest.param(a, "inductor", marks=pytest.mark.slow) for a in ("none", "row"))])
 def test_paged_logits_are_those_of_plain_forwards(activations: str, compiler: str) -> None:
     """And a token's logits do not depend on what is beside it."""
     model = quantized(activations)
