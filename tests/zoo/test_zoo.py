@@ -50,6 +50,9 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
 #: Served by ``torch.compile`` from a prompt of one token too, which is a trace of its own.
 SHORT_BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
 QUICK_BY_HAND = ("gemma2",)  # tests/passes/test_step.py has a Llama
+#: Scores with scale 1.0, four times as large as usual here: so is what their rounding does to the logits. (With its weights in
+#: float64, granitemoe's paged step differs by 1.6e-6 of the largest logit: attention computes in float32.)
+SHARP = ("granitemoe", "granitemoeshared")
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
@@ -209,7 +212,7 @@ def test_greedy_by_hand(name: str, prompt: int) -> None:
             got = compiled(input_ids=row, position_ids=meta.positions[None], use_cache=False).logits[:, -1]
         with torch.no_grad():
             logits = plain(input_ids=want, use_cache=False).logits[:, -1]
-        assert (got - logits).abs().max() <= TOLERANCE * logits.abs().max()
+        assert (got - logits).abs().max() <= TOLERANCE * (2 if name in SHARP else 1) * logits.abs().max()
         row = got.argmax(-1)[None]
         want = torch.cat([want, row], 1)
 
