@@ -76,13 +76,12 @@ class TokenAdapters:
         """(max_tokens,) int64: the model's active adapters for each token."""
         return self.tokens.fill_(self._bits(active_adapters(self._model)))
 
-    def stage(self, batch: ScheduledBatch) -> torch.Tensor:
-        """(max_tokens,) int64, which a step reads; those of padding are of an earlier one."""
+    def stage(self, batch: ScheduledBatch) -> None:
+        """Write the batch's adapters to ``tokens``, which a step reads; those of padding are of an earlier one."""
         own = [active_adapters(self._model) if r.request.adapters is None else r.request.adapters for r in batch.rows]
         of_row = np.array(list(map(self._bits, own)), np.int64)
         of_token = np.repeat(of_row, [row.num_new for row in batch.rows])
         self.tokens[: len(of_token)].copy_(to_device(of_token, self._device), non_blocking=True)
-        return self.tokens
 
 
 def after_trace(requests: Iterable[Request], model: torch.nn.Module, traced: TokenAdapters | None

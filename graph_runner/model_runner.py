@@ -292,7 +292,8 @@ class ModelRunner:
 
     def _step(self, batch: ForwardBatch, **options: Any) -> Step:
         """The batch as attention sees it."""
-        return Step(self.cache, batch.metadata, self.backend, self._states, window_metadata=batch.window_metadata, **options)
+        return Step(self.cache, batch.metadata, self.backend, self._states, window_metadata=batch.window_metadata,
+                    adapters=None if self.adapters is None else self.adapters.tokens, **options)
 
     def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
         """Results of the staged batch; stores the tokens too."""
@@ -319,12 +320,12 @@ class ModelRunner:
     def _before_capture(self, bucket: BatchShape) -> None:
         """Stage an all-padding batch and plan for it, so that the capture has no host work."""
         self.buffers.stage_padding(bucket)
-        batch, tokens = self.buffers.forward_batch(bucket), None if self.adapters is None else self.adapters.tokens
+        batch = self.buffers.forward_batch(bucket)
         if self._is_piecewise(bucket):  # attention is not run while the rest is captured, so there is nothing to plan
-            step = self._step(batch, adapters=tokens)
+            step = self._step(batch)
             step.planned.add(self.backend.name)
         else:
-            step = self._step(batch, graph_key=bucket, capturing=True, adapters=tokens)
+            step = self._step(batch, graph_key=bucket, capturing=True)
             ensure_planned(step, self.backend, self.sites)
         self._capture_steps[bucket] = step
 
@@ -362,8 +363,9 @@ class ModelRunner:
             self.buffers.update_table(made)
         cut = bucket is not None and self._is_piecewise(bucket)
         # Attention of a step in pieces is that of any step.
-        step = self._step(made, graph_key=None if cut else bucket,
-                          adapters=None if self.adapters is None else self.adapters.stage(batch))
+        step = self._step(made, graph_key=None if cut else bucket)
+        if self.adapters is not None:
+            self.adapters.stage(batch)
         if bucket is not None:  # else the ops plan
             ensure_planned(step, self.backend, self.sites)
         return StagedStep(batch, made, shape, bucket, host, step, ScoredRows.of(batch, self.device))

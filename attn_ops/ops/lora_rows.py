@@ -33,21 +33,25 @@ def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
         a, b: (r, K) and (N, r) of each adapter; their dtype is that of its products, as in PEFT.
         scaling: of each adapter.
         bits: of each adapter: 2**i for the i-th of the model. A token has those whose bits are set in ``Step.adapters`` (T,)
-            int64; all where the step has none (trial steps).
+            int64.
 
     Returns:
         (1, T, N) in the dtype of ``base``.
+
+    Raises:
+        RuntimeError: no step is in progress, or it does not say which adapters its tokens have.
     """
     step = current_step()
-    rows = None if step is None or step.adapters is None else step.adapters[: x.shape[1]]
+    if step is None or step.adapters is None:
+        raise RuntimeError("lora_rows: the step does not say which adapters its tokens have; set Step.adapters")
+    rows = step.adapters[: x.shape[1]]
     result = base.clone()
     for down, up, scale, bit in zip(a, b, scaling, bits, strict=True):
-        on = None if rows is None else ((rows & bit) != 0)[None, :, None]
-        if on is not None and not base.is_cuda and not bool(on.any()):
+        on = ((rows & bit) != 0)[None, :, None]
+        if not base.is_cuda and not bool(on.any()):
             continue
         x = x.to(down.dtype)
-        added = result + F.linear(F.linear(x, down), up) * scale
-        result = added if on is None else torch.where(on, added, result)
+        result = torch.where(on, result + F.linear(F.linear(x, down), up) * scale, result)
     return result.to(base.dtype)
 
 

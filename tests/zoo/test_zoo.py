@@ -52,8 +52,7 @@ SHORT_BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2
 #: Refused by ``torch.compile``: Dynamo cuts the forward where it reads the experts' counts, and a piece has no attention.
 CUT = ("jetmoe",)
 QUICK_BY_HAND = ("gemma2",)  # tests/passes/test_step.py has a Llama
-#: Scores with scale 1.0, four times as large as usual here: so is what their rounding does to the logits. (With its weights in
-#: float64, granitemoe's paged step differs by 1.6e-6 of the largest logit: attention computes in float32.)
+#: Scores with scale 1.0, four times as large as usual here: so is what their rounding does to the logits.
 SHARP = ("granitemoe", "granitemoeshared")
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
