@@ -15,6 +15,7 @@ from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.ops.lora_rows import lora_rows
+from quire.attn_ops.step import Step, running
 from quire.passes.fx import copy_graph, placeholders, value
 from quire.passes.verify.tokens import check_tokens
 
@@ -36,7 +37,8 @@ def check(compute: Callable[[Tensor, Tensor], Any]) -> None:
     x, positions = torch.randn(1, 9, WIDTH), torch.arange(9)[None]
     for tensor in (x, positions):
         torch._dynamo.mark_dynamic(tensor, 1)
-    torch.compile(compute, backend=keep, fullgraph=True)(x, positions)
+    with running(Step(None, None, adapters=torch.ones(9, dtype=torch.int64))):  # type: ignore[arg-type]  # lora_rows reads only this
+        torch.compile(compute, backend=keep, fullgraph=True)(x, positions)
     ((gm),) = found
     row = next(value(n) for n in placeholders(gm.graph) if isinstance(value(n), Tensor) and value(n).dim() > 1
                and not isinstance(value(n).shape[1], int))
