@@ -121,7 +121,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
             return f"{', '.join(names) or 'a processor'} needs quire's class of the model, and the model has another class now"
         if params is not None and params.max_tokens is not None:
             try:
-                Rows(engine(), prompts * params.n, params.max_tokens)
+                rows = max(params.n, config.num_beams or 1)
+                Rows(engine(), [prompt for prompt in prompts for _ in range(rows)], params.max_tokens)
             except DoesNotFit as error:
                 return str(error)
         return Served(None, note)

@@ -378,17 +378,21 @@ class ModelRunner:
         with running(staged.step):  # for attention between the pieces
             return self.graphs.replay(staged.bucket)
 
+    def copy_pages(self, copies: Sequence[tuple[int, int]], window_copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (from, to) pages, before any later step; of layers with a window, ``window_copies``; see ScheduledBatch."""
+        windows = self.window_reach is not None
+        for pairs, bounded in ((copies, False), (window_copies, True)):
+            if pairs:
+                pages = to_device(np.array(pairs, np.int64), self.device)
+                layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
+                self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
+
     @_without_autocast
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
-        windows = self.window_reach is not None
-        for copies, bounded in ((batch.copies, False), (batch.window_copies, True)):
-            if copies:
-                pages = to_device(np.array(copies, np.int64), self.device)
-                layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
-                self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
+        self.copy_pages(batch.copies, batch.window_copies)
         staged = self.stage(batch, self.bucket_for(batch))
         logits, tokens = self.forward(staged)
         shape, made, rows, sampled = staged.shape, staged.forward_batch, len(batch.rows), None
