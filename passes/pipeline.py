@@ -35,6 +35,7 @@ from quire.passes.start_times import timed
 from quire.passes.verify.breaks import check_names
 from quire.passes.verify.positions import use_short_frequencies
 from quire.passes.verify.quantized import check_rows
+from quire.passes.verify.shared_kv import KV_SOURCES, shared_layers, with_sources
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
 from quire.passes.verify.tokens import check_tokens
 
@@ -79,9 +80,10 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     check_positions(gm.graph, tokens, config is not None)
     check_tokens(gm.graph, tokens, [n for n in placeholders(gm.graph) if row_data and source_name(n).startswith(row_data)])
     check_rows(gm.graph, real)
+    gm.meta[KV_SOURCES] = shared_layers(gm.graph)
     if raised or any_shape:
         _check_shape_conditions(gm, inputs, tokens, raised > 0, any_shape, max_length)
-    return gm, with_latents(gm, sites)
+    return gm, with_sources(gm, with_latents(gm, sites))
 
 
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],

@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class CompiledGraph:
         """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
         lowered = self.lowered
         ensure_planned(step, lowered.target.backend, list(lowered.sites))
-        step.served.update(lowered.inputs.layers)
+        step.served.update(site.layer for site in lowered.sites)
         run, fused = self.run, self.fused
         if self.run_small and self.fused_small and tokens is not None and tokens <= MAX_TOKENS:
             run, fused = self.run_small, self.fused_small
@@ -93,7 +93,7 @@ class TracedGraph:
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
 
     Attributes:
-        compilations: by (backend, page size, KV dtype, layout, with fusions, latent).
+        compilations: by (backend, page size, KV dtype, layout, with fusions, latent, shared).
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
@@ -274,7 +274,7 @@ class TracedGraph:
         """
         target, selection = self._target(step)
         key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
-               target.latent)
+               target.latent, target.shared)
         if key not in self.compilations:  # by the backend's name: "auto" and that name share a compilation
             self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
         return self.compilations[key]
@@ -295,18 +295,27 @@ class TracedGraph:
         assert page_size is not None
         sites = self.sites if step is None else self._sites_in(step)
         latent = any(s.latent is not None for s in sites)
-        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent)
+        shared = any(s.kv_source is not None for s in sites)
+        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent,
+               shared)
         if key not in self._selected:
             select = select_latent_or_dense if step is None else select_backend
             self._selected[key] = select(attention, sites, device=self._query.device, page_size=page_size, kv_dtype=kv_dtype,
                                          layout=layout)
+            if shared and step is None and self._selected[key].backend.every_step:  # what it keeps is of one layer
+                self._selected[key] = replace(self._selected[key], sites=tuple(map(_unshared, self._selected[key].sites)))
         selection = self._selected[key]
-        latent = any(s.latent is not None for s in selection.sites)
+        latent, shared = (any(has is not None for has in of) for of in (
+            [s.latent for s in selection.sites], [s.kv_source for s in selection.sites]))
+        if shared and selection.backend.every_step:
+            raise ValueError(f"attention={selection.backend.name!r} keeps data about the keys of each layer, and layers of the "
+                             "step's cache have theirs in common; use quire.Engine")
         tables = options.window_tables and selection.backend.plan is None  # a plan on the host reads one table
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent, tables), selection
+        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent, tables, shared), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
-        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads."""
+        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads; layers that
+        share keys and values with a cache in common, or each with its own."""
         latent = any(step.cache.is_latent(s.layer) for s in self.sites)
         sites = self.sites if latent else [s.dense for s in self.sites]
         for site in sites:
@@ -314,7 +323,14 @@ class TracedGraph:
                 kind = "latent" if site.latent is None else "not latent"
                 raise ValueError(f"layer {site.layer} of the step's cache is {kind}, and "
                                  f"the model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
-        return sites
+        sources, layers = step.cache.kv_sources, {s.layer for s in sites}
+        for site in sites:
+            source = sources.get(site.layer)
+            if source in layers and source != site.kv_source:
+                raise ValueError(f"layer {site.layer} of the step's cache has the keys and values of layer {source}, and the "
+                                 f"model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
+        shared = all(s.layer in sources for s in sites if s.kv_source is not None)
+        return sites if shared else list(map(_unshared, sites))
 
     def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False) -> tuple[Lowered, FusedInputs]:
         """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens."""
@@ -344,6 +360,10 @@ class TracedGraph:
         """Forget what was compiled, and give the model's parameters memory of their own again."""
         self.compilations.clear()  # first, so that the fused weights are freed one by one
         self.weights.restore()
+
+
+def _unshared(site: AttentionSite) -> AttentionSite:
+    return replace(site, kv_source=None)
 
 
 __all__ = ["CompiledGraph", "TracedGraph"]
