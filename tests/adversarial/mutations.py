@@ -26,7 +26,7 @@ REPORT = Path(__file__).with_suffix(".md")
 PACKAGES = ("attn_ops", "passes", "graph_runner", "integrations")
 LIMIT = 300  # seconds for the tests of one mutant
 #: What a broken rule never raises: such a failure is one of the mutant itself.
-_OWN_ERRORS = ("NameError", "SyntaxError", "ImportError", "IndentationError", "UnboundLocalError")
+_OWN_ERRORS = ("NameError", "ImportError", "UnboundLocalError")
 
 
 class Seen(NamedTuple):
@@ -87,16 +87,13 @@ class _First:
     """A pytest plugin that keeps the first failure."""
 
     def __init__(self) -> None:
-        self.found, self.passed = ("", ""), 0
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        self.passed += report.passed and report.when == "call"
-        self._note(report)
+        self.found = "", ""
 
     def pytest_collectreport(self, report: Any) -> None:
-        self._note(report)
+        if report.failed:
+            self.found = "no test ran", str(report.longrepr).strip().splitlines()[-1]
 
-    def _note(self, report: Any) -> None:
+    def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and not self.found[0]:
             lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E  ")]
             self.found = report.nodeid, next(iter(lines), "")
@@ -190,19 +187,28 @@ def table(outcomes: list[tuple[Mutant, Seen]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="only mutants whose file or rule contains this; no report is written")
-    parser.add_argument("--from", dest="first", type=int, default=0, help="begin with this number; no report is written")
+    parser.add_argument("--only", default="", help="mutants whose file or rule has this; writes no report")
+    parser.add_argument("--results", type=Path, help="JSON lines: what is known from a run before, and is not run again")
     options = parser.parse_args()
-    chosen = [(k, m) for k, m in enumerate(MUTANTS) if (options.only in m.file or options.only in m.rule) and k >= options.first]
+    chosen = [m for m in MUTANTS if options.only in m.file or options.only in m.rule]
     for mutant in MUTANTS:
-        text_of(mutant)
+        compile(text_of(mutant), mutant.file, "exec")
+    known: dict[Mutant, Seen] = {}
+    if options.results is not None and options.results.exists():
+        for line in options.results.read_text().splitlines():
+            mutant, seen = json.loads(line)
+            known[Mutant(*mutant)] = Seen(*seen)
     _preload()
     outcomes, wrong = [], 0
     with tempfile.TemporaryDirectory(prefix="quire-mutations-") as folder:
         copy = Path(folder) / "checkout"
         copy_checkout(copy)
-        for number, mutant in chosen:
-            seen = red_test(mutant, copy)
+        for number, mutant in enumerate(chosen):
+            if (seen := known.get(mutant)) is None:
+                seen = red_test(mutant, copy)
+                if options.results is not None and problem(mutant, seen) is None:
+                    with options.results.open("a") as file:
+                        print(json.dumps([mutant, seen]), file=file)
             outcomes.append((mutant, seen))
             why = problem(mutant, seen)
             wrong += why is not None

@@ -275,3 +275,23 @@ def test_threads_share_a_paged_model(prompts: list[list[int]], expected: list[li
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(job, range(12)))
     paged.generate.close()
+
+
+def test_a_row_that_is_aborted_is_an_error(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another thread that closes or replaces the engine meanwhile: generate() must not return a row cut short."""
+    paged = quire.paged(load_model(num_layers=1), num_pages=64)
+    ids = torch.tensor([prompts[0]])
+    paged.generate(ids, max_new_tokens=1)
+    engine = paged.generate.engine
+    collect = engine.collect
+
+    def collect_and_abort(leave: int = 0) -> None:
+        collect(leave)
+        for request_id in list(engine.requests):
+            engine.abort(request_id)
+
+    monkeypatch.setattr(engine, "collect", collect_and_abort)
+    with pytest.raises(RuntimeError, match="row 0 was aborted after . tokens"):
+        paged.generate(ids, max_new_tokens=8, eos_token_id=-1)
+    monkeypatch.undo()
+    paged.generate.close()

@@ -109,7 +109,7 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 def by_expert(x: Tensor, ids: Tensor | None = None, counts: Any = None, offsets: Any = None, rows: Any = None) -> Tensor:
-    """Experts by a grouped product: ``counts(sorted ids, ids)``, ``offsets(counts)`` and the ``rows(x, order)`` in another way."""
+    """Experts by a grouped product: ``counts(sorted ids, ids)``, ``offsets(counts)``, ``rows(x, order)`` in another way."""
     ids = expert_ids(x) if ids is None else ids
     k = ids.shape[1]
     found, order = ids.reshape(-1).sort()
@@ -305,7 +305,7 @@ REFUSED = {
         -1, 2, 2).transpose(1, 2).reshape(-1, 4).sum(0)), "it is taken over the tokens"),
     "experts: counts over ones": (lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids, 1.0).sum(0)),
                                   "it is taken over the tokens"),
-    "experts: sums of ids": (lambda x, p: by_expert(x, expert_ids(x, 4), lambda found, ids: ids.sum(0)), "taken over the tokens"),
+    "experts: sums of ids": (lambda x, p: by_expert(x, expert_ids(x, 4), lambda found, ids: ids.sum(0)), "over the tokens"),
     "experts: counts of some ids": (lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids[:, :1]).sum(0)),
                                     "not those routed to one"),
     "experts: ids may be negative": (lambda x, p: by_expert(x, ids=(x[0] @ WEIGHT[:, :2]).long()), "it counts the tokens"),
