@@ -283,7 +283,7 @@ def _kind(name: str) -> str:
 
 
 def _in(folder: str, file: str, *tests: str) -> str:
-    return "\n".join(f"tests/{folder}/{file}.py::{test}" for test in tests)
+    return "\n".join(f"tests/{folder}/{file}.py::{test}" for test in tests) or f"tests/{folder}/{file}.py"
 
 
 MASK_RULES, FORMULA, DECISION, MASK_PROOF = (f"passes/verify/mask_{n}.py" for n in ("rules", "formula", "decision", "proof"))
@@ -492,11 +492,8 @@ MODEL_MUTANTS = [
     Mutant(INTERFACE, "names that are not known", "    if not known:", "    if False:",
            _in(_CAPTURE, "test_hf_interface", "test_names_of_implementations")),
     Mutant("passes/capture/reads.py", "wrapped functions are the user's too",
-           'function = getattr(function, "__wrapped__", None)',
-           "function = None", _in(_CAPTURE, "test_hf_interface",
-           "test_functions_of_the_users_are_refused[a wrapper-attention]"),
-           "the globals of the wrapper: functools.wraps sets __wrapped__ to transformers' function, so the wrapper is "
-           "seen first"),
+           'function = getattr(function, "__wrapped__", None)', "function = None",
+           _in(_CAPTURE, "test_hf_interface", "test_functions_of_the_users_are_refused[a wrapped one-attention]")),
     Mutant("passes/capture/reads.py", "the code of a function, not its name",
            "scope is None else scope.get(\"__name__\", \"\")",
            "True else \"\"", _in(_CAPTURE, "test_hf_interface",
@@ -512,11 +509,13 @@ MODEL_MUTANTS = [
     Mutant(EFFECTS, "tensors kept between calls", "    if _KEPT in gm.meta:", "    if False:",
            _in("adversarial", "test_mixers", "test_mixing_is_refused[kept between calls-compile]")),
     Mutant("passes/capture/evaluating.py", "another thread trains the model while it is traced",
-           "        if seen is None and True not in noted.modes:", "        if True:",
-           _in("graph_runner", "test_live_model", "test_another_thread_changes_the_model_while_it_is_traced")),
+           "        if seen is None and True not in noted.modes:", "        if True:", _in(_CAPTURE, "test_evaluating")),
+    Mutant("passes/capture/evaluating.py", "another thread trains the model for a moment",
+           "        if seen is None and True not in noted.modes:", "        if seen is None:", _in(_CAPTURE,
+           "test_evaluating")),
     Mutant("passes/capture/evaluating.py", "the other thread's choice of a mode stays", "        if not noted.modes:\n",
            "        if True:\n",
-           _in("graph_runner", "test_live_model", "test_another_thread_changes_the_model_while_it_is_traced")),
+           _in(_CAPTURE, "test_evaluating")),
     Mutant(GUARD, "watched: hooks", '"forward hooks": _hooks(module._forward_hooks),', "", _in("graph_runner",
            "test_model_guard", _CHANGE)),
     Mutant(GUARD, "watched: pre-hooks", '"forward pre-hooks": _hooks(module._forward_pre_hooks),', "",
@@ -588,7 +587,7 @@ MODEL_MUTANTS = [
     Mutant(PACKING, "trial: positions from 0", "if difference > limit * largest and difference >", "if False and difference >",
            _in("graph_runner", "test_packing_check", "test_positions_of_its_own")),
     Mutant("graph_runner/engine.py", "requests are registered under the lock", "    @locked\n    def _add(", "    def _add(",
-           _in("graph_runner", "test_engine_lock")),
+           _in("graph_runner", "test_engine_lock", "test_no_step_comes_before_a_request_is_registered")),
     Mutant("graph_runner/calls.py", "a failed request is raised: refused at once",
            "                    if strict:\n                        raise\n",
            "", _in("graph_runner", "test_engine", "test_raise_on_error")),

@@ -162,6 +162,9 @@ def table(outcomes: list[tuple[Mutant, Seen]]) -> str:
     import torch
     import transformers
 
+    def what(error: str) -> str:
+        return "still refused, but not for its reason" if "pattern did not match" in error else error
+
     def cell(text: str, most: int = 200) -> str:
         text = text if len(text) <= most else text[: most - 3] + "..."
         return text.replace("|", "\\|").replace("\n", " ")
@@ -172,10 +175,11 @@ def table(outcomes: list[tuple[Mutant, Seen]]) -> str:
         "Written by `make mutations`. Each line is one rule, broken by the smallest edit that lets something through",
         "(`mutants.py` has the edits), and the first test that fails then, with what that test saw.", "",
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}. "
-        f"{len(outcomes)} mutants: {len(red)} with a red test, {len(outcomes) - len(red)} that another rule covers.", ""]
+        f"{len(outcomes)} mutants: {len(red)} with a red test, {len(outcomes) - len(red)} that another rule covers"
+        + (f"; {len(MUTANTS) - len(outcomes)} more were not run." if len(outcomes) < len(MUTANTS) else "."), ""]
     for file in dict.fromkeys(m.file for m, _ in red):
         lines += [f"## {file}", "", "| broken rule | red test | what it saw |", "|---|---|---|"]
-        lines += [f"| {cell(m.rule)} | `{cell(s.test)}` | {cell(s.error, 90)} |" for m, s in red if m.file == file]
+        lines += [f"| {cell(m.rule)} | `{cell(s.test)}` | {cell(what(s.error), 90)} |" for m, s in red if m.file == file]
         lines.append("")
     rest = [(m, s) for m, s in outcomes if not s.test]
     if rest:

@@ -1,13 +1,14 @@
 """The list of mutants keeps up with the code; ``make mutations`` runs them."""
 
 from tests.adversarial.mutants import MUTANTS
-from tests.adversarial.mutations import Seen, problem, text_of
+from tests.adversarial.mutations import ROOT, Seen, problem, text_of
 
 
 def test_each_mutant_is_still_in_its_file_once() -> None:
     assert len({(m.file, m.old, m.new) for m in MUTANTS}) == len(MUTANTS) > 200
     for mutant in MUTANTS:
-        assert text_of(mutant) != mutant.old
+        assert text_of(mutant)
+        assert all((ROOT / argument.partition("::")[0]).is_file() for argument in mutant.arguments), mutant.rule
 
 
 def test_what_is_an_error() -> None:

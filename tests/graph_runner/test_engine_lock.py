@@ -152,6 +152,23 @@ def test_a_stream_registers_before_other_threads_step(engine: Engine, prompts: l
     assert_idle(engine)
 
 
+def test_no_step_comes_before_a_request_is_registered(engine: Engine, prompts: list[list[int]], expected: list[list[int]],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of another thread while a request is added could finish it before its stream knows it."""
+    add, stepped, threads = engine.scheduler.add, threading.Event(), []
+
+    def add_and_wait(request: Any) -> None:
+        add(request)
+        threads.append(threading.Thread(target=lambda: (engine.step(), stepped.set())))
+        threads[-1].start()
+        assert not stepped.wait(0.3)
+
+    monkeypatch.setattr(engine.scheduler, "add", add_and_wait)
+    assert tokens(engine.generate(prompts[0], replace(SHORT, max_tokens=1))) == [expected[0][:1]]
+    for thread in threads:
+        thread.join()
+
+
 def test_an_idle_engine_drops_an_abandoned_stream_at_once(engine: Engine, prompts: list[list[int]]) -> None:
     stream = engine.stream(prompts, SHORT)
     next(stream)
