@@ -35,7 +35,8 @@ def check_side_effects() -> None:
     if changed:
         raise UnsupportedAttention(
             f"{_LEFT_OVER}{', '.join(changed[:5])}. It runs only "
-            "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record")
+            "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record. If the "
+            "first call only fills a cache, call the model once before")
 
 
 def note_changes(gm: torch.fx.GraphModule) -> None:
@@ -66,7 +67,8 @@ def check_changes(gm: torch.fx.GraphModule) -> None:
     if _KEPT in gm.meta:
         raise UnsupportedAttention(
             f"the model's forward stores tensors that it computes ({gm.meta[_KEPT]}), so what one step computes would reach "
-            "the sequences of the next; let it return what it makes, or run without storing it")
+            "the sequences of the next; let it return what it makes, or run without storing it. If the first call only fills a "
+            "cache, call the model once before")
     if _CHANGED in gm.meta:
         raise UnsupportedAttention(
             f"{_LEFT_OVER}{gm.meta[_CHANGED]}. A step serves several sequences in one call and one sequence in several, so "
