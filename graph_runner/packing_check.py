@@ -6,7 +6,7 @@ sequences, of lengths drawn at random, through the compiled model: as they are; 
 with the first one made of a single token, the one with the largest embedding (for what happens rarely); and in the other order,
 so that the longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
 A model that computes in float32 throughout must also give what its own forward gives for the first one alone
-(``_is_precise``).
+(``_is_precise``), and its own forward must give a first token the same logits with and without tokens after it.
 
 Equal kernels on equal shapes give equal bits, so that in any dtype the logits of a sequence beside another neighbour of its
 length are the same to the last bit. Where the order of sums depends on other rows (a mixture of experts gathers tokens by
@@ -65,6 +65,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))
     changed = torch.cat([first[:_SAME], (first[_SAME:] + 1 + shift[_SAME:] % (vocab_size - 1)) % vocab_size])
 
+    routed = any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes)
     plain = _check_own_positions(paged, first.to(device), rounding)
 
     def logits(*sequences: torch.Tensor) -> list[torch.Tensor]:
@@ -83,7 +84,6 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
         logits(first, second), logits(changed, second), logits(_rare(paged.model, first, vocab_size), second),
         logits(second, first))
-    routed = any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes)
     exact = not routed and all(
         map(torch.equal, logits(first, second), (one, two)))  # not so with kernels that add up in any order
     effects = _gap(one, one_changed)[_SAME:]
@@ -114,6 +114,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 f"a trial sequence has other logits paged than by the model's own forward: they differ by {share:.2g} times "
                 "what another token in its past changes. The forward may do something else when it is compiled "
                 "(torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
+    if plain is not None and not routed:
+        _check_one_token(paged, first.to(device), plain)
     logger.info("packing check: passed")
 
 
@@ -153,6 +155,27 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> 
             f"{difference / max(largest, 1e-30):.2g} of the largest from those without position_ids. quire gives a model the "
             "positions of each token in its sequence, from 0.")
     return plain
+
+
+def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor) -> None:
+    """Refuse a model that computes something else for a row of one token: a trace for rows of any length does not show it, as
+    Dynamo takes lengths other than 1 for granted. ``plain``: logits of all ``ids``."""
+    try:
+        one, first = paged.by_itself(ids[:1], torch.zeros_like(ids[:1])).float(), plain[:1].float()
+    except ChangedWhileTraced:
+        raise
+    except Exception as error:
+        logger.info("packing check: the model does not run on one token: %s: %s", type(error).__name__, error)
+        return
+    limit = _ROUNDING[plain.dtype] if _is_precise(paged, plain.dtype) else _ROUNDING_OF_HALVES
+    largest = first[first.isfinite()].abs().max().item() if first.isfinite().any() else 0.0
+    difference = _gap(one, first).max().item()
+    if difference > limit * largest:
+        raise UnsupportedAttention(
+            "the model computes something else for a row of one token than for longer ones: the logits of a first token differ "
+            f"by {difference / max(largest, 1e-30):.2g} of the largest. Its forward branches on the length of its input, or "
+            "attends to later tokens. A packed row has the tokens of several sequences, so that its length means nothing to "
+            "them; let the forward branch on position_ids, or not at all.")
 
 
 def _rare(model: torch.nn.Module, first: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -257,7 +257,7 @@ def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[
             call = compiled[owner] = torch.compile(own, backend=QuireBackend(opts), fullgraph=True)
         try:
             return call(self, *args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             raise unwrapped(error, self) from error
 
     return wrapper

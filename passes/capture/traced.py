@@ -23,7 +23,7 @@ from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
-from quire.passes.capture.side_effects import check_kept_tensors, note_kept_tensors
+from quire.passes.capture.side_effects import check_changes, note_changes
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.compile.size_guards import Assumptions
 from quire.passes.eager import check_step
@@ -103,7 +103,7 @@ class TracedGraph:
         self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
         self.compilations: dict[Any, CompiledGraph] = {}
         note_breaks(gm)
-        note_kept_tensors(gm)
+        note_changes(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
         self._call, self._static = call, is_static(gm)
@@ -111,7 +111,7 @@ class TracedGraph:
         self._guards: list[Any] = []
         self._selected: dict[Any, Selection] = {}
         self._plain: Callable[..., Any] | None = None
-        self._warned = False
+        self._warned = self._compared = False
 
     def __call__(self, *args: Any) -> Any:
         """Run in the step in progress, or outside any as traced."""
@@ -127,6 +127,9 @@ class TracedGraph:
         if self._other is not None:
             graph, adapter = self._other
             check_step(step, adapter.num_tokens(args))
+            if adapter.length is not None and not self._compared:
+                AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, None).compare(self.gm, graph.gm, args)
+                self._compared = True
             return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)
         tokens = self.num_tokens(args)
@@ -216,7 +219,7 @@ class TracedGraph:
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
-        check_kept_tensors(self.gm)
+        check_changes(self.gm)
         return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
                            max_length=self.options.max_model_len)
 
