@@ -64,6 +64,9 @@ def test_row(name, models, tokenizer) -> None:
         assert torch.equal(got, want)
     else:
         assert torch.equal(got.sequences, want.sequences)
+        if "sequences_scores" in want:
+            torch.testing.assert_close(got.sequences_scores, want.sequences_scores, atol=1e-4, rtol=1e-4)
+            assert torch.equal(got.beam_indices, want.beam_indices)
         for mine, theirs in ((got.scores, want.scores), (got.logits, want.logits)):
             assert (mine is None) == (theirs is None)
             for a, b in zip(mine or (), theirs or (), strict=True):
