@@ -82,9 +82,9 @@ class Rows:
                 self._budget = min(self._budget, (free - held) * config.page_size)
             if held > free or not self._budget:
                 raise DoesNotFit(f"its {len(prompts)} sequences advance together and may hold {held} pages of layers with a "
-                                 f"window, beside those of a prompt, and the engine has {free} (see num_pages of quire.Engine)")
-        self.requests = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(), engine.max_model_len)
-                      for i, p in enumerate(prompts)]
+                                 f"window, without a prompt's, and the engine has {free} (see num_pages of quire.Engine)")
+        self.requests = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(),
+                                 engine.max_model_len) for i, p in enumerate(prompts)]
 
     def __enter__(self) -> Rows:
         self._turn = _turns.setdefault(self.engine, _Turn())

@@ -40,8 +40,8 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
     first = text.strip().splitlines()[0] if text.strip() else ""
     adapters = sorted({type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")})
     hint = "" if not adapters else (
-        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA, target_parameters, trainable "
-        "tokens): merge the adapter with merge_adapter(), or disable it")
+        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA of embeddings or quantized "
+        "weights, target_parameters, trainable tokens): merge the adapter with merge_adapter(), or disable it")
     return UnsupportedAttention(
         f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}{hint}")
 

@@ -81,7 +81,8 @@ def _unknown(layer: Any) -> str | None:
     if layer.merged_adapters:
         return f"has merged {', '.join(layer.merged_adapters)} into its weight (unmerge_adapter takes it out)"
     if layer.lora_variant:
-        return f"has another kind of LoRA ({', '.join(map(str, layer.lora_variant))}), such as DoRA"
+        kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in layer.lora_variant.values()})
+        return f"has {' and '.join(kinds).replace('Dora', 'DoRA')}, and not LoRA alone"
     for name in layer.lora_A:
         a, b = layer.lora_A[name], layer.lora_B[name]
         if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:

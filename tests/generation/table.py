@@ -68,8 +68,8 @@ FIELDS: dict[str, Row] = {
     "do_sample": Row(DIFFERENT, dict(do_sample=True, top_k=1), (
         "the same distribution, and torch.manual_seed decides, but other random numbers: each request draws its own, whatever "
         "else is in the batch. With a processor, a criterion or scores asked for, transformers' own numbers, token for token")),
-    "num_beams": same("transformers' own search over the engine's pages, which beams share; sampled beams too", True, num_beams=3,
-                      num_return_sequences=2, **SCORES),
+    "num_beams": same("transformers' own search over the engine's pages, which beams share; sampled beams too", True,
+                      num_beams=3, num_return_sequences=2, **SCORES),
     "use_mtp": same(_ASSISTED, use_mtp=False),
     "use_cache": same("the engine caches in any case", use_cache=False),
     "cache_implementation": same(f"{_SPEED}; \"paged\" goes to generate_batch, which runs on the engine",

@@ -1,7 +1,7 @@
 """Beam search on the engine: what transformers gives, over pages that beams share.
 
-A user loses the right sequences if beams are reordered or copied wrongly, memory if their pages are not shared, and the engine if
-pages do not come back.
+A user loses the right sequences if beams are reordered or copied wrongly, memory if their pages are not shared, and the engine
+if pages do not come back.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_beams_beside_other_requests(pair, batch) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_changes_meanwhile(pair) -> None:
-    """The engine traces it again, and all keys are computed again, in the pages that there are: beginnings are shared then too."""
+    """The engine traces it again, and all keys are computed again, in as many pages: beginnings are shared then too."""
     ids = torch.randint(3, 64, (1, 50))
     model = quire.paged(copy.deepcopy(pair[0]), **{**OPTIONS, "num_pages": 12 + 4 * 6 + 1})
     runners = []
