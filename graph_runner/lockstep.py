@@ -150,12 +150,12 @@ class Rows:
                 if self._follow(everything=False):
                     found.clear()
                 batch = self._schedule()
-                logits = self._runner.logits_of(batch)
+                logits = self._runner.logits_of(batch).to(torch.float32, copy=True)
                 for scheduled, of_row in zip(batch.rows, logits, strict=True):
                     row = scheduled.request
                     row.num_computed += scheduled.num_new
                     if not row.num_uncomputed:
-                        found[row.request_id] = of_row.to(torch.float32, copy=True)
+                        found[row.request_id] = of_row
                 for group in self._groups:
                     first, *others = self.requests[group]
                     if first.num_computed == self._awaited(group):
