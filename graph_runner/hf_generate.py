@@ -92,6 +92,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
         return "cache_implementation='paged' asks for generate_batch"
     if refused := [name for name in names if name not in IN_LOCKSTEP]:
         return f"quire does not have {', '.join(refused)}"
+    if "num_beams" in names and "streamer" in given:
+        return "beams have no tokens to stream before the search ends"
     mask, pad, eos = given.get("attention_mask"), config.pad_token_id, config.eos_token_id
     if mask is not None and mask.shape != ids.shape:
         return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}"

@@ -50,6 +50,9 @@ class Rows:
         prompts: token ids of each row; neighbours with equal ones share their pages.
         max_tokens: that may be appended to each row.
 
+    Attributes:
+        requests: of each row.
+
     Raises:
         DoesNotFit: says what to change.
     """
@@ -70,22 +73,18 @@ class Rows:
         if pages > total:
             raise DoesNotFit(f"its {len(prompts)} sequences advance together and may fill {pages} pages, and the engine has "
                              f"{total} (see num_pages of quire.Engine)")
-        self.engine, self._runner, windows = engine, engine.runner, engine.scheduler.windows
-        if windows is not None:
-            held = sum(min(pages_for(len(p) + max_tokens, config.page_size),
-                           windows.reach.pages_held(self._largest_chunk(len(p)), config.page_size)) for p in prompts)
-            if held > windows.allocator.num_total:
+        self.engine, self._runner, self._budget = engine, engine.runner, config.max_num_batched_tokens
+        if (windows := engine.scheduler.windows) is not None:
+            each = windows.reach.pages_held(0, config.page_size) + 1  # of a row that computes one token
+            whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
+            held, free = sum(min(n, each) for n in whole), windows.allocator.num_total
+            if max(whole) > each:  # rows that compute more tokens hold as many more pages
+                self._budget = min(self._budget, (free - held) * config.page_size)
+            if held > free or not self._budget:
                 raise DoesNotFit(f"its {len(prompts)} sequences advance together and may hold {held} pages of layers with a "
-                                 f"window, and the engine has {windows.allocator.num_total} (see num_pages of quire.Engine)")
-        self._rows = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(), engine.max_model_len)
-                      for i, p in enumerate(prompts)]
-
-    def _largest_chunk(self, prompt_length: int) -> int:
-        """New tokens of one row in a step. Pages of layers with a window are counted for as many as the prompt has, so a row that
-        is computed again, with the tokens it has by then, takes no more at once."""
-        scheduler = self.engine.scheduler
-        chunk = scheduler.prefill_chunk_size or scheduler.max_num_batched_tokens
-        return chunk if scheduler.windows is None else min(chunk, max(prompt_length, scheduler.page_size))
+                                 f"window, without a prompt's, and the engine has {free} (see num_pages of quire.Engine)")
+        self.requests = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(),
+                                 engine.max_model_len) for i, p in enumerate(prompts)]
 
     def __enter__(self) -> Rows:
         self._turn = _turns.setdefault(self.engine, _Turn())
@@ -105,16 +104,16 @@ class Rows:
         with self.engine.lock.hold():
             self._follow(everything=True)
             free = self.engine.scheduler.free_slots
-            if len(free) < len(self._rows):
+            if len(free) < len(self.requests):
                 return False
-            for row in self._rows:
+            for row in self.requests:
                 row.slot = free.pop()
             return True
 
     def __exit__(self, *exc: object) -> None:
         with self.engine.lock.hold():
             self._forget_old()
-            for row in self._rows:
+            for row in self.requests:
                 self.engine.scheduler.give_back(row)
                 self.engine.scheduler.free_slots.append(row.slot)
         self._turn.held = False
@@ -122,14 +121,14 @@ class Rows:
 
     def append(self, tokens: Sequence[int]) -> None:
         """One more token for each row."""
-        for row, token in zip(self._rows, tokens, strict=True):
+        for row, token in zip(self.requests, tokens, strict=True):
             row.token_ids.append(token)
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Let each row i go on from the tokens, keys and values of row ``sources[i]``, which had the same prompt."""
         with self.engine.lock.hold():
             self._follow(everything=False)
-            old, first = self._rows, set(sources)
+            old, first = self.requests, set(sources)
             unused = [row for i, row in enumerate(old) if i not in first]
             rows, forks = [], []
             for i in sources:
@@ -140,35 +139,35 @@ class Rows:
                     rows.append(unused.pop())
                     rows[-1].token_ids = list(old[i].token_ids)
                     forks.append((old[i], rows[-1]))
-            self._rows = rows
+            self.requests = rows
             self._fork(forks)
 
     def logits(self) -> torch.Tensor:
         """(rows, V) float32: the logits after the last token of each row; computes the tokens that are new."""
         found: dict[int, torch.Tensor] = {}
-        while len(found) < len(self._rows):
+        while len(found) < len(self.requests):
             with self.engine.lock.hold():
                 if self._follow(everything=False):
                     found.clear()
                 batch = self._schedule()
-                logits = self._runner.logits_of(batch)
+                logits = self._runner.logits_of(batch).to(torch.float32, copy=True)
                 for scheduled, of_row in zip(batch.rows, logits, strict=True):
                     row = scheduled.request
                     row.num_computed += scheduled.num_new
                     if not row.num_uncomputed:
-                        found[row.request_id] = of_row.to(torch.float32, copy=True)
+                        found[row.request_id] = of_row
                 for group in self._groups:
-                    first, *others = self._rows[group]
+                    first, *others = self.requests[group]
                     if first.num_computed == self._awaited(group):
                         self._fork([(first, other) for other in others])
                         found |= {r.request_id: found[first.request_id] for r in others if not r.num_uncomputed}
             if self.engine.requests:
                 self.engine._step()
-        return torch.stack([found[row.request_id] for row in self._rows])
+        return torch.stack([found[row.request_id] for row in self.requests])
 
     def _awaited(self, group: slice) -> int | None:
         """How many tokens the rows of the group have in common, if the first row computes them for all; None: it has."""
-        rows = self._rows[group]
+        rows = self.requests[group]
         if len(rows) == 1 or any(row.num_computed for row in rows[1:]):
             return None
         return len(os.path.commonprefix([row.token_ids for row in rows]))
@@ -202,27 +201,26 @@ class Rows:
         if self.engine.runner is self._runner:
             return False
         self._runner = self.engine.runner
-        for row in self._rows:
+        for row in self.requests:
             self.engine.scheduler.allocator.free(row.pages)
             row.num_computed, row.pages, row.window_pages, row.window_behind = 0, [], [], 0
         return True
 
     def _schedule(self) -> ScheduledBatch:
         """A step of new tokens, with pages for them, if need be those of the engine's other requests."""
-        engine, scheduled = self.engine, []
-        budget = engine.config.max_num_batched_tokens
-        for row in self._rows:
-            if engine.scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone
-                engine.scheduler.give_back(row)
+        scheduler, scheduled, budget = self.engine.scheduler, [], self._budget
+        for row in self.requests:
+            if scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone
+                scheduler.give_back(row)
+            if scheduler.windows is not None:
+                scheduler.windows.free_behind(row)
         for group in self._groups:
-            rows, common = self._rows[group], self._awaited(group)
+            rows, common = self.requests[group], self._awaited(group)
             for row in rows if common is None else rows[:1]:
                 new = row.num_uncomputed if common is None else common - row.num_computed
-                count = min(new, budget, self._largest_chunk(len(row.prompt_token_ids)))
-                missing = pages_for(row.num_computed + count, engine.config.page_size) - len(row.pages)
+                count = min(new, budget, scheduler.prefill_chunk_size or budget)
+                missing = pages_for(row.num_computed + count, scheduler.page_size) - len(row.pages)
                 if missing > 0:
-                    if engine.scheduler.windows is not None:
-                        engine.scheduler.windows.free_behind(row)
                     self._extend(row, missing)
                 if count:
                     budget -= count

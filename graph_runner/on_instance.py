@@ -53,6 +53,10 @@ class OwnCopies:
         """The loop of ``generate`` with beams."""
         return _decode(self, super()._beam_search, args, kwargs)  # type: ignore[misc]
 
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """The loop of ``generate`` that speculates, without a change of the distribution: the engine samples each token."""
+        return _decode(self, super()._assisted_decoding, args, kwargs)  # type: ignore[misc]
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The manager behind transformers' ``generate_batch``: on the engine of ``quire.paged``."""
         generate = vars(self).get("generate")

@@ -165,7 +165,7 @@ class PagedGenerate(OnInstance):
 
     def _decode(self, plain: Callable[..., Any], input_ids: torch.Tensor, *, logits_processor: Any, stopping_criteria: Any,
                 generation_config: Any, streamer: Any = None, **rest: Any) -> Any:
-        """In the place of ``plain``, which is the model's ``_sample`` or ``_beam_search``."""
+        """In the place of ``plain``, which is the model's ``_sample``, ``_beam_search`` or ``_assisted_decoding``."""
         prompts = prompts_of(input_ids, rest.get("attention_mask"))
         prepared = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria,
                         generation_config=generation_config)

@@ -42,8 +42,8 @@ def unwrapped(error: Exception, model: Any) -> Exception:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     adapters = sorted({type(m).__name__ for m in modules if type(m).__module__.startswith("peft.")})
     hint = "" if not adapters else (
-        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA, target_parameters, trainable "
-        "tokens): merge the adapter with merge_adapter(), or disable it")
+        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA of embeddings or quantized "
+        "weights, target_parameters, trainable tokens): merge the adapter with merge_adapter(), or disable it")
     return UnsupportedAttention(
         f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}{hint}")
 
