@@ -91,9 +91,9 @@ class EngineConfig:
     max_logprobs: int = _option(
         20, "maximum of logprobs, prompt_logprobs and logprob_token_ids of a request: tokens per position", least=0)
     kv_sharing_fast_prefill: bool = _option(
-        False, "in models whose last layers attend to the keys and values of earlier ones (gemma3n, gemma4), run those layers on "
-        "the tokens whose logits are wanted, of a prompt the last. Refused for other models and for backends that plan on the "
-        "host; steps that score prompt tokens run all layers on all tokens")
+        False, "in models whose last layers attend to the keys and values of earlier ones (gemma3n, gemma4), run those layers "
+        "on the tokens whose logits are wanted, of a prompt the last. Refused for other models and for backends that plan on "
+        "the host; steps that score prompt tokens run all layers on all tokens")
     async_stepping: bool | None = _option(
         None, "take in the results of a step while the next one runs. None: on a GPU only")
     seed: int | None = _option(0, "seed of requests that have none. None: different in every run")

@@ -51,8 +51,8 @@ class CompiledGraph:
         fused: the inputs that fusions added. fused_small: those of ``run_small``.
         assumed: by the compiler, about sizes.
         run_small: for at most MAX_TOKENS tokens; None: ``run`` serves those too.
-        run_last, fused_last: for steps whose metadata say which tokens' logits are wanted (``passes/rewrite/last_rows.py``): those
-            of the input number ``wanted``. None: ``run`` serves those too.
+        run_last, fused_last: for steps whose metadata say which tokens' logits are wanted, those of the input number
+            ``wanted`` (``passes/rewrite/last_rows.py``). None: ``run`` serves those too.
     """
 
     lowered: Lowered
@@ -81,8 +81,8 @@ class CompiledGraph:
         wanted = step.metadata.logits_indices_padded
         if self.run_last and self.fused_last and wanted is not None:
             if args[self.wanted].data_ptr() != wanted.data_ptr():
-                raise ValueError("a step whose metadata have logits_indices_padded runs its last layers on those tokens: give the "
-                                 "model that tensor as logits_indices, or metadata without it")
+                raise ValueError("a step whose metadata have logits_indices_padded runs its last layers on those tokens: give "
+                                 "the model that tensor as logits_indices, or metadata without it")
             run, fused = self.run_last, self.fused_last
         with torch.no_grad():
             return run(*args, *fused.tensors, *lowered.inputs.of(step))
@@ -373,8 +373,8 @@ class TracedGraph:
         if not backend.any_batch:
             can = [name for name, b in all_backends().items() if b.any_batch and b.available(self._query.device) is None]
             raise UnsupportedAttention(
-                f"kv_sharing_fast_prefill=True: attention={backend.name!r} plans or reads a step as a whole, and some layers would "
-                f"run on a part of it. Backends that can, here: {', '.join(can) or 'none'}; or leave the option out")
+                f"kv_sharing_fast_prefill=True: attention={backend.name!r} plans or reads a step as a whole, and some layers "
+                f"would run on a part of it. Backends that can, here: {', '.join(can) or 'none'}; or leave the option out")
         return self.lowered(target, fusions, last_rows=True)
 
     def _with_last_rows(self, made: CompiledGraph, lowered: Lowered, fused: FusedInputs) -> CompiledGraph:

@@ -1,8 +1,8 @@
 """KV-sharing fast prefill: behind the last layer with keys of its own, only the tokens whose logits are wanted.
 
-Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so a token
-whose logits nobody reads need not pass them. Of a prefill chunk that is all but one. A step of B sequences asks for B rows of
-logits, the last of each sequence, by the input idx (B,); here the layers behind the last attention with its own keys run on these.
+Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so a
+token whose logits nobody reads need not pass them. Of a prefill chunk that is all but one. A step of B sequences asks for B
+rows of logits, the last of each sequence, by the input idx (B,); the layers behind the last one with its own keys run on these.
 
 Before (layer 2 attends to the keys and values of layer 0)::
 
@@ -16,10 +16,10 @@ After::
     logits = linear(mlp(add(h2, o2)), w_head)
 
 Why it is the same: all operations outside attention are proved to compute each token's row from that row alone, for any number
-of rows (``passes/verify/tokens.py``), and the op of attention gives each query what its sequence's cache holds. Positions are in
-the rows that are taken (rotary tables, embeddings). The graph is refused where the proof does not reach: values that are not one
-row per token cross the cut, something in the cache's place or in the first part's memory is changed in place, an operation reads
-from the step which token it is at, or a value behind the cut still has T rows.
+of rows (``passes/verify/tokens.py``), and attention gives each query what its sequence's cache holds. Positions are in the rows
+that are taken (rotary tables). Refused is a graph in which a value that is not one row per token crosses the cut, something
+that others see is changed in place behind it, an operation reads from the step which token it is at, or a value behind the cut
+still has T rows.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class _Cut:
         for x, reader in crossing.items():
             self._take(x, reader, rows)
         for node in self.tail:
-            replaced = {x: self.narrow.get(x, x) for x in self._reads(node)}
-            node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x, new=replaced: new.get(x, x))
+            for x in self._reads(node):
+                if x in self.narrow:
+                    node.replace_input_with(x, self.narrow[x])
         for node in gathers:
             node.replace_all_uses_with(node.args[0])
             self.graph.erase_node(node)
@@ -127,10 +128,11 @@ class _Cut:
 
     def _index(self) -> fx.Node:
         """The input that picks the rows of logits."""
-        found = [n for n in placeholders(self.graph) if n.users and getattr(self.proof.known[n], "holds", None) == Holds("picks")]
+        picks = Holds("picks")
+        found = [n for n in placeholders(self.graph) if n.users and getattr(self.proof.known[n], "holds", None) == picks]
         if len(found) != 1 or not self.head.isdisjoint(found[0].users):
-            raise UnsupportedAttention("kv_sharing_fast_prefill=True needs a model that is given the numbers of the tokens whose "
-                                       "logits are wanted, and uses them behind its last layer; quire.Engine gives them")
+            raise UnsupportedAttention("kv_sharing_fast_prefill=True needs a model that is given the numbers of the tokens "
+                                       "whose logits are wanted, and uses them behind its last layer; quire.Engine gives them")
         return found[0]
 
     def _reads(self, node: fx.Node) -> list[fx.Node]:
@@ -179,7 +181,7 @@ class _Cut:
             except Exception as error:
                 _refuse(node, f"it cannot run on fewer rows: {type(error).__name__}: {error}")
             for t in tree_leaves(value(node)):
-                sizes = t.shape if isinstance(t, torch.Tensor) else (t,)
+                sizes: Sequence[Any] = t.shape if isinstance(t, torch.Tensor) else (t,)
                 if any(symbolic(s) and self.tokens.node.expr in s.node.expr.free_symbols for s in sizes):
                     _refuse(node, "it depends on the number of all tokens")
 
@@ -192,8 +194,8 @@ class _Cut:
 
 
 def _refuse(node: fx.Node, why: str) -> None:
-    raise UnsupportedAttention(f"kv_sharing_fast_prefill=True: the layers behind the last one with keys of its own are not proved "
-                               f"to run on the wanted tokens alone ({node.name}: {why}). Leave the option out")
+    raise UnsupportedAttention("kv_sharing_fast_prefill=True: the layers behind the last one with keys of its own are not "
+                               f"proved to run on the wanted tokens alone ({node.name}: {why}). Leave the option out")
 
 
 def one_query_each(query_start_loc: torch.Tensor) -> torch.Tensor:
