@@ -98,6 +98,8 @@ class AttentionCapabilities:
         mla: MLA on the latent cache, with ``mla_op``.
         lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
+        any_batch: the op takes the batch from its tables alone, so that it may be called with another than the step's: at
+            most as long in queries and sequences. Without a plan and a state only.
         cudagraph_support: see CudagraphSupport.
     """
 
@@ -122,6 +124,7 @@ class AttentionCapabilities:
     mla: bool = False
     lse: bool = False
     batch_invariant: bool = False
+    any_batch: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
     def reasons_against(
@@ -224,6 +227,11 @@ class AttentionBackend:
     def __post_init__(self) -> None:
         if self.approximate and self.priority:
             raise ValueError(f"attention backend {self.name!r} is approximate and has a priority: attention=\"auto\" is exact")
+
+    @property
+    def any_batch(self) -> bool:
+        """Whether some layers may run on a part of the step's batch."""
+        return self.capabilities.any_batch and self.plan is None and self.make_state is None and not self.every_step
 
     def serves(self, site: AttentionSite) -> str:
         """What a site becomes, as text."""

@@ -98,7 +98,7 @@ class PagedKVCache:
         for i, (n, h, d, d_v, is_latent) in enumerate(sizes):
             if (at := self._index[self._source(i, sizes)]) != i:
                 for tensors in (self.k, self.v, self.k_scale, self.v_scale):
-                    tensors.append(tensors[at])  # type: ignore[attr-defined, arg-type]
+                    tensors.append(tensors[at])  # type: ignore[arg-type]
                 continue
             self.k.append(self._allocate(n, h, d))
             self.v.append(self.k[i][..., :d_v] if is_latent else self._allocate(n, h, d_v))

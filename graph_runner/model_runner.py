@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,7 +170,8 @@ class ModelRunner:
         self.limits = StepLimits(largest.num_reqs, largest.num_tokens, width)
         self.buffers = StepBuffers(largest, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
                                    page_size=config.page_size, device=self.device, graph_draws=self.paged.draws,
-                                   total_lens=bool(self.length_limits), windows=self.window_reach is not None)
+                                   total_lens=bool(self.length_limits), windows=self.window_reach is not None,
+                                   fast_prefill=config.kv_sharing_fast_prefill)
         self._host_tokens = [torch.zeros(config.max_num_seqs, dtype=torch.int64, pin_memory=cuda) for _ in range(4)]
         self._next_host_tokens = 0
         self._states: dict[str, Any] = {}
@@ -269,6 +270,7 @@ class ModelRunner:
         self.buffers.stage_padding(self._largest)
         batch = self.buffers.forward_batch(self._largest)
         allocated = torch.cuda.memory_allocated(self.device)
+        batch.metadata = replace(batch.metadata, logits_indices_padded=None)  # all layers on all tokens take the most
         self._compute(self._step(batch), batch)
         torch.cuda.synchronize(self.device)
         self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated

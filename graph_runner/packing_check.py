@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     """Run the trial. ``adapters``: those that are active in the model, for each token (``Step.adapters``).
 
     Raises:
-        UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention.
+        UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention; or the logits with
+            ``kv_sharing_fast_prefill`` are others.
     """
     vocab_size = min(vocab_size, paged.num_logits)
     generator = torch.Generator().manual_seed(vocab_size + 31 * len(sites))
@@ -68,7 +70,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     routed = any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes)
     plain = _check_own_positions(paged, first.to(device), rounding)
 
-    def logits(*sequences: torch.Tensor) -> list[torch.Tensor]:
+    def logits(*sequences: torch.Tensor, last: bool = False) -> list[torch.Tensor]:
         lengths = [len(s) for s in sequences]
         pages = [pages_for(n, page_size) for n in lengths]
         cache = PagedKVCache.for_sites(sites, num_pages=1 + sum(pages), page_size=page_size, device=device, dtype=kv_dtype,
@@ -78,6 +80,10 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         table = [[*row, *[0] * (pages_for(max_model_len, page_size) - len(row))] for row in table]
         meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
         ids = torch.cat(sequences).to(device)
+        if last:
+            wanted = meta.logits_indices
+            meta = replace(meta, logits_indices_padded=wanted, num_logits_indices=len(lengths))
+            return list(paged(Step(cache, meta, backend, adapters=adapters), ids, meta.positions, wanted).float())
         out = paged(Step(cache, meta, backend, adapters=adapters), ids, meta.positions, torch.arange(len(ids), device=device))
         return list(out.float().split(lengths))
 
@@ -107,6 +113,14 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "
                 "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
                 "cannot serve such a model in packed batches.")
+    if paged.options.kv_sharing_fast_prefill:
+        gaps = [_gap(of_all[-1], alone).max().item() for of_all, alone in zip(
+            (one, two), logits(first, second, last=True), strict=True)]
+        if not max(gaps) <= limit * effect:
+            raise UnsupportedAttention(
+                "kv_sharing_fast_prefill=True: a trial batch has other logits than without it: they differ by "
+                f"{max(gaps) / effect:.2g} times what another token in its past changes. Leave the option out, and please "
+                "report it.")
     if plain is not None and not coarse and not routed and _is_precise(paged, plain.dtype):
         share = _gap(one, plain.to(one)).max().item() / effect
         if not share <= rounding:

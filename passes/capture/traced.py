@@ -20,6 +20,7 @@ from torch._guards import TracingContext
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
+from quire.attn_ops.registry import all_backends
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
@@ -32,6 +33,7 @@ from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
+from quire.passes.rewrite.last_rows import LAST_ROWS
 from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
 from quire.passes.verify.breaks import check_whole, note_breaks
@@ -49,6 +51,8 @@ class CompiledGraph:
         fused: the inputs that fusions added. fused_small: those of ``run_small``.
         assumed: by the compiler, about sizes.
         run_small: for at most MAX_TOKENS tokens; None: ``run`` serves those too.
+        run_last, fused_last: for steps whose metadata say which tokens' logits are wanted, those of the input number
+            ``wanted`` (``passes/rewrite/last_rows.py``). None: ``run`` serves those too.
     """
 
     lowered: Lowered
@@ -58,10 +62,13 @@ class CompiledGraph:
     run: Callable[..., Any]
     run_small: Callable[..., Any] | None = None
     fused_small: FusedInputs | None = None
+    run_last: Callable[..., Any] | None = None
+    fused_last: FusedInputs | None = None
+    wanted: int = 0
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Whether the parameters among the inputs of a call are the fused ones."""
-        return self.fused.hold(args) and (self.fused_small is None or self.fused_small.hold(args))
+        return all(fused.hold(args) for fused in (self.fused, self.fused_small, self.fused_last) if fused is not None)
 
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
         """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
@@ -71,6 +78,12 @@ class CompiledGraph:
         run, fused = self.run, self.fused
         if self.run_small and self.fused_small and tokens is not None and tokens <= MAX_TOKENS:
             run, fused = self.run_small, self.fused_small
+        wanted = step.metadata.logits_indices_padded
+        if self.run_last and self.fused_last and wanted is not None:
+            if args[self.wanted].data_ptr() != wanted.data_ptr():
+                raise ValueError("a step whose metadata have logits_indices_padded runs its last layers on those tokens: give "
+                                 "the model that tensor as logits_indices, or metadata without it")
+            run, fused = self.run_last, self.fused_last
         with torch.no_grad():
             return run(*args, *fused.tensors, *lowered.inputs.of(step))
 
@@ -335,22 +348,43 @@ class TracedGraph:
         shared = all(s.layer in sources for s in sites if s.kv_source is not None)
         return sites if shared else list(map(_unshared, sites))
 
-    def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False) -> tuple[Lowered, FusedInputs]:
-        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens."""
-        return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small)
+    def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False, last_rows: bool = False
+                ) -> tuple[Lowered, FusedInputs]:
+        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens. ``last_rows``: see
+        ``lower_graph``."""
+        return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small, last_rows, self.row_data)
 
     def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> CompiledGraph:
         settings = (self.options.compiler, self._context, self._guards, self.ahead)
+        last = self._last_rows(target, fusions) if self.options.kv_sharing_fast_prefill else None
         lowered, fused = self.lowered(target, fusions)
         if not has_small_passes(fusions):
             run, assumed = compile_graph(lowered, *settings)
-            return CompiledGraph(lowered, selection, fused, [assumed], run)
+            made = CompiledGraph(lowered, selection, fused, [assumed], run)
+            return made if last is None else self._with_last_rows(made, *last)
         lowered_small, fused_small = self.lowered(target, fusions, small=True)
         if self.ahead is not None:
             self.ahead.start_tuning(self.weights.small_linears, self._query.device)
         run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > MAX_TOKENS)
         small, assumed_small = compile_graph(lowered_small, *settings, lambda shape: shape.tokens <= MAX_TOKENS)
-        return CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small, fused_small)
+        made = CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small, fused_small)
+        return made if last is None else self._with_last_rows(made, *last)
+
+    def _last_rows(self, target: LoweringTarget, fusions: str | Sequence[str]) -> tuple[Lowered, FusedInputs]:
+        """The graph for steps whose metadata say which logits are wanted. Raises UnsupportedAttention."""
+        backend = target.backend
+        if not backend.any_batch:
+            can = [name for name, b in all_backends().items() if b.any_batch and b.available(self._query.device) is None]
+            raise UnsupportedAttention(
+                f"kv_sharing_fast_prefill=True: attention={backend.name!r} plans or reads a step as a whole, and some layers "
+                f"would run on a part of it. Backends that can, here: {', '.join(can) or 'none'}; or leave the option out")
+        return self.lowered(target, fusions, last_rows=True)
+
+    def _with_last_rows(self, made: CompiledGraph, lowered: Lowered, fused: FusedInputs) -> CompiledGraph:
+        settings = (self.options.compiler, self._context, self._guards, self.ahead)
+        run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > shape.rows)
+        wanted = placeholders(lowered.gm.graph).index(lowered.gm.meta[LAST_ROWS].index)
+        return replace(made, run_last=run, fused_last=fused, wanted=wanted, assumed=[*made.assumed, assumed])
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""

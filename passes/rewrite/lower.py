@@ -47,6 +47,7 @@ from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fx import add_input, fake_mode, placeholders, value
+from quire.passes.rewrite.last_rows import LAST_ROWS, LastRows, one_query_each
 from quire.passes.rewrite.length_rope import LIMITS, lower_lengths
 from quire.passes.rewrite.raise_mla import raise_mla
 from quire.passes.verify.shared_kv import KV_SOURCES
@@ -146,17 +147,39 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     limits = gm.meta.get(LIMITS)
     if limits:
         lower_lengths(gm, tables[2], table("total_lens", torch.int32, reqs))
-    prepared = _prepare(gm.graph, target, tables, fake)
-    window_prepared = _prepare(gm.graph, target, window_tables, fake) if own else prepared
+    last: LastRows | None = gm.meta.get(LAST_ROWS)
+    batches: dict[tuple[bool, bool], Any] = {}  # tables and ``prepared``, by whether of windows, and of last rows alone
     for node, site in zip(nodes, sites, strict=True):
+        key = own and site.bounded, last is not None and site.layer in last.layers
+        if key not in batches:
+            its: Sequence[fx.Node] = window_tables if key[0] else tables
+            its = _of_last_rows(gm.graph, its, last.index) if last is not None and key[1] else its
+            batches[key] = its, _prepare(gm.graph, target, its, fake)
         cache = caches[site.layer if site.kv_source is None else site.kv_source]
-        of_site = (window_tables, cache, window_prepared) if site.bounded else (tables, cache, prepared)
-        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, *of_site)
+        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, batches[key][0], cache,
+                                                                batches[key][1])
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)
     inputs = LoweredInputs(layers, own, bool(limits))
     return Lowered(gm, target, inputs, tuple(sites), tuple(map(value, added)))
+
+
+def _of_last_rows(graph: fx.Graph, tables: Sequence[fx.Node], index: fx.Node) -> list[fx.Node]:
+    """The tables of a batch of the tokens of ``index``, the last of each sequence."""
+    slot_mapping, block_table, query_start_loc, seq_lens = tables
+    with graph.inserting_before(_first_operation(graph)):
+        made = [graph.call_method("index_select", (slot_mapping, 0, index)),
+                graph.call_function(one_query_each, (query_start_loc,))]
+    values = value(slot_mapping), value(query_start_loc)
+    with values[0].fake_mode, enable_python_dispatcher():
+        made[0].meta["example_value"] = values[0].index_select(0, value(index))
+        made[1].meta["example_value"] = one_query_each(values[1])
+    return [made[0], block_table, made[1], seq_lens]
+
+
+def _first_operation(graph: fx.Graph) -> fx.Node:
+    return placeholders(graph)[-1].next
 
 
 def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node], fake: FakeTensorMode) -> list[fx.Node]:
@@ -168,7 +191,8 @@ def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node],
         fake.shape_env.settings = replace(fake.shape_env.settings, allow_dynamic_output_shape_ops=True)
     with fake, enable_python_dispatcher(), any_sizes(fake):
         count = len(prepare(*map(value, tables), target.page_size))
-    with graph.inserting_before(placeholders(graph)[-1].next):
+    made_last = [n for n in tables if n.op != "placeholder"]
+    with graph.inserting_before(max(made_last).next if made_last else _first_operation(graph)):
         made = graph.call_function(prepare, (*tables, target.page_size))
         return [graph.call_function(operator.getitem, (made, i)) for i in range(count)]
 

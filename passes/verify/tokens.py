@@ -307,8 +307,8 @@ class TokenPass:
             "convolutions over tokens, SSMs, linear attention and recurrences cannot be served.")
 
 
-def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> None:
-    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to.
+def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> TokenPass:
+    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof.
 
     Args:
         graph: the traced graph after raising, when what only served a mask is gone.
@@ -330,7 +330,9 @@ def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = (
             f"for exactly {expr} tokens and not proved for others; the length of a packed row means nothing to its sequences: "
             "compute with position_ids, or with constants")
     rows = dict.fromkeys(s.node.expr for n in graph.find_nodes(op="placeholder") if _is_pick(n) for s in value(n).shape)
-    TokenPass(expr, [r for r in rows if r != expr], row_data).check(graph)
+    proof = TokenPass(expr, [r for r in rows if r != expr], row_data)
+    proof.check(graph)
+    return proof
 
 
 def _fixed_at(tokens: Any) -> str:
