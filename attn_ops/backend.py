@@ -201,6 +201,8 @@ class AttentionBackend:
         route: for a backend made of backends: site -> which of them serve it, as text.
         approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
+        page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``: an engine
+            counts them when it sizes the KV cache. With ``every_step``.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
     """
@@ -222,11 +224,22 @@ class AttentionBackend:
     route: Callable[[AttentionSite], str] | None = None
     approximate: str = ""
     every_step: bool = False
+    page_bytes: Callable[[AttentionSite, int], int] | None = None
     unrotated: bool = False
 
     def __post_init__(self) -> None:
         if self.approximate and self.priority:
             raise ValueError(f"attention backend {self.name!r} is approximate and has a priority: attention=\"auto\" is exact")
+        for feature, op, what in (("mla", self.mla_op, "mla_op"), ("lse", self.state_op, "state_op")):
+            if getattr(self.capabilities, feature) and op is None:
+                raise ValueError(f"attention backend {self.name!r} declares {feature} and has no {what}")
+        if self.page_bytes is not None and not self.every_step:
+            raise ValueError(f"attention backend {self.name!r} keeps data of each page (page_bytes): it must see every step "
+                             "(every_step)")
+
+    def bytes_beside(self, site: AttentionSite, page_size: int) -> int:
+        """Bytes that it keeps of each page of that layer, beside the KV cache."""
+        return 0 if self.page_bytes is None else self.page_bytes(site, page_size)
 
     @property
     def any_batch(self) -> bool:

@@ -200,9 +200,14 @@ class PagedKVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, scales included."""
+        """Bytes of all keys and values, scales included."""
         tensors = [t for layer in self.layer_ids if layer not in self.kv_sources for t in self.of_layer(layer)]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of what backends keep beside the cache."""
+        return sum(t.numel() * t.element_size() for tensors in self.beside.values() for t in tensors.values())
 
     def __repr__(self) -> str:
         scales = " and scales" if self.quantized else ""

@@ -179,7 +179,7 @@ class ModelRunner:
         self._replaying: Step | None = None
         self.sizes = PoolSizes(
             self.sites, config.page_size, self._kv_dtype, config.max_num_seqs, largest.num_tokens, width, self.reach,
-            self.window_reach, config.enable_prefix_caching is True)
+            self.window_reach, config.enable_prefix_caching is True, self.backend.bytes_beside)
         buckets = self._buckets(self.backend.capabilities.cudagraph_support)
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
@@ -265,11 +265,11 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self.device)[0]
         self.cache = self._new_cache(2)
+        allocated = torch.cuda.memory_allocated(self.device)  # the backend's workspace counts as the step's
         self._new_states(self.cache)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.buffers.stage_padding(self._largest)
         batch = self.buffers.forward_batch(self._largest)
-        allocated = torch.cuda.memory_allocated(self.device)
         batch.metadata = replace(batch.metadata, logits_indices_padded=None)  # all layers on all tokens take the most
         self._compute(self._step(batch), batch)
         torch.cuda.synchronize(self.device)
