@@ -93,17 +93,21 @@ class Launched:
         return [None] * len(self.batch.rows) if self.found is None else self.found.rows()
 
 
-def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the method with autocast off: a step holds requests of several threads, and what is compiled or captured under
-    autocast stays so."""
+def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the method of a runner without what its caller's thread has set. Autocast is off: a step holds requests of several
+    threads, and what is compiled or captured under autocast stays so. The model's GPU is the current one, on whose stream
+    events are recorded."""
 
     @functools.wraps(method)
-    def run(*args: Any) -> Any:
+    def run(runner: ModelRunner, *args: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
-            return method(*args)
+            device = runner.device if hasattr(runner, "device") else next(args[0].parameters()).device
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            return method(runner, *args)
 
     return run
 
@@ -118,7 +122,7 @@ class ModelRunner:
         UnsupportedAttention: the model cannot be served.
     """
 
-    @_without_autocast
+    @_by_itself
     @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
@@ -389,7 +393,7 @@ class ModelRunner:
                 layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
                 self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
 
-    @_without_autocast
+    @_by_itself
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
@@ -426,7 +430,7 @@ class ModelRunner:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    @_without_autocast
+    @_by_itself
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:

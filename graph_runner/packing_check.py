@@ -137,9 +137,11 @@ def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
     """Whether two kernels for the same operation differ by rounding of float32 at most: no tensor of the graph and no weight is
     of another floating-point dtype or quantized, and products are not rounded to TF32. (What routes tokens to experts may take
     another expert for the last bit.)"""
-    if dtype not in _ROUNDING or torch.get_float32_matmul_precision() != "highest":
-        return False
     weights = [*paged.model.parameters(), *paged.model.buffers()]
+    # By device: torch.get_float32_matmul_precision() raises an error where one of these was set.
+    products = torch.backends.cuda.matmul if weights[0].is_cuda else torch.backends.mkldnn.matmul
+    if dtype not in _ROUNDING or products.fp32_precision not in ("none", "ieee"):
+        return False
     floats = [v for n in paged.graph.raised.graph.nodes if isinstance(v := value(n), torch.Tensor) and v.is_floating_point()]
     return all(type(w) in (torch.Tensor, torch.nn.Parameter) and (w.dtype.itemsize > 2 or w.dtype == torch.bool)
                for w in weights) and all(v.dtype.itemsize > 2 for v in floats)
@@ -196,7 +198,7 @@ def _rare(model: torch.nn.Module, first: torch.Tensor, vocab_size: int) -> torch
     """A sequence as long as ``first``, of the token with the largest embedding; the last one where embeddings are unknown."""
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) and len(m.weight) >= vocab_size]
     plain = tables and type(tables[0]) in (torch.Tensor, torch.nn.Parameter)
-    token = int(tables[0][:vocab_size].detach().abs().amax(-1).argmax()) if plain else vocab_size - 1
+    token = int(torch.linalg.vector_norm(tables[0][:vocab_size].detach(), torch.inf, -1).argmax()) if plain else vocab_size - 1
     return torch.full_like(first, token)
 
 
