@@ -8,7 +8,6 @@ copies the tokens, and log probabilities where they are wanted, back to the host
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
+from quire.graph_runner.thread_state import isolated
 from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
@@ -93,25 +93,6 @@ class Launched:
         return [None] * len(self.batch.rows) if self.found is None else self.found.rows()
 
 
-def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the method of a runner without what its caller's thread has set. Autocast is off: a step holds requests of several
-    threads, and what is compiled or captured under autocast stays so. The model's GPU is the current one, on whose stream
-    events are recorded."""
-
-    @functools.wraps(method)
-    def run(runner: ModelRunner, *args: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            device = runner.device if hasattr(runner, "device") else next(args[0].parameters()).device
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device))
-            return method(runner, *args)
-
-    return run
-
-
 class ModelRunner:
     """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
 
@@ -122,7 +103,7 @@ class ModelRunner:
         UnsupportedAttention: the model cannot be served.
     """
 
-    @_by_itself
+    @isolated
     @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
@@ -393,7 +374,7 @@ class ModelRunner:
                 layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
                 self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
 
-    @_by_itself
+    @isolated
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
@@ -430,7 +411,7 @@ class ModelRunner:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    @_by_itself
+    @isolated
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:
