@@ -11,12 +11,22 @@ import torch
 
 from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
+from quire.attn_ops.backends.double_sparsity import LayerLabels, Options, decode_triton
+from quire.attn_ops.backends.flashinfer import pages
+from quire.attn_ops.backends.triton.plan import Batch
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.ops.experts import expert_linear_cuda
+from quire.attn_ops.ops.experts import expert_linear_cuda, expert_swiglu_cuda
+from quire.attn_ops.ops.logprobs import token_logprobs_cuda
+from quire.attn_ops.ops.lora import lora_expand_cuda
+from quire.attn_ops.ops.merge_state import merge_state_triton, merge_states_triton
+from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
+from quire.attn_ops.ops.routing import topk_rows_cuda
 from quire.attn_ops.ops.sampling import sample_tokens_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
+from quire.attn_ops.ops.tree import tree_attention_state_triton
+from quire.attn_ops.ops.varlen import varlen_attention_cuda
 
 SMS = 132
 #: name -> query heads, KV heads, D, Dv, and options of the site
@@ -34,6 +44,7 @@ EXPERTS: dict[str, tuple[int, int, list[tuple[int, int]], bool]] = {
 #: model -> form of the rotation
 FORMS = {"gpt-oss-20b": RopeForm(half_tables=True), "llama-8b": RopeForm(interleaved=True),
          "llama4": RopeForm(interleaved=True, half_tables=True, norm_after=True), "gemma2-9b": RopeForm(norm_offset=1.0)}
+INTS: dict[str, Any] = dict(dtype=torch.int32)
 KV = {"bf16": None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -91,6 +102,133 @@ def experts(tokens: int, count: int, each: int, n: int, k: int, transposed: bool
     expert_linear_cuda(torch.zeros(tokens, k, dtype=dtype), weight, bias, ids, transposed, path=path, pdl=pdl)
 
 
+def swiglu_experts(tokens: int, count: int, each: int, n: int, k: int, dtype: torch.dtype, pdl: bool) -> None:
+    up, down = torch.empty(count, n, k, dtype=dtype), torch.empty(count, k, n // 2, dtype=dtype)
+    ids = torch.zeros(tokens, each, dtype=torch.int64)
+    expert_swiglu_cuda(torch.zeros(tokens, k, dtype=dtype), up, down, ids, False, path="pairs" if tokens * each <= 128 else
+                       "sorted", pdl=pdl)
+
+
+def state(heads: int, kv_heads: int, dim: int, *, query_lens: list[int], causal: bool, kv_dtype: torch.dtype | None = None
+          ) -> None:
+    """Attention as a state: of cascades, trees and shared prefixes."""
+    tokens, rows, made = sum(query_lens), len(query_lens), dict(dtype=torch.bfloat16)
+    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=16, num_kv_heads=kv_heads, head_dim=dim,
+                         dtype=kv_dtype or torch.bfloat16, device="cpu")
+    k = torch.zeros(tokens, kv_heads, dim, **made) if causal else None
+    tables = (torch.zeros(tokens, dtype=torch.int64), torch.zeros(rows, 512, **INTS), torch.zeros(rows + 1, **INTS),
+              torch.zeros(rows, **INTS))
+    backend.attention_state(torch.zeros(tokens, heads, dim, **made), k, k, *cache.of_layer(0), *tables,
+                            [torch.zeros(16384, **INTS)], scale=0.1, softcap=None, causal=causal)
+
+
+def merge(tokens: int, heads: int, dim: int, states: int, dtype: torch.dtype) -> None:
+    out, lse = torch.zeros(tokens, states, heads, dim, dtype=dtype), torch.zeros(tokens, states, heads)
+    merge_states_triton(out, lse)
+    merge_state_triton(out[:, 0], lse[:, 0], out[:, 1], lse[:, 1])
+
+
+def mla(heads: int, rank: int, rope: int, tokens: int, rows: int, dtype: torch.dtype) -> None:
+    cache = torch.zeros(2, 16, 1, rank + rope, dtype=dtype)
+    batch = Batch(torch.zeros(tokens, dtype=torch.int64), torch.zeros(rows, 512, **INTS), torch.zeros(rows + 1, **INTS),
+                  torch.zeros(rows, **INTS))
+    q, q_rope = torch.zeros(heads, tokens, rank, dtype=dtype).transpose(0, 1), torch.zeros(tokens, heads, rope, dtype=dtype)
+    c = torch.zeros(tokens, rank + rope, dtype=dtype)
+    host.kernel_module("backends.triton.mla").mla(q, q_rope, c[:, :rank], c[:, rank:], cache, batch, 0.1)
+
+
+def varlen(tokens: int, heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype, **options: Any) -> None:
+    q, k, v = (torch.zeros(tokens, h, d, dtype=dtype) for h, d in ((heads, dim), (kv_heads, dim), (kv_heads, dim_v)))
+    starts = torch.zeros(5, **INTS)
+    varlen_attention_cuda(q, k, v, starts, starts, scale=0.1, **options)
+
+
+def tree(heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype) -> None:
+    tokens = 4 * width
+    q, k = torch.zeros(tokens, heads, dim, dtype=dtype), torch.zeros(tokens, kv_heads, dim, dtype=dtype)
+    mask = torch.zeros(tokens, width, dtype=torch.bool)
+    tree_attention_state_triton(q, k, k, torch.zeros(5, **INTS), mask, scale=0.1, softcap=None)
+
+
+def sparse(heads: int, kv_heads: int, dim: int, rows: int, channels: int, dtype: torch.dtype) -> None:
+    caches = [torch.zeros(2, 16, kv_heads, dim, dtype=dtype) for _ in range(2)]
+    labels = LayerLabels(torch.zeros(2, 16, kv_heads, channels, dtype=dtype), torch.zeros(kv_heads, channels, **INTS), True)
+    decode_triton(torch.zeros(rows, heads, dim, dtype=dtype), *caches, labels, torch.zeros(rows, 512, **INTS),
+                  torch.zeros(rows, **INTS), Options(512, 1024, channels), 0.1, None)
+
+
+def lora(tokens: int, sizes: tuple[int, ...], rank: int, residual: bool, dtype: torch.dtype) -> None:
+    """Adapters of sibling layers, whose first products lie beside the layers' own."""
+    n, width = sum(sizes), sum(sizes) + len(sizes) * rank
+    product = torch.zeros(1, tokens, width, dtype=dtype)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    lora_expand_cuda(product, product, torch.zeros(n, rank, dtype=dtype), sizes, starts,
+                     [n + i * rank for i in range(len(sizes))], [2.0] * len(sizes),
+                     torch.zeros(1, tokens, n, dtype=dtype) if residual else None)
+
+
+def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl: bool) -> None:
+    heat = torch.zeros(rows)
+    token_logprobs_cuda(torch.empty(rows, vocabulary, dtype=dtype), torch.zeros(rows, dtype=torch.int64), heat,
+                        heat if filtered else None, pdl=pdl)
+
+
+def small_kernels(rows: int) -> None:
+    """Kernels around attention: positions, the page tables and the cache of FlashInfer."""
+    compute_position_triton(torch.zeros(rows, **INTS), torch.zeros(rows, **INTS), 100)
+    k, cache = torch.zeros(rows, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 16, 8, 128, dtype=torch.bfloat16)
+    pages.append(k, k, cache, cache, torch.zeros(rows, dtype=torch.int64))
+    table = torch.zeros(4, rows + 1, **INTS)
+    pages.gather_pages[(rows, 2)](torch.zeros(rows, 512, **INTS), table, torch.zeros(9, **INTS), 512, rows + 1,
+                                  BLOCK=pages.BLOCK)
+
+
+def others() -> Iterator[tuple[str, Callable[[], None]]]:
+    """The cases of kernels that a model of llama's kind does not run, or not in its attention."""
+    half, full = torch.bfloat16, torch.float32
+    for (model, heads, rope), (batch, tokens, rows), dtype in itertools.product(
+            (("deepseek-v2-lite", 16, 64), ("deepseek-v3", 128, 64), ("minicpm3", 40, 32)),
+            (("decode 1", 1, 1), ("decode 32", 32, 32), ("decode 256", 256, 256), ("extend", 512, 1), ("mixed", 511, 64)),
+            (half, full)):
+        if dtype == half or (model, batch) == ("deepseek-v2-lite", "extend"):
+            rank = 256 if model == "minicpm3" else 512
+            yield f"mla {model} {batch} {dtype}", lambda a=(heads, rank, rope, tokens, rows, dtype): mla(*a)
+    for name, sizes, options in (
+            ("mla prefill", (16, 16, 192, 128), {}), ("mla prefill causal", (16, 16, 192, 128), dict(causal=True)),
+            ("mla prefill minicpm3", (40, 40, 96, 64), dict(causal=True)), ("dual_chunk", (32, 8, 128, 128), dict(causal=True)),
+            ("qwen2_vl", (16, 16, 80, 80), {}), ("siglip", (16, 16, 72, 72), {}), ("clip", (16, 16, 64, 64), {}),
+            ("softcap window", (16, 8, 256, 256), dict(softcap=50.0, window=64, causal=True))):
+        for dtype in (half, full):
+            yield f"varlen {name} {dtype}", lambda a=sizes, d=dtype, o=options: varlen(1000, *a, d, **o)
+    for causal, (batch, lens), kv in itertools.product((True, False), (
+            ("decode 32", [1] * 32), ("shared prefix", [32]), ("mixed", [448, *[1] * 63])), ("bf16", "e4m3")):
+        yield f"state {batch} causal={causal} {kv}", lambda n=lens, c=causal, t=KV[kv]: state(
+            32, 8, 128, query_lens=n, causal=c, kv_dtype=t)
+    for dim, dtype in itertools.product((80, 128, 256), (half, full)):
+        yield f"merge states of {dim} {dtype}", lambda a=(32, 32, dim, 3, dtype): merge(*a)
+    for (heads, kv_heads, dim), width, dtype in itertools.product(((32, 8, 128), (16, 8, 256)), (4, 64), (half, full)):
+        yield f"tree {width} of {dim} {dtype}", lambda a=(heads, kv_heads, dim, width, dtype): tree(*a)
+    for (heads, kv_heads, dim), channels, dtype in itertools.product(((32, 8, 128), (16, 8, 256)), (16,), (half, full)):
+        yield f"sparse {channels} of {dim} {dtype}", lambda a=(heads, kv_heads, dim, 32, channels, dtype): sparse(*a)
+    for (name, sizes, residual), (rank, tokens) in itertools.product(
+            (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), False), ("down", (4096,), True)),
+            ((4, 1), (16, 8), (64, 32), (128, 32))):
+        yield f"lora {name} {rank} {tokens}", lambda a=(tokens, sizes, rank, residual, half): lora(*a)
+    for (rows, vocabulary, pdl), dtype, filtered in itertools.product(((1, 128256, True), (256, 50257, False)), (half, full),
+                                                                       (False, True)):
+        name = f"logprobs {rows} x {vocabulary} {dtype}{' filtered' if filtered else ''}{' pdl' if pdl else ''}"
+        yield name, lambda a=(rows, vocabulary, dtype, filtered, pdl): logprobs(*a)
+    for columns, k, rows in ((128, 8, 1), (128, 8, 400), (32, 4, 32), (256, 8, 32), (512, 16, 32)):
+        for dtype in (half, full):
+            yield f"topk {k} of {columns}, {rows} rows {dtype}", lambda n=(rows, columns), k=k, d=dtype: topk_rows_cuda(
+                torch.zeros(n, dtype=d), k)
+    for (name, (count, each, layers, turned)), tokens, pdl in itertools.product(EXPERTS.items(), (1, 32, 2048), (False, True)):
+        if not turned and (tokens == 1 or not pdl):
+            yield f"experts {name} swiglu {tokens}{' pdl' if pdl else ''}", lambda a=(
+                tokens, count, each, *layers[0], torch.bfloat16, pdl): swiglu_experts(*a)
+    yield "small kernels", lambda: small_kernels(7)
+
+
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, function that launches) of each case."""
     batches = {"decode 1": [1], "decode 8": [1] * 8, "decode 32": [1] * 32, "decode 256": [1] * 256, "extend": [512],
@@ -124,10 +262,11 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for (name, (count, each, layers, turned)), layer, tokens in itertools.product(
             EXPERTS.items(), (0, 1), (1, 32, 128, 400, 2048)):
         for dtype, pdl in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
-            if dtype != torch.bfloat16 and (pdl or layer):
+            if dtype != torch.bfloat16 and (pdl or layer) or pdl and tokens not in (1, 2048):
                 continue
             yield f"experts {name} {'up' if layer == 0 else 'down'} {tokens} {dtype}{' pdl' if pdl else ''}", lambda a=(
                 tokens, count, each, *layers[layer], turned, dtype, pdl): experts(*a)
+    yield from others()
 
 
 def as_an_h200() -> None:

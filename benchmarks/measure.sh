@@ -15,18 +15,35 @@
 # kernels   attention kernels over the whole grid, beside rivals: SYSTEMS=triton,vllm-fa3 GPUS=4 GRID='--dims 64,128';
 #           with --sweep in GRID also triton's with other launch parameters
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
+# against   decode with triton, compared with benchmarks/results/h200_decode_triton.json (or $BEFORE); exits with 1 if slower
+# pieces    256 requests of mixed lengths with flashinfer, its steps with prompts captured in pieces, and not
+# composite decode with cascades and two half batches; sparse: with approximate attention at a long context ($CONTEXT, 32768)
+# prefix    time to first token of requests that begin equally; profile: GPU time by kernel
+# experts   the experts' kernels; mla: MLA on the latent cache
+# windows   KV memory of window models and of models that mix windows and full layers; updates: of weights, and cast ones
+# kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: examples/grpo with quire and without
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
+#
+# The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $KITS; others
+# in the place of the model and sizes: $WINDOW, $MIXED, $CAST.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1
 "$PY" -m pip install -q --no-index --no-deps --no-build-isolation -e . || exit
+worst=0
 
 bench() {  # name, arguments of quire bench
     local name=$1; shift
-    timeout "$LIMIT" "$PY" -m quire.graph_runner.cli bench "$@" --model "$MODEL" --out "$OUT/$name.json" > "$OUT/$name.log" 2>&1
-    echo "== $name: exit $?"; grep -vE '^\s*$' "$OUT/$name.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-200
+    run "$name" -m quire.graph_runner.cli bench "$@" --model "$MODEL" --out "$OUT/$name.json" ${BENCH:-}
+}
+
+run() {  # name, arguments of python
+    local name=$1 code; shift
+    timeout "$LIMIT" "$PY" "$@" > "$OUT/$name.log" 2>&1; code=$?
+    ((code == 0)) || worst=$code
+    echo "== $name: exit $code"; grep -vE '^\s*$' "$OUT/$name.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-200
 }
 
 for part in "$@"; do
@@ -42,6 +59,25 @@ for part in "$@"; do
         kv)        for t in int8 fp8; do bench "h200_decode_kv_$t" decode --attention triton --kv-cache-dtype $t --batch 1,32,128; done ;;
         weights)   for t in int8wo fp8wo int4wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32,128; done ;;
         rivals)    bench h200_rivals decode --systems quire,hf-eager,hf-static,hf-cb --attention triton --vs vllm --batch 1,32 ;;
+        against)   bench h200_decode_now decode --attention triton --batch 1,8,32,128 --context 1024 \
+                       --against "${BEFORE:-benchmarks/results/h200_decode_triton.json}" ;;
+        pieces)    for on in True False; do
+                       bench "h200_mixed256_pieces_$on" mixed256 --attention flashinfer --engine cudagraph_piecewise=$on; done ;;
+        composite) bench h200_decode_composite decode --attention triton,cascade:triton,two_batch:triton --batch 8,32,128 ;;
+        sparse)    bench h200_decode_sparse decode --attention triton,double_sparsity:2048:0:all --batch 1,8 \
+                       --context "${CONTEXT:-32768}" ;;
+        prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
+        profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
+                       --json "$OUT/h200_profile.json" ;;
+        experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
+        mla)       run h200_mla benchmarks/mla_kernels.py --json "$OUT/h200_mla.json" ;;
+        windows)   run h200_window benchmarks/window_weights.py window ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8}
+                   run h200_mixed_windows benchmarks/window_weights.py mixed \
+                       ${MIXED:---model gemma-3-12b --context 32768 --window 1024 --batch 8} ;;
+        updates)   run h200_updates benchmarks/window_weights.py weights --model "$MODEL"
+                   run h200_cast benchmarks/window_weights.py cast ${CAST:---model qwen3-0.6b} ;;
+        kits)      run h200_kits -m quire.attn_ops.conformance --backend all --json "$OUT/h200_kits.json" ${KITS:-} ;;
+        grpo)      run h200_grpo examples/grpo/train.py --steps "${STEPS:-15}" --out "$OUT/h200_grpo.png" ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         linears)   timeout "$LIMIT" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
@@ -57,9 +93,11 @@ for part in "$@"; do
                 many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
                 timeout "$LIMIT" env "${alike[@]}" "$PY" -m pytest -vv --show-capture=no -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" \
                     "${many[@]}" "${tests[@]}" -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
-                echo "== tests, $alone: exit $?"; tail -"${LINES_SHOWN:-30}" "$OUT/tests_${alone// /_}.log" | cut -c1-200
+                code=$?; ((code == 0 || code == 5)) || worst=$code  # 5: no test was chosen
+                echo "== tests, $alone: exit $code"; tail -"${LINES_SHOWN:-30}" "$OUT/tests_${alone// /_}.log" | cut -c1-200
             done ;;
         *) echo "unknown part $part; see the top of this file" >&2; exit 2 ;;
     esac
     echo "-- $part took $((SECONDS - began)) s"
 done
+exit "$worst"

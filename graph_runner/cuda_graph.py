@@ -181,7 +181,9 @@ class CudaGraphRunner:
         return self.stats.estimated_bytes
 
     def _capture(self, buckets: Iterable[BatchShape]) -> None:
-        began, before = time.perf_counter(), self._graphs.free_bytes()
+        began = time.perf_counter()
+        self._graphs.release()  # recording does so too: what eager steps left would count as gained
+        before = self._graphs.free_bytes()
         with freeze_gc():
             for bucket in buckets:
                 try:

@@ -81,8 +81,8 @@ class LogitsEditor:
         tokens = self._traced(rows, sampled.tokens)
         if penalized is not None:
             at, place = penalized
-            ones = torch.ones(len(at), dtype=self._counts.dtype, device=self._device)
-            self._counts.index_put_((place, tokens.index_select(0, at).clamp_min(0)), ones, accumulate=True)
+            where = place * self._counts.shape[1] + tokens.index_select(0, at).clamp_min(0)
+            self._counts.view(-1).scatter_add_(0, where, torch.ones_like(where, dtype=self._counts.dtype))
         for (_, row), each in zip(rows, places, strict=True):
             each.counted = row.start + row.num_new + 1
         return replace(sampled, tokens=tokens)

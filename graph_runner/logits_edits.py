@@ -85,7 +85,8 @@ def _row_function(processor: Any) -> Callable[[Sequence[int], Sequence[int], Ten
     kinds = [c.__name__ for c in type(processor).__mro__ if c.__module__.startswith("transformers.")]
     if "LogitsProcessor" in kinds or "LogitsProcessorList" in kinds:
         def of_transformers(prompt: Sequence[int], output: Sequence[int], logits: Tensor) -> Any:
-            ids = torch.tensor([[*prompt, *output]], device=logits.device)
+            ids = torch.tensor([[*prompt, *output]])
+            ids = (ids.pin_memory() if logits.is_cuda else ids).to(logits.device, non_blocking=True)
             scores = processor(ids, logits[None])
             return scores[0] if isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == 1 else scores
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.kernels.host import on_device
+
 _recorded: ContextVar[set[Launch] | None] = ContextVar("quire_recorded_launches", default=None)
 #: Op overload -> its CUDA implementation, for ops that launch kernels with ``launch`` and work on fake tensors too.
 implementations: dict[Any, Callable[..., Any]] = {}
@@ -80,7 +82,7 @@ def _described(value: Any, constant: bool) -> Any:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = None, **options: Any) -> None:
-    """``kernel[grid](*args, **options)``; inside ``recording`` the launch is recorded instead.
+    """``kernel[grid](*args, **options)`` on the device of the first tensor; inside ``recording`` it is recorded instead.
 
     Args:
         pdl: for a kernel with a constant PDL: whether to use programmatic dependent launch (attn_ops/kernels/pdl.py).
@@ -92,7 +94,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = No
     recorded = _recorded.get()
     if recorded is None:
         fix_cache_key(kernel)
-        kernel[grid](*args, **options)
+        with on_device(next(a.device for a in args if isinstance(a, torch.Tensor))):
+            kernel[grid](*args, **options)
     else:
         recorded.add(Launch.of(kernel, args, options))
 

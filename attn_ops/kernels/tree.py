@@ -14,7 +14,9 @@ def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, 
                 BLOCK_N: tl.constexpr):
     """Program (sequence, key head, block): BLOCK_M rows, which are tokens x the GROUP query heads of the key head.
 
-    mask: (T, width) int8, of a token to each token of its sequence; strides: of tokens and heads. Sums are float32."""
+    mask: (T, width) int8, of a token to each token of its sequence; strides: of tokens and heads. Sums are float32, and so are
+    weights: tf32x3 multiplies numbers of 16 bits by float32 ones to its rounding, on tensor cores."""
+    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32x3"
     start = tl.load(starts + tl.program_id(0))
     end = tl.load(starts + tl.program_id(0) + 1)
     kv_head = tl.program_id(1)
@@ -37,7 +39,7 @@ def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, 
         there = (other < end) & (number < width)
         keys = tl.load(k + (other * k_strides[0] + kv_head * k_strides[1])[:, None] + columns[None, :],
                        mask=there[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
         if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1)
             scores = (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1)) * softcap
         keep = tl.load(mask + token[:, None] * mask_stride + number[None, :], mask=live[:, None] & there[None, :], other=0)
@@ -49,7 +51,7 @@ def tree_kernel(q, k, v, out, out_lse, starts, mask, scale, softcap, q_strides, 
         total = total * shrink + tl.sum(weights, 1)
         values = tl.load(v + (other * v_strides[0] + kv_head * v_strides[1])[:, None] + columns_v[None, :],
                          mask=there[:, None] & (columns_v < DIM_V)[None, :], other=0.0).to(tl.float32)
-        acc = tl.dot(weights, values, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights, values, acc * shrink[:, None], input_precision=PRECISION)
         highest = new_highest
     seen = tl.where(total > 0, total, 1.0)
     row = token * HEADS + head

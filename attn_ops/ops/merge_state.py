@@ -89,9 +89,8 @@ def _launch(outs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, t
     tokens, heads, dim = merged.shape
     if not total.numel():
         return
-    with torch.cuda.device_of(merged):
-        launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
-               tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, num_warps=1 if dim <= 128 else 4)
+    launch(kernel_module("kernels.merge_state").merge_kernel, (tokens, heads), *outs, *lses, merged, total, states,
+           tuple(first), tuple(second), tuple(lse_first), tuple(lse_second), dim, num_warps=1 if dim <= 128 else 4)
 
 
 def _states_fake(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

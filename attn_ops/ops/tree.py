@@ -122,11 +122,11 @@ def tree_attention_state_triton(
         return out, lse
     q, k, v = map(host.rows_contiguous, (q, k, v))
     mask = mask if mask.stride(1) == 1 else mask.contiguous()
-    block_m = min(64 if max(dim, dim_v) <= 128 else 16, host.next_power_of_2(width * group, 16))
-    with host.on_device(q.device):
-        launch(host.kernel_module("kernels.tree").tree_kernel, (rows, kv_heads, -(-width * group // block_m)), q, k, v, out,
-               lse, query_start_loc, mask.view(torch.int8), scale, softcap, q.stride()[:2], k.stride()[:2], v.stride()[:2],
-               mask.stride(0), width, heads, group, dim, dim_v, block_m, 32 if max(dim, dim_v) <= 128 else 16, num_warps=4)
+    wide = q.dtype == torch.float32 or max(dim, dim_v) > 128  # larger tiles do not fit into registers
+    block_m = min(16 if wide else 64, host.next_power_of_2(width * group, 16))
+    launch(host.kernel_module("kernels.tree").tree_kernel, (rows, kv_heads, -(-width * group // block_m)), q, k, v, out, lse,
+           query_start_loc, mask.view(torch.int8), scale, softcap, q.stride()[:2], k.stride()[:2], v.stride()[:2],
+           mask.stride(0), width, heads, group, dim, dim_v, block_m, 32 if max(dim, dim_v) <= 128 else 16, num_warps=4)
     return out, lse
 
 

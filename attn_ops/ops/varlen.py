@@ -118,14 +118,17 @@ def varlen_attention_cuda(
         return out, lse
     q, k, v = map(host.rows_contiguous, (q, k, v))
     reqs, widest = cu_seqlens_q.shape[0] - 1, max(host.next_power_of_2(n, 16) for n in (dim, v.shape[2]))
-    wide = q.dtype.itemsize == 4
-    block_m, block_n = ((32, 32) if widest <= 128 else (16, 16)) if wide else (64 if widest > 128 else 128, 64)
+    if q.dtype.itemsize == 4:
+        (block_m, block_n), stages = ((32, 32) if widest <= 128 else (16, 16)), 3
+    elif widest <= 128:
+        block_m, block_n, stages = 128, 64, 3
+    else:  # one program fits a multiprocessor; compiled for an H200, 160 of its 227 KiB
+        block_m, block_n, stages = 128, 64 if v.shape[2] <= 128 else 32, 2
     # Blocks of queries are cut at sequence boundaries: sequence r has those from cu_seqlens_q[r] // block_m + r on.
-    with torch.cuda.device_of(q):
-        launch(host.kernel_module("kernels.varlen").varlen_kernel, (tokens // block_m + reqs + 1, heads), q, k, v, out, lse,
-               cu_seqlens_q, cu_seqlens_k, tokens, reqs, scale, softcap, q.stride()[:2], k.stride()[:2], v.stride()[:2],
-               heads // k.shape[1], dim, v.shape[2], window or 0, causal, block_m, block_n,
-               num_warps=8 if block_m == 128 else 4)
+    launch(host.kernel_module("kernels.varlen").varlen_kernel, (tokens // block_m + reqs + 1, heads), q, k, v, out, lse,
+           cu_seqlens_q, cu_seqlens_k, tokens, reqs, scale, softcap, q.stride()[:2], k.stride()[:2], v.stride()[:2],
+           heads // k.shape[1], dim, v.shape[2], window or 0, causal, block_m, block_n,
+           num_warps=8 if block_m == 128 else 4, num_stages=stages)
     return out, lse
 
 

@@ -11,6 +11,7 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.reads import readable
 
 #: What transformers' rotary embeddings of some types set on themselves in each forward, behind a layer type or not. Those whose
 #: frequencies follow from it are refused by their config.
@@ -20,7 +21,8 @@ _ROPE_KEYS = frozenset({"rope_type", "rope_theta", "factor", "attention_factor",
                         "short_factor", "long_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale",
                         "mscale_all_dim", "low_freq_factor", "high_freq_factor"})
 
-_KEPT = "quire_kept_tensors"
+_KEPT, _CHANGED = "quire_kept_tensors", "quire_changed_objects"
+_LEFT_OVER = "the model's forward, or a hook of it, changes what outlives the call: "
 
 
 def check_side_effects() -> None:
@@ -33,29 +35,32 @@ def check_side_effects() -> None:
     changed = [source for source, _ in _changed(torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output)]
     if changed:
         raise UnsupportedAttention(
-            f"the model's forward, or a hook of it, changes what outlives the call: {', '.join(changed[:5])}. It runs only "
-            "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record")
+            f"{_LEFT_OVER}{', '.join(changed[:5])}. It runs only "
+            "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record. If the "
+            "first call only fills a cache, call the model once before")
 
 
-def note_kept_tensors(gm: torch.fx.GraphModule) -> None:
-    """Called by a Dynamo backend with its graph: note where the forward stores tensors that it computes. Dynamo does store
-    them, call by call."""
+def note_changes(gm: torch.fx.GraphModule) -> None:
+    """Called by a Dynamo backend with its graph: note what the forward changes, and where it stores tensors that it computes.
+    Dynamo does change and store them, call by call."""
     try:
         output: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     except AttributeError:  # not from inside Dynamo
         return
-    found = list[Any]()
-    for source, variable in _changed(output):
+    found, changed = list[Any](), _changed(output)
+    for source, variable in changed:
         places = {source: variable} | {f"{source}.{name}": stored for name, stored in
                                        output.side_effects.store_attr_mutations.get(variable, {}).items()}
         for place, stored in places.items():
             VariableTracker.visit(lambda v: found.append(place) if isinstance(v, TensorVariable) else None, stored)  # noqa: B023
     if found:
         gm.meta[_KEPT] = ", ".join(dict.fromkeys(found))
+    if changed:
+        gm.meta[_CHANGED] = ", ".join(source for source, _ in changed[:5])
 
 
-def check_kept_tensors(gm: torch.fx.GraphModule) -> None:
-    """Refuse a graph of which ``note_kept_tensors`` noted something.
+def check_changes(gm: torch.fx.GraphModule) -> None:
+    """Refuse to serve a graph of which ``note_changes`` noted something.
 
     Raises:
         UnsupportedAttention: names the objects.
@@ -63,7 +68,12 @@ def check_kept_tensors(gm: torch.fx.GraphModule) -> None:
     if _KEPT in gm.meta:
         raise UnsupportedAttention(
             f"the model's forward stores tensors that it computes ({gm.meta[_KEPT]}), so what one step computes would reach "
-            "the sequences of the next; let it return what it makes, or run without storing it")
+            "the sequences of the next; let it return what it makes, or run without storing it. If the first call only fills a "
+            "cache, call the model once before")
+    if _CHANGED in gm.meta:
+        raise UnsupportedAttention(
+            f"{_LEFT_OVER}{gm.meta[_CHANGED]}. A step serves several sequences in one call and one sequence in several, so "
+            "what counts or collects calls would have other values than alone; let the forward return what it makes")
 
 
 def _changed(output: Any) -> list[tuple[str, Any]]:
@@ -72,7 +82,7 @@ def _changed(output: Any) -> list[tuple[str, Any]]:
         return []
     written = {_name(var): var for var in getattr(output.side_effects, "id_to_variable", {}).values()}
     sources = [str(source) for source in output.get_replayed_side_effect_source_refs()]
-    return [(_readable(s), written.get(s)) for s in sources if not _is_transformers_own(s, written.get(s), output)]
+    return [(readable(s), written.get(s)) for s in sources if not _is_transformers_own(s, written.get(s), output)]
 
 
 def _name(variable: Any) -> str:
@@ -113,12 +123,4 @@ def _of_transformers(found: Any) -> bool:
     return type(found).__module__.startswith("transformers.")
 
 
-def _readable(source: str) -> str:
-    """Dynamo's name of an object for users: ``L['self']._call._modules['layers']`` is ``model.layers``."""
-    where, hook, _ = source.partition("._forward_")
-    where = re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^L\['self'\](\._call\b)?", "model", where))
-    where = re.sub(r"^G\['(\w+)'\]", r"\1", re.sub(r"^G\['__import_\w+'\]\.", "", where))
-    return f"what a hook of {where} holds" if hook else where
-
-
-__all__ = ["check_kept_tensors", "check_side_effects", "note_kept_tensors"]
+__all__ = ["check_changes", "check_side_effects", "note_changes"]

@@ -29,8 +29,9 @@ def test_kernels_compile_for_hopper() -> None:
     # are four numbers that wait from before a loop until after it: the assembler does so where one more program fits a
     # multiprocessor.) Prefill attention spills around its loops, and a few numbers in them: with twice the warps it does not,
     # but reads each key from shared memory twice as often.
-    hot = [line for line in lines if line.startswith(("llama-8b", "qwen3", "small_linear qkv", "small_linear gate_up", "sample",
-                                                          "experts", "quantized linear"))]
+    hot = [line for line in lines if line.startswith((
+        "llama-8b", "qwen3", "small_linear qkv", "small_linear gate_up", "sample", "experts", "quantized linear", "mla", "lora",
+        "logprobs", "topk", "sparse", "state", "merge"))]
     spilled = [(line, float(found[2])) for line in hot
                if (found := re.search(r"SPILLED (\d+) bytes \(([\d.]+)%", line)) and int(found[1]) > 16]
     slow = [line for line, share in spilled if share > (7 if " extend " in line else 0)]

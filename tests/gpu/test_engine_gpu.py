@@ -134,7 +134,8 @@ def test_captured_at_length_1_replayed_at_1000(engine, model, long_prompt) -> No
 
 def test_nothing_waits_for_the_device(engine, prompts) -> None:
     """Launching a step makes the host wait for nothing, so that steps overlap."""
-    several = (GREEDY, DRAWN, SAMPLED, replace(SAMPLED, min_tokens=5))
+    several = (GREEDY, DRAWN, SAMPLED, replace(SAMPLED, min_tokens=5), replace(GREEDY, logprobs=3),
+               replace(SAMPLED, repetition_penalty=1.2, logit_bias={5: 2.0}, trace_decode_token_ids=[9, 12]))
     for params in several:  # whatever is compiled or made once, is now
         engine.generate(prompts, params)
     launch = engine.runner.launch

@@ -64,11 +64,6 @@ def paged_attention(
     check_scales(k_cache, k_scale, v_scale)
     caches = Caches(k_cache, v_cache, k_scale, v_scale)
     host.check_cache_strides("the triton backend", caches)
-    device = q.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current device
-            return paged_attention(q, k, v, *caches, slot_mapping, block_table, query_start_loc, seq_lens, sinks, prepared,
-                                   scale=scale, window=window, softcap=softcap, chunk=chunk, rope=rope, form=form)
     num_tokens, num_reqs = q.shape[0], seq_lens.shape[0]
     out = q.new_empty((num_tokens, q.shape[1], v_cache.shape[3]))
     if not num_tokens:
@@ -126,13 +121,12 @@ def attention_state(
     host.check_cache_strides("the triton backend", caches)
     out, lse = q.new_empty(*q.shape[:2], v_cache.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
     if q.shape[0]:
-        with host.on_device(q.device):
-            if k is not None and v is not None:
-                kernel_module("backends.triton.write").write(rows_contiguous(k), rows_contiguous(v), caches, slot_mapping)
-            batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
-            kernel_module("backends.triton.extend").extend(
-                rows_contiguous(q), caches, batch, None, prepared, out, scale, None, softcap, None, skip_single=False, lse=lse,
-                causal=causal)
+        if k is not None and v is not None:
+            kernel_module("backends.triton.write").write(rows_contiguous(k), rows_contiguous(v), caches, slot_mapping)
+        batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
+        kernel_module("backends.triton.extend").extend(
+            rows_contiguous(q), caches, batch, None, prepared, out, scale, None, softcap, None, skip_single=False, lse=lse,
+            causal=causal)
     return out, lse
 
 
@@ -158,11 +152,10 @@ def _absorbed(
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], w_uv.shape[1])
     mla = kernel_module("backends.triton.mla").mla
-    with host.on_device(q.device):
-        q, batch = rows_contiguous(q), Batch(slot_mapping, block_table, query_start_loc, seq_lens)
-        absorbed = rows_contiguous(absorb_query(q[..., :nope], w_uk))
-        out = mla(absorbed, q[..., nope:], rows_contiguous(c), rows_contiguous(k_rope), cache, batch, scale)
-        return expand_output(out, w_uv)
+    q, batch = rows_contiguous(q), Batch(slot_mapping, block_table, query_start_loc, seq_lens)
+    absorbed = rows_contiguous(absorb_query(q[..., :nope], w_uk))
+    out = mla(absorbed, q[..., nope:], rows_contiguous(c), rows_contiguous(k_rope), cache, batch, scale)
+    return expand_output(out, w_uv)
 
 
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
@@ -180,7 +173,7 @@ BACKEND = AttentionBackend(
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
         mla_dims=lambda rank, rope: rank <= 512 and rope <= 64, mla_dims_note="up to 512+64",
         window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True,
-        cudagraph_support=CudagraphSupport.ALWAYS,
+        any_batch=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=available,
     op=define_paged_op("triton", paged_attention, launches=True),

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Everything that is worth measuring on a new version, in order of value, as pieces of a few minutes. Each call runs the next
+# pieces that fit into its time and are not done; $OUT gets their results, and <piece>.done with the exit code.
+#
+#   OUT=results benchmarks/gpu_session.sh                           # again and again, until it says that nothing is left
+#   SEEN='first second' OUT=third benchmarks/gpu_session.sh         # the same where each call has a folder of its own
+#   ONLY='decode suite-new' RETRY=1 benchmarks/gpu_session.sh       # these pieces; those that failed too
+#
+# DEADLINE  seconds from the start of this script; no piece is started that may take longer (default: 540)
+# SEEN      folders of earlier calls (default: $OUT)
+# VLLM, GPUS, JOBS, LAYERS, MODEL, ...    as for measure.sh and matrix.sh, which do the work
+# LIST=1    print the pieces, with the seconds that they may take, and which are done
+set -u
+cd "$(dirname "$0")/.."
+export OUT=${OUT:-results} PY=${PY:-python3} JOBS=${JOBS:-16}
+DEADLINE=${DEADLINE:-540} SEEN=${SEEN:-$OUT}
+mkdir -p "$OUT"
+
+# Tests that measure.sh runs, by how much they may find: those of code that has not run on a GPU first.
+NEW="tests/gpu/test_states_gpu.py tests/gpu/test_requests_gpu.py tests/gpu/test_sparse_gpu.py tests/gpu/test_engine_gpu.py
+     tests/gpu/test_engine_memory_gpu.py tests/gpu/test_weights_gpu.py tests/gpu/test_generate_gpu.py tests/gpu/test_devices_gpu.py"
+MODELS_TESTS="tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/gpu/test_hybrid_gpu.py tests/gpu/test_kv_quant_gpu.py
+     tests/gpu/test_logprobs_gpu.py tests/gpu/test_compile_ahead_gpu.py tests/gpu/test_bench_attention_gpu.py
+     tests/gpu/test_bench_matrix_gpu.py"
+KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py
+     tests/gpu/test_small_linear_gpu.py tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py"
+
+measure() { benchmarks/measure.sh "$@"; }
+
+# name, seconds that it may take, command
+pieces() {
+    piece suite-new 530 env TESTS="$NEW" benchmarks/measure.sh tests
+    piece decode 300 measure against
+    piece suite-models 530 env TESTS="$MODELS_TESTS" benchmarks/measure.sh tests
+    piece suite-kernels 400 env TESTS="$KERNELS_TESTS" benchmarks/measure.sh tests
+    piece suite-kit 530 env TESTS=tests/gpu/test_conformance_gpu.py benchmarks/measure.sh tests
+    piece start 240 measure start
+    piece rivals 480 measure rivals
+    for i in 1 2 3; do piece "matrix$i" 520 matrix "matrix$i"; done
+    piece experts 240 measure experts
+    piece mla 180 measure mla
+    piece prefix 240 measure prefix
+    piece grpo 300 measure grpo
+    piece windows 420 measure windows
+    piece updates 300 measure updates
+    piece pieces 400 measure pieces
+    piece composite 400 measure composite
+    piece sparse 400 measure sparse
+    piece kits 400 measure kits
+    piece grid 500 grid
+    piece profile 240 measure profile
+}
+
+# These two go on with what earlier calls have measured.
+matrix() { NAME=$1 RESUME=$(earlier 'matrix*.json') DEADLINE=$((DEADLINE - SECONDS - 10)) benchmarks/matrix.sh; }
+grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((DEADLINE - SECONDS - 40)) measure kernels; }
+
+earlier() {  # files of that pattern
+    local folder
+    for folder in $SEEN; do compgen -G "$folder/$1"; done | tr '\n' ' '
+}
+
+seen() {  # whether a piece is done: with 0, or at all unless RETRY is set
+    local folder
+    for folder in $SEEN $OUT; do
+        [[ -f $folder/$1.done ]] && { [[ -z ${RETRY:-} ]] || [[ $(cat "$folder/$1.done") == 0 ]]; } && return
+    done
+    return 1
+}
+
+left=()
+piece() {
+    local name=$1 seconds=$2 code; shift 2
+    [[ -z ${ONLY:-} || " $ONLY " == *" $name "* ]] || return 0
+    if [[ -n ${LIST:-} ]]; then
+        echo "$name $seconds $(seen "$name" && echo done)"
+    elif ! seen "$name"; then
+        if ((SECONDS + seconds > DEADLINE)); then left+=("$name"); return 0; fi
+        echo "==== $name, at $SECONDS s"
+        LIMIT=${LIMIT:-$((seconds - 10))} "$@"; code=$?
+        [[ $name == suite-* ]] && for log in "$OUT"/tests_*.log; do mv "$log" "$OUT/$name${log#"$OUT"/tests}"; done
+        echo "$code" > "$OUT/$name.done"
+    fi
+}
+
+pieces
+[[ -n ${LIST:-} ]] || echo "==== left: ${left[*]:-nothing}"
