@@ -36,8 +36,9 @@ def small() -> Any:
 @pytest.fixture(scope="module")
 def pair():
     """A model for transformers, and paged."""
-    paged = quire.paged(small(), **OPTIONS)
+    paged = quire.paged(small(), **{**OPTIONS, "cudagraph_capture_sizes": [12]}, cudagraph_debug=True)  # padding is poisoned
     yield small(), paged
+    assert paged.generate.engine.runner.graphs.stats.replayed > 0
     paged.generate.close()
 
 
