@@ -201,6 +201,8 @@ class AttentionBackend:
         route: for a backend made of backends: site -> which of them serve it, as text.
         approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
+        plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
+            these may have page numbers of their own. Without a plan that needs nothing.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
     """
@@ -222,6 +224,7 @@ class AttentionBackend:
     route: Callable[[AttentionSite], str] | None = None
     approximate: str = ""
     every_step: bool = False
+    plans_windows: bool = False
     unrotated: bool = False
 
     def __post_init__(self) -> None:
