@@ -188,7 +188,7 @@ def test_backends_that_plan(gemma, expected, both) -> None:
                                                plan=lambda meta, step: planned.append(step.window_metadata)))
     with quire.Engine(gemma, attention=f"planned {both}", page_size=PAGE, num_pages=100, max_num_seqs=3, max_model_len=200
                       ) as engine:
-        assert (engine.scheduler.windows is None) == (set(engine.runner.cache.layer_pages) == {100}) == (not both)
+        assert (engine.scheduler.windows is None) == (not both) and set(engine.runner.cache.layer_pages) == {100}
         assert tokens(engine.generate(PROMPTS, LONG)) == expected
         assert planned and (planned[-1] is None) == (not both)
         assert_idle(engine)
