@@ -21,8 +21,7 @@ and check it with ``python -m quire.attn_ops.conformance --backend mine``, or ``
 The paged op stores the step's keys and values, then attends each query to its sequence's pages and returns (T, H, Dv). T, B
 and the other letters are those of ``attention.py``, the tensors those of ``metadata/core.py`` and ``kv_cache.py``:
 
-=================  ==================================================================================================
-q, k, v            (T, H, D), (T, Hkv, D), (T, Hkv, Dv), perhaps strided. k, v None: another layer with the same cache
+=================  ===========================================================================================q, k, v            (T, H, D), (T, Hkv, D), (T, Hkv, Dv), perhaps strided. k, v None: another layer with the same cache
                    has stored them
 k_cache, v_cache   (pages, page_size, Hkv, D or Dv), in either layout: read the strides
 k_scale, v_scale   (pages, page_size, Hkv) float32 for a quantized cache, else None. Every key and value is then attended
@@ -31,8 +30,7 @@ slot_mapping       (T,) int64; block_table (B, W), query_start_loc (B + 1,), seq
 sinks              (H,) or None
 prepared           what ``prepare`` returned; [] without it
 scale, ...         as in ``attention.py``
-=================  ==================================================================================================
-
+=================  ===========================================================================================
 Rules:
 
 * Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
@@ -203,6 +201,8 @@ class AttentionBackend:
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
         page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``: an engine
             counts them when it sizes the KV cache. With ``every_step``.
+        plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
+            these may have page numbers of their own. Without a plan that needs nothing.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
     """
@@ -225,6 +225,7 @@ class AttentionBackend:
     approximate: str = ""
     every_step: bool = False
     page_bytes: Callable[[AttentionSite, int], int] | None = None
+    plans_windows: bool = False
     unrotated: bool = False
 
     def __post_init__(self) -> None:

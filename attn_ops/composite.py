@@ -188,6 +188,7 @@ class Composite:
             packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
             verified=all(part.verified for part in self.parts), route=route,
             approximate="; ".join(f"{part.name} {part.approximate}" for part in self.parts if part.approximate),
+            plans_windows=all(part.plan is None or part.plans_windows for part in self.parts),
             every_step=any(part.every_step for part in self.parts),
             page_bytes=self.page_bytes if any(part.page_bytes is not None for part in self.parts) else None,
             unrotated=any(part.unrotated for part in self.parts))

@@ -27,7 +27,8 @@ class QuireOptions:
         page_size, kv_cache_dtype, layout: of the cache. None: those of each step; else every step must have them.
         max_model_len: longest sequence; some models can be served only up to a length. (For ``PagedModel`` only.)
         window_tables: in a model that has both kinds of layers, those with a window or chunk take slots and a block table of
-            their own, if the backend plans nothing on the host. (For ``PagedModel`` only; see ``Step.window_metadata``.)
+            their own, if the backend plans nothing on the host or plans with both. (For ``PagedModel`` only; see
+            ``Step.window_metadata``.)
         kv_sharing_fast_prefill: make a second graph for steps whose metadata have ``logits_indices_padded``, in which layers
             that share earlier layers' keys and values run on those tokens alone. (For ``PagedModel`` only.)
 
