@@ -33,7 +33,7 @@ from quire.attn_ops.backends.flashinfer.pages import PageTable, append, leading_
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import missing, no_compiler
+from quire.attn_ops.vendor import missing, no_compiler, too_old
 
 NAME = "flashinfer"
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
@@ -270,7 +270,8 @@ def paged_attention(
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    return missing("flashinfer", "pip install 'quire[flashinfer]'") or no_compiler("flashinfer", "flashinfer-jit-cache")
+    return (missing("flashinfer", "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
+            or no_compiler("flashinfer", "flashinfer-jit-cache"))
 
 
 BACKEND = AttentionBackend(

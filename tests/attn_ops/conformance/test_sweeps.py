@@ -174,3 +174,8 @@ def test_json_and_page(tmp_path, capsys) -> None:
     assert "- `flashinfer` was not run: runs on cuda" in text
     runs["torch_native"]["results"][0].update(status="FAIL", detail="wrong | numbers")
     assert "**FAIL**: wrong / numbers" in page.page([record])
+    quick = {**record, "runs": [{**runs["torch_native"], "backend": "another", "quick": True}]}
+    elsewhere = {**quick, "environment": {**record["environment"], "devices": {"cuda": "a GPU"}}}
+    text = page.page([record, quick], page.page([record, elsewhere]))  # one table for the CPU; the GPU's stays
+    assert text.count("### ") == 2 and text.count("`another` float32, quick |") == 2 and "### cuda: a GPU" in text
+    assert len(record["runs"]) == len(runs)
