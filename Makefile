@@ -14,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint type models soak bench clean
+.PHONY: help setup demo test test-slow test-gpu lint type models mutations soak bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -55,6 +55,9 @@ type: setup  ## mypy
 
 models: setup  ## serve every class of transformers, shrunk, and write docs/models.md (20 minutes; options in ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.all_models $(ARGS)
+
+mutations: setup  ## break each rule of the proofs, and write the test that goes red (25 minutes; ARGS="--only row_rules")
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.adversarial.mutations $(ARGS)
 
 soak: setup  ## threads that use one engine and change its model, for 10 minutes (ARGS="--minutes 60")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.graph_runner.soak $(ARGS)

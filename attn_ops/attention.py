@@ -58,6 +58,7 @@ class AttentionSite:
         route: how the site was found: ``interface`` (HF attention interface), ``raised`` (from F.sdpa), ``op`` (emitted by
             the model itself).
         latent: of an MLA layer that is served from latent vectors; None: from the keys and values of all heads.
+        kv_source: the earlier layer whose keys and values these are, so that they are cached once (gemma3n's later layers).
     """
 
     layer: int
@@ -75,6 +76,7 @@ class AttentionSite:
     name: str = ""
     route: str = "op"
     latent: Latent | None = None
+    kv_source: int | None = None
 
     @property
     def bounded(self) -> bool:
@@ -95,6 +97,7 @@ class AttentionSite:
             words[0] = f"MLA {self.num_heads}x{dims} of {self.latent.rank}+{self.latent.rope}"
         words += [f"{n}={getattr(self, n):g}" for n in ("window", "softcap", "chunk") if getattr(self, n) is not None]
         words += ["sinks"] * self.sinks + ["non-causal"] * (not self.causal)
+        words += [f"KV of layer {self.kv_source}"] * (self.kv_source is not None)
         return ", ".join(words)
 
 

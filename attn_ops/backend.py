@@ -98,6 +98,8 @@ class AttentionCapabilities:
         mla: MLA on the latent cache, with ``mla_op``.
         lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
+        any_batch: the op takes the batch from its tables alone, so that it may be called with another than the step's: at
+            most as long in queries and sequences. Without a plan and a state only.
         cudagraph_support: see CudagraphSupport.
     """
 
@@ -122,6 +124,7 @@ class AttentionCapabilities:
     mla: bool = False
     lse: bool = False
     batch_invariant: bool = False
+    any_batch: bool = False
     cudagraph_support: CudagraphSupport = CudagraphSupport.NEVER
 
     def reasons_against(
@@ -198,6 +201,8 @@ class AttentionBackend:
         route: for a backend made of backends: site -> which of them serve it, as text.
         approximate: what its results leave out, for tables and logs; "": it is exact. Never chosen by "auto".
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
+        page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``: an engine
+            counts them when it sizes the KV cache. With ``every_step``.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
     """
@@ -219,11 +224,27 @@ class AttentionBackend:
     route: Callable[[AttentionSite], str] | None = None
     approximate: str = ""
     every_step: bool = False
+    page_bytes: Callable[[AttentionSite, int], int] | None = None
     unrotated: bool = False
 
     def __post_init__(self) -> None:
         if self.approximate and self.priority:
             raise ValueError(f"attention backend {self.name!r} is approximate and has a priority: attention=\"auto\" is exact")
+        for feature, op, what in (("mla", self.mla_op, "mla_op"), ("lse", self.state_op, "state_op")):
+            if getattr(self.capabilities, feature) and op is None:
+                raise ValueError(f"attention backend {self.name!r} declares {feature} and has no {what}")
+        if self.page_bytes is not None and not self.every_step:
+            raise ValueError(f"attention backend {self.name!r} keeps data of each page (page_bytes): it must see every step "
+                             "(every_step)")
+
+    def bytes_beside(self, site: AttentionSite, page_size: int) -> int:
+        """Bytes that it keeps of each page of that layer, beside the KV cache."""
+        return 0 if self.page_bytes is None else self.page_bytes(site, page_size)
+
+    @property
+    def any_batch(self) -> bool:
+        """Whether some layers may run on a part of the step's batch."""
+        return self.capabilities.any_batch and self.plan is None and self.make_state is None and not self.every_step
 
     def serves(self, site: AttentionSite) -> str:
         """What a site becomes, as text."""

@@ -80,7 +80,8 @@ def recorder(base: AttentionBackend, moments: ChannelMoments) -> AttentionBacken
 
     capabilities = base.capabilities.__class__(**{**vars(base.capabilities), "cudagraph_support": CudagraphSupport.NEVER})
     return AttentionBackend(name=name, capabilities=capabilities, available=base.available,
-                            op=define_paged_op(name, paged_attention), make_state=make_state, prepare=base.prepare)
+                            op=define_paged_op(name, paged_attention), make_state=make_state, prepare=base.prepare,
+                            every_step=True)
 
 
 __all__ = ["ChannelMoments", "recorder"]

@@ -154,6 +154,11 @@ class Composite:
         return {part.name: part.make_state([s for s in sites if serves(part, s)], cache, limits)
                 for part in self.parts if part.make_state is not None}
 
+    def page_bytes(self, site: AttentionSite, page_size: int) -> int:
+        """What the parts keep of a page of that layer."""
+        serving = self.site_parts(site)
+        return 0 if isinstance(serving, str) else sum(part.bytes_beside(site, page_size) for part in serving)
+
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
         step.states.update(step.states.get(self.name, {}))
         for part in self.planned(metadata.num_tokens, metadata.seq_lens.shape[0], step.graph_key is not None):
@@ -183,7 +188,9 @@ class Composite:
             packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
             verified=all(part.verified for part in self.parts), route=route,
             approximate="; ".join(f"{part.name} {part.approximate}" for part in self.parts if part.approximate),
-            every_step=any(part.every_step for part in self.parts), unrotated=any(part.unrotated for part in self.parts))
+            every_step=any(part.every_step for part in self.parts),
+            page_bytes=self.page_bytes if any(part.page_bytes is not None for part in self.parts) else None,
+            unrotated=any(part.unrotated for part in self.parts))
 
 
 def op_name(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,8 @@ class PagedKVCache:
     In a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
     rank of them: ``of_layer`` gives None for it.
 
-    Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``).
+    Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``). A layer
+    that attends to the keys and values of an earlier one has the tensors of that one.
 
     Args:
         num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
@@ -49,11 +50,12 @@ class PagedKVCache:
         layout: "NHD" or "HND"; ``get_kv_cache_layout()`` by default.
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
         latent: whether values are the first head_dim_v numbers of the keys; a bool, or one per layer.
+        kv_sources: of layers without keys of their own, the earlier layer whose tensors they have, by the model's numbers.
 
     Raises:
         ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, a dtype that
-            neither is a quantized one nor can hold keys as they are, or a latent layer that is quantized, has more than one
-            key head, or values longer than keys.
+            neither is a quantized one nor can hold keys as they are, a latent layer that is quantized, has more than one
+            key head, or values longer than keys, or a layer whose source is not an earlier one of the same sizes.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class PagedKVCache:
         head_dim: int | Sequence[int], head_dim_v: int | Sequence[int] | None = None, dtype: torch.dtype,
         device: torch.device | str, layout: Layout | None = None, layer_ids: Sequence[int] | None = None,
         latent: bool | Sequence[bool] = False, layer_pages: Sequence[int] | None = None,
+        kv_sources: Mapping[int, int] | None = None,
     ) -> None:
         for fewest in (num_pages, *(layer_pages or ())):
             if fewest < 2:
@@ -88,13 +91,30 @@ class PagedKVCache:
                 raise ValueError("a latent layer has one key head, values that are part of its keys, and no quantized dtype; "
                                  f"got {h} heads of {d}/{d_v}, {dtype_name(dtype)}")
         self._index = {layer: i for i, layer in enumerate(self.layer_ids)}
-        pages = self.layer_pages
-        self.k = [self._allocate(n, h, d) for n, h, d in zip(pages, heads, dims, strict=True)]
-        self.v = [k[..., :d] if is_latent else self._allocate(n, h, d)
-                  for k, n, h, d, is_latent in zip(self.k, pages, heads, dims_v, self.latent, strict=True)]
+        self.kv_sources = dict(kv_sources or {})
+        sizes = list(zip(self.layer_pages, heads, dims, dims_v, self.latent, strict=True))
+        self.k, self.v = list[torch.Tensor](), list[torch.Tensor]()
+        self.k_scale, self.v_scale = list[torch.Tensor | None](), list[torch.Tensor | None]()
+        for i, (n, h, d, d_v, is_latent) in enumerate(sizes):
+            if (at := self._index[self._source(i, sizes)]) != i:
+                for tensors in (self.k, self.v, self.k_scale, self.v_scale):
+                    tensors.append(tensors[at])  # type: ignore[arg-type]
+                continue
+            self.k.append(self._allocate(n, h, d))
+            self.v.append(self.k[i][..., :d_v] if is_latent else self._allocate(n, h, d_v))
+            self.k_scale.append(self._allocate_scale(n, h))
+            self.v_scale.append(self._allocate_scale(n, h))
         self.beside: dict[str, dict[int, torch.Tensor]] = {}  # by backend and layer: what it keeps of keys, (num_pages, ...)
-        self.k_scale: list[torch.Tensor | None] = [self._allocate_scale(n, h) for n, h in zip(pages, heads, strict=True)]
-        self.v_scale: list[torch.Tensor | None] = [self._allocate_scale(n, h) for n, h in zip(pages, heads, strict=True)]
+
+    def _source(self, i: int, sizes: Sequence[Any]) -> int:
+        """The layer whose tensors the i-th one has: itself, if it has its own. Raises ValueError."""
+        layer = self.layer_ids[i]
+        source = self.kv_sources.get(layer, layer)
+        at = self._index.get(source, i + 1)
+        if source != layer and (at >= i or source in self.kv_sources or sizes[at] != sizes[i]):
+            raise ValueError(f"layer {layer} cannot have the keys and values of layer {source}: that is not an earlier layer "
+                             "with a cache of its own and the same pages, heads and head dims")
+        return source
 
     @property
     def quantized(self) -> bool:
@@ -130,6 +150,7 @@ class PagedKVCache:
             head_dim_v=dims_v, dtype=dtype or sites[0].dtype, device=device, layout=layout,
             layer_ids=[s.layer for s in sites], latent=[s.latent is not None for s in sites],
             layer_pages=[window_pages if window_pages is not None and s.bounded else num_pages for s in sites],
+            kv_sources={s.layer: s.kv_source for s in sites if s.kv_source is not None},
         )
 
     @classmethod
@@ -170,6 +191,7 @@ class PagedKVCache:
         """Copy pages ``source`` to pages ``target`` of these layers (of all by default), both (n,) int64 on the cache's device,
         with their scales and what backends keep beside them. All are read before any is written."""
         chosen = self.layer_ids if layers is None else layers
+        chosen = list(dict.fromkeys(self.kv_sources.get(layer, layer) for layer in chosen))
         kept = [tensors[layer] for tensors in self.beside.values() for layer in chosen if layer in tensors]
         for t in (*(t for layer in chosen for t in self.of_layer(layer)), *kept):
             if t is not None:
@@ -178,9 +200,14 @@ class PagedKVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, scales included."""
-        tensors = [t for layer in self.layer_ids for t in self.of_layer(layer)]
+        """Bytes of all keys and values, scales included."""
+        tensors = [t for layer in self.layer_ids if layer not in self.kv_sources for t in self.of_layer(layer)]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of what backends keep beside the cache."""
+        return sum(t.numel() * t.element_size() for tensors in self.beside.values() for t in tensors.values())
 
     def __repr__(self) -> str:
         scales = " and scales" if self.quantized else ""
@@ -189,8 +216,8 @@ class PagedKVCache:
 
 
 def bytes_per_page(sites: Sequence[AttentionSite], page_size: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of one page over all layers, scales included."""
-    return page_size * sum(token_bytes(s, dtype) for s in sites)
+    """Bytes of one page over all layers, scales included; keys and values that layers share count once."""
+    return page_size * sum(token_bytes(s, dtype) for s in sites if s.kv_source is None)
 
 
 def token_bytes(site: AttentionSite, dtype: torch.dtype | None = None) -> int:

@@ -87,7 +87,7 @@ class BlockTable:
         if count := places.shape[0]:
             pages = self.host.reshape(-1)[places]
             fits = at.shape[0]
-            if count > fits:  # pages of earlier steps that failed
+            if count > fits:  # pages of earlier steps that failed, or of another row's (``Rows.reorder``)
                 logger.debug("%d new pages in a step with room for %d: the others are sent separately", count, fits)
                 self._write(*(self._sent_now(x[fits:]) for x in (places, pages)))
                 places, pages, count = places[:fits], pages[:fits], fits

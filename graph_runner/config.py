@@ -90,6 +90,10 @@ class EngineConfig:
         None, "maximum number of requests that wait for a slot; more are refused. None: no limit", least=0)
     max_logprobs: int = _option(
         20, "maximum of logprobs, prompt_logprobs and logprob_token_ids of a request: tokens per position", least=0)
+    kv_sharing_fast_prefill: bool = _option(
+        False, "in models whose last layers attend to the keys and values of earlier ones (gemma3n, gemma4), run those layers "
+        "on the tokens whose logits are wanted, of a prompt the last. Refused for other models and for backends that plan on "
+        "the host; steps that score prompt tokens run all layers on all tokens")
     async_stepping: bool | None = _option(
         None, "take in the results of a step while the next one runs. None: on a GPU only")
     seed: int | None = _option(0, "seed of requests that have none. None: different in every run")
@@ -136,7 +140,7 @@ class EngineConfig:
         on_gpu = device.type == "cuda"
         return QuireOptions(
             attention=self.attention, page_size=self.page_size, layout=self.kv_layout, max_model_len=self.max_model_len,
-            window_tables=True,
+            window_tables=True, kv_sharing_fast_prefill=self.kv_sharing_fast_prefill,
             kv_cache_dtype=kv_dtype(self.kv_cache_dtype),
             compiler=("inductor" if on_gpu else "eager") if self.compiler == "auto" else self.compiler,
             fusions=("all" if on_gpu else "none") if self.fusions == "auto" else self.fusions)
@@ -166,6 +170,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool | None
     max_waiting: int | None
     max_logprobs: int
+    kv_sharing_fast_prefill: bool
     async_stepping: bool | None
     seed: int | None
 

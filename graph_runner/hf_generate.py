@@ -92,6 +92,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
         return "cache_implementation='paged' asks for generate_batch"
     if refused := [name for name in names if name not in IN_LOCKSTEP]:
         return f"quire does not have {', '.join(refused)}"
+    if "num_beams" in names and "streamer" in given:
+        return "beams have no tokens to stream before the search ends"
     mask, pad, eos = given.get("attention_mask"), config.pad_token_id, config.eos_token_id
     if mask is not None and mask.shape != ids.shape:
         return f"the attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}"
@@ -121,7 +123,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
             return f"{', '.join(names) or 'a processor'} needs quire's class of the model, and the model has another class now"
         if params is not None and params.max_tokens is not None:
             try:
-                Rows(engine(), prompts * params.n, params.max_tokens)
+                rows = max(params.n, config.num_beams or 1)
+                Rows(engine(), [prompt for prompt in prompts for _ in range(rows)], params.max_tokens)
             except DoesNotFit as error:
                 return str(error)
         return Served(None, note)

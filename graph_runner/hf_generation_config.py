@@ -35,7 +35,9 @@ def from_generation_config(generation_config: Any, prompt_length: int) -> tuple[
         return default if value is None else value
 
     sampling = bool(option("do_sample"))
-    values: dict[str, Any] = {"n": option("num_return_sequences", 1), "stop": option("stop_strings"), "temperature": 0.0}
+    beams = option("num_beams", 1) > 1  # of which num_return_sequences are returned
+    values: dict[str, Any] = {"n": 1 if beams else option("num_return_sequences", 1), "stop": option("stop_strings"),
+                              "temperature": 0.0}
     if sampling:
         values |= {"temperature": option("temperature", 1.0), "top_k": option("top_k", 50), "top_p": option("top_p", 1.0),
                    "min_p": option("min_p", 0.0)}
@@ -104,8 +106,9 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "output_scores": lambda v: not v,
     "output_logits": lambda v: not v,
 }
-#: Those that transformers makes logits processors or stopping criteria of, or outputs of their scores.
+#: Those that transformers makes logits processors or stopping criteria of, or outputs of their scores, and its beam search.
 IN_LOCKSTEP = frozenset((
+    "num_beams", "early_stopping", "length_penalty",
     "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
     "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "token_healing", "guidance_scale", "watermarking_config",

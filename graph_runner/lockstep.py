@@ -2,12 +2,17 @@
 
 The rows of such a call advance together, one token per step, as in transformers' own loop: a logits processor or a stopping
 criterion gets the whole batch, and may read any row of it. transformers prepares the call (it merges configs, builds processors
-and criteria), then runs ``type(model)._sample``, for which a paged model's class calls ``sample`` here. Steps of the engine's
-other callers run in between.
+and criteria), then runs ``type(model)._sample`` or ``_beam_search``, for which a paged model's class calls ``sample`` here or
+``beams.beam_search``. Steps of the engine's other callers run in between.
+
+Rows with equal prompts share the prompt's pages, which are computed once, and a beam that has several continuations shares its
+full pages with them. Only the partial last page is copied: a row never writes a page that another one reads.
 """
 
 from __future__ import annotations
 
+import itertools
+import os.path
 import threading
 import weakref
 from collections.abc import Sequence
@@ -42,8 +47,11 @@ class Rows:
 
     Args:
         engine: whose cache and graphs are used.
-        prompts: token ids of each row.
+        prompts: token ids of each row; neighbours with equal ones share their pages.
         max_tokens: that may be appended to each row.
+
+    Attributes:
+        requests: of each row.
 
     Raises:
         DoesNotFit: says what to change.
@@ -52,7 +60,10 @@ class Rows:
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         config, total = engine.config, engine.scheduler.allocator.num_total
         longest = max(map(len, prompts)) + max_tokens
-        pages = sum(pages_for(len(p) + max_tokens, config.page_size) for p in prompts)
+        starts = [i for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]
+        self._groups = [slice(a, b) for a, b in itertools.pairwise([*starts, len(prompts)])]  # of rows with one prompt
+        shared = sum((g.stop - g.start - 1) * (len(prompts[g.start]) // config.page_size) for g in self._groups)
+        pages = sum(pages_for(len(p) + max_tokens, config.page_size) for p in prompts) - shared
         if longest > engine.max_model_len:
             raise DoesNotFit(f"it may make a sequence of {longest} tokens, and the engine holds {engine.max_model_len} (see "
                              "max_model_len and num_pages of quire.Engine)")
@@ -62,17 +73,18 @@ class Rows:
         if pages > total:
             raise DoesNotFit(f"its {len(prompts)} sequences advance together and may fill {pages} pages, and the engine has "
                              f"{total} (see num_pages of quire.Engine)")
-        windows, self._chunk = engine.scheduler.windows, min(
-            config.max_num_batched_tokens, engine.scheduler.prefill_chunk_size or config.max_num_batched_tokens)
-        if windows is not None:
-            held = sum(min(pages_for(len(p) + max_tokens, config.page_size),
-                           windows.reach.pages_held(min(len(p), self._chunk), config.page_size)) for p in prompts)
-            if held > windows.allocator.num_total:
+        self.engine, self._runner, self._budget = engine, engine.runner, config.max_num_batched_tokens
+        if (windows := engine.scheduler.windows) is not None:
+            each = windows.reach.pages_held(0, config.page_size) + 1  # of a row that computes one token
+            whole = [pages_for(len(p) + max_tokens, config.page_size) for p in prompts]
+            held, free = sum(min(n, each) for n in whole), windows.allocator.num_total
+            if max(whole) > each:  # rows that compute more tokens hold as many more pages
+                self._budget = min(self._budget, (free - held) * config.page_size)
+            if held > free or not self._budget:
                 raise DoesNotFit(f"its {len(prompts)} sequences advance together and may hold {held} pages of layers with a "
-                                 f"window, and the engine has {windows.allocator.num_total} (see num_pages of quire.Engine)")
-        self.engine, self._runner = engine, engine.runner
-        self._rows = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(), engine.max_model_len)
-                      for i, p in enumerate(prompts)]
+                                 f"window, without a prompt's, and the engine has {free} (see num_pages of quire.Engine)")
+        self.requests = [Request(-1 - i, list(p), _GREEDY, RequestOutput(i, None, list(p)), 0, frozenset(),
+                                 engine.max_model_len) for i, p in enumerate(prompts)]
 
     def __enter__(self) -> Rows:
         self._turn = _turns.setdefault(self.engine, _Turn())
@@ -92,15 +104,16 @@ class Rows:
         with self.engine.lock.hold():
             self._follow(everything=True)
             free = self.engine.scheduler.free_slots
-            if len(free) < len(self._rows):
+            if len(free) < len(self.requests):
                 return False
-            for row in self._rows:
+            for row in self.requests:
                 row.slot = free.pop()
             return True
 
     def __exit__(self, *exc: object) -> None:
         with self.engine.lock.hold():
-            for row in self._rows:
+            self._forget_old()
+            for row in self.requests:
                 self.engine.scheduler.give_back(row)
                 self.engine.scheduler.free_slots.append(row.slot)
         self._turn.held = False
@@ -108,63 +121,120 @@ class Rows:
 
     def append(self, tokens: Sequence[int]) -> None:
         """One more token for each row."""
-        for row, token in zip(self._rows, tokens, strict=True):
+        for row, token in zip(self.requests, tokens, strict=True):
             row.token_ids.append(token)
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row i go on from the tokens, keys and values of row ``sources[i]``, which had the same prompt."""
+        with self.engine.lock.hold():
+            self._follow(everything=False)
+            old, first = self.requests, set(sources)
+            unused = [row for i, row in enumerate(old) if i not in first]
+            rows, forks = [], []
+            for i in sources:
+                if i in first:
+                    first.remove(i)
+                    rows.append(old[i])
+                else:
+                    rows.append(unused.pop())
+                    rows[-1].token_ids = list(old[i].token_ids)
+                    forks.append((old[i], rows[-1]))
+            self.requests = rows
+            self._fork(forks)
 
     def logits(self) -> torch.Tensor:
         """(rows, V) float32: the logits after the last token of each row; computes the tokens that are new."""
         found: dict[int, torch.Tensor] = {}
-        while len(found) < len(self._rows):
+        while len(found) < len(self.requests):
             with self.engine.lock.hold():
                 if self._follow(everything=False):
                     found.clear()
                 batch = self._schedule()
-                logits = self._runner.logits_of(batch)
+                logits = self._runner.logits_of(batch).to(torch.float32, copy=True)
                 for scheduled, of_row in zip(batch.rows, logits, strict=True):
                     row = scheduled.request
                     row.num_computed += scheduled.num_new
                     if not row.num_uncomputed:
-                        found[row.output.index] = of_row.to(torch.float32, copy=True)
+                        found[row.request_id] = of_row
+                for group in self._groups:
+                    first, *others = self.requests[group]
+                    if first.num_computed == self._awaited(group):
+                        self._fork([(first, other) for other in others])
+                        found |= {r.request_id: found[first.request_id] for r in others if not r.num_uncomputed}
             if self.engine.requests:
                 self.engine._step()
-        return torch.stack([found[i] for i in range(len(self._rows))])
+        return torch.stack([found[row.request_id] for row in self.requests])
+
+    def _awaited(self, group: slice) -> int | None:
+        """How many tokens the rows of the group have in common, if the first row computes them for all; None: it has."""
+        rows = self.requests[group]
+        if len(rows) == 1 or any(row.num_computed for row in rows[1:]):
+            return None
+        return len(os.path.commonprefix([row.token_ids for row in rows]))
+
+    def _fork(self, pairs: Sequence[tuple[Request, Request]]) -> None:
+        """Let the second of each pair read the keys and values of the first: full pages are shared, a partial one is copied."""
+        scheduler, copies, window_copies = self.engine.scheduler, [], []
+        for source, target in pairs:
+            scheduler.give_back(target)
+            scheduler.share(source, target)
+            if source.num_computed % scheduler.page_size:
+                at = len(target.pages)
+                self._extend(target, 1)
+                copies.append((source.pages[at], target.pages[at]))
+                if scheduler.windows is not None:
+                    window_copies.append((source.window_pages[at], target.window_pages[at]))
+            target.num_computed = source.num_computed
+        self._runner.copy_pages(copies, window_copies)
 
     def _follow(self, *, everything: bool) -> bool:
         """Let the engine trace a model that has changed. Returns whether it did: keys and values are computed again then."""
+        if self.engine._closed:
+            raise RuntimeError("the engine was closed while generate() ran on it")
         if (change := self.engine._live.change(everything)) is not None:
             self.engine._trace_again(change)
         self.engine._live.refresh(everything)
+        return self._forget_old()
+
+    def _forget_old(self) -> bool:
+        """Give up pages of a cache that the engine has replaced. Returns whether it has."""
         if self.engine.runner is self._runner:
             return False
         self._runner = self.engine.runner
-        for row in self._rows:
+        for row in self.requests:
             self.engine.scheduler.allocator.free(row.pages)
-            row.num_computed, row.pages, row.window_pages, row.window_behind = 0, [], [], 0  # of another cache
+            row.num_computed, row.pages, row.window_pages, row.window_behind = 0, [], [], 0
         return True
 
     def _schedule(self) -> ScheduledBatch:
         """A step of new tokens, with pages for them, if need be those of the engine's other requests."""
-        engine, rows = self.engine, []
-        budget = engine.config.max_num_batched_tokens
-        for row in self._rows:
-            if engine.scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone
-                engine.scheduler.give_back(row)
-                row.num_computed, row.pages = 0, []
-            count = min(row.num_uncomputed, budget, self._chunk)
-            missing = pages_for(row.num_computed + count, engine.config.page_size) - len(row.pages)
-            if missing > 0:
-                if engine.scheduler.windows is not None:
-                    engine.scheduler.windows.free_behind(row)
-                if not engine.scheduler.extend(row, missing):
-                    engine.collect()
-                    engine.scheduler.preempt_all()
-                    extended = engine.scheduler.extend(row, missing)
-                    assert extended  # all rows fit: checked at the start
-            if count:
-                budget -= count
-                rows.append(ScheduledRow(row, row.num_computed, count, False))
-        rows.sort(key=lambda r: r.num_new > 1)  # decode rows come first
-        return ScheduledBatch(rows, sum(r.num_new for r in rows), sum(r.num_new == 1 for r in rows))
+        scheduler, scheduled, budget = self.engine.scheduler, [], self._budget
+        for row in self.requests:
+            if scheduler.set_length_kind(row):  # all keys are others; pages behind windows are gone
+                scheduler.give_back(row)
+            if scheduler.windows is not None:
+                scheduler.windows.free_behind(row)
+        for group in self._groups:
+            rows, common = self.requests[group], self._awaited(group)
+            for row in rows if common is None else rows[:1]:
+                new = row.num_uncomputed if common is None else common - row.num_computed
+                count = min(new, budget, scheduler.prefill_chunk_size or budget)
+                missing = pages_for(row.num_computed + count, scheduler.page_size) - len(row.pages)
+                if missing > 0:
+                    self._extend(row, missing)
+                if count:
+                    budget -= count
+                    scheduled.append(ScheduledRow(row, row.num_computed, count, False))
+        scheduled.sort(key=lambda r: r.num_new > 1)  # decode rows come first
+        return ScheduledBatch(scheduled, sum(r.num_new for r in scheduled), sum(r.num_new == 1 for r in scheduled))
+
+    def _extend(self, row: Request, count: int) -> None:
+        """More pages for the row, if need be those of the engine's other requests."""
+        if not self.engine.scheduler.extend(row, count):
+            self.engine.collect()
+            self.engine.scheduler.preempt_all()
+            extended = self.engine.scheduler.extend(row, count)
+            assert extended  # all rows fit: checked at the start
 
 
 def sample(rows: Rows, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,

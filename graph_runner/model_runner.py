@@ -8,11 +8,10 @@ copies the tokens, and log probabilities where they are wanted, back to the host
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.buckets import decode_buckets, token_buckets
+from quire.graph_runner.by_itself import by_itself
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -93,25 +93,6 @@ class Launched:
         return [None] * len(self.batch.rows) if self.found is None else self.found.rows()
 
 
-def _by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the method of a runner without what its caller's thread has set. Autocast is off: a step holds requests of several
-    threads, and what is compiled or captured under autocast stays so. The model's GPU is the current one, on whose stream
-    events are recorded."""
-
-    @functools.wraps(method)
-    def run(runner: ModelRunner, *args: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            device = runner.device if hasattr(runner, "device") else next(args[0].parameters()).device
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device))
-            return method(runner, *args)
-
-    return run
-
-
 class ModelRunner:
     """See the module's docstring. Reads the options that are for it from ``config``, whose ``max_model_len`` is set.
 
@@ -122,7 +103,7 @@ class ModelRunner:
         UnsupportedAttention: the model cannot be served.
     """
 
-    @_by_itself
+    @by_itself
     @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
@@ -174,7 +155,8 @@ class ModelRunner:
         self.limits = StepLimits(largest.num_reqs, largest.num_tokens, width)
         self.buffers = StepBuffers(largest, max_pages_per_seq=width, max_num_seqs=config.max_num_seqs,
                                    page_size=config.page_size, device=self.device, graph_draws=self.paged.draws,
-                                   total_lens=bool(self.length_limits), windows=self.window_reach is not None)
+                                   total_lens=bool(self.length_limits), windows=self.window_reach is not None,
+                                   fast_prefill=config.kv_sharing_fast_prefill)
         self._host_tokens = [torch.zeros(config.max_num_seqs, dtype=torch.int64, pin_memory=cuda) for _ in range(4)]
         self._next_host_tokens = 0
         self._states: dict[str, Any] = {}
@@ -182,7 +164,7 @@ class ModelRunner:
         self._replaying: Step | None = None
         self.sizes = PoolSizes(
             self.sites, config.page_size, self._kv_dtype, config.max_num_seqs, largest.num_tokens, width, self.reach,
-            self.window_reach, config.enable_prefix_caching is True)
+            self.window_reach, config.enable_prefix_caching is True, self.backend.bytes_beside)
         buckets = self._buckets(self.backend.capabilities.cudagraph_support)
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
@@ -268,11 +250,12 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(self.device)[0]
         self.cache = self._new_cache(2)
+        allocated = torch.cuda.memory_allocated(self.device)  # the backend's workspace counts as the step's
         self._new_states(self.cache)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.buffers.stage_padding(self._largest)
         batch = self.buffers.forward_batch(self._largest)
-        allocated = torch.cuda.memory_allocated(self.device)
+        batch.metadata = replace(batch.metadata, logits_indices_padded=None)  # all layers on all tokens take the most
         self._compute(self._step(batch), batch)
         torch.cuda.synchronize(self.device)
         self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated
@@ -382,17 +365,21 @@ class ModelRunner:
         with running(staged.step):  # for attention between the pieces
             return self.graphs.replay(staged.bucket)
 
-    @_by_itself
+    def copy_pages(self, copies: Sequence[tuple[int, int]], window_copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (from, to) pages, before any later step; of layers with a window, ``window_copies``; see ScheduledBatch."""
+        windows = self.window_reach is not None
+        for pairs, bounded in ((copies, False), (window_copies, True)):
+            if pairs:
+                pages = to_device(np.array(pairs, np.int64), self.device)
+                layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
+                self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
+
+    @by_itself
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
         """Start a step. Returns at once on a GPU; ``Launched.tokens()`` has the results."""
-        windows = self.window_reach is not None
-        for copies, bounded in ((batch.copies, False), (batch.window_copies, True)):
-            if copies:
-                pages = to_device(np.array(copies, np.int64), self.device)
-                layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
-                self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
+        self.copy_pages(batch.copies, batch.window_copies)
         staged = self.stage(batch, self.bucket_for(batch))
         logits, tokens = self.forward(staged)
         shape, made, rows, sampled = staged.shape, staged.forward_batch, len(batch.rows), None
@@ -424,7 +411,7 @@ class ModelRunner:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    @_by_itself
+    @by_itself
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:

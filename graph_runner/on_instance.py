@@ -47,8 +47,15 @@ class OwnCopies:
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """The decoding loop, which transformers' ``generate`` calls by this name when it has prepared everything."""
-        plain, standing = super()._sample, SAMPLING.get()  # type: ignore[misc]
-        return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is self else plain(*args, **kwargs)
+        return _decode(self, super()._sample, args, kwargs)  # type: ignore[misc]
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """The loop of ``generate`` with beams."""
+        return _decode(self, super()._beam_search, args, kwargs)  # type: ignore[misc]
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """The loop of ``generate`` that speculates, without a change of the distribution: the engine samples each token."""
+        return _decode(self, super()._assisted_decoding, args, kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The manager behind transformers' ``generate_batch``: on the engine of ``quire.paged``."""
@@ -64,6 +71,11 @@ class OwnCopies:
         if plain is None or not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
         return (_new, (plain, *made[1][1:]), *made[2:])
+
+
+def _decode(model: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    standing = SAMPLING.get()
+    return standing[1](plain, *args, **kwargs) if standing is not None and standing[0] is model else plain(*args, **kwargs)
 
 
 def _new(plain: type, *arguments: Any) -> Any:

@@ -6,7 +6,7 @@ sequences, of lengths drawn at random, through the compiled model: as they are; 
 with the first one made of a single token, the one with the largest embedding (for what happens rarely); and in the other order,
 so that the longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
 A model that computes in float32 throughout must also give what its own forward gives for the first one alone
-(``_is_precise``).
+(``_is_precise``), and its own forward must give a first token the same logits with and without tokens after it.
 
 Equal kernels on equal shapes give equal bits, so that in any dtype the logits of a sequence beside another neighbour of its
 length are the same to the last bit. Where the order of sums depends on other rows (a mixture of experts gathers tokens by
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     """Run the trial. ``adapters``: those that are active in the model, for each token (``Step.adapters``).
 
     Raises:
-        UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention.
+        UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention; or the logits with
+            ``kv_sharing_fast_prefill`` are others.
     """
     vocab_size = min(vocab_size, paged.num_logits)
     generator = torch.Generator().manual_seed(vocab_size + 31 * len(sites))
@@ -65,9 +67,10 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))
     changed = torch.cat([first[:_SAME], (first[_SAME:] + 1 + shift[_SAME:] % (vocab_size - 1)) % vocab_size])
 
+    routed = any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes)
     plain = _check_own_positions(paged, first.to(device), rounding)
 
-    def logits(*sequences: torch.Tensor) -> list[torch.Tensor]:
+    def logits(*sequences: torch.Tensor, last: bool = False) -> list[torch.Tensor]:
         lengths = [len(s) for s in sequences]
         pages = [pages_for(n, page_size) for n in lengths]
         cache = PagedKVCache.for_sites(sites, num_pages=1 + sum(pages), page_size=page_size, device=device, dtype=kv_dtype,
@@ -77,13 +80,16 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         table = [[*row, *[0] * (pages_for(max_model_len, page_size) - len(row))] for row in table]
         meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
         ids = torch.cat(sequences).to(device)
+        if last:
+            wanted = meta.logits_indices
+            meta = replace(meta, logits_indices_padded=wanted, num_logits_indices=len(lengths))
+            return list(paged(Step(cache, meta, backend, adapters=adapters), ids, meta.positions, wanted).float())
         out = paged(Step(cache, meta, backend, adapters=adapters), ids, meta.positions, torch.arange(len(ids), device=device))
         return list(out.float().split(lengths))
 
     (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
         logits(first, second), logits(changed, second), logits(_rare(paged.model, first, vocab_size), second),
         logits(second, first))
-    routed = any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes)
     exact = not routed and all(
         map(torch.equal, logits(first, second), (one, two)))  # not so with kernels that add up in any order
     effects = _gap(one, one_changed)[_SAME:]
@@ -107,6 +113,14 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "
                 "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
                 "cannot serve such a model in packed batches.")
+    if paged.options.kv_sharing_fast_prefill:
+        gaps = [_gap(of_all[-1], alone).max().item() for of_all, alone in zip(
+            (one, two), logits(first, second, last=True), strict=True)]
+        if not max(gaps) <= limit * effect:
+            raise UnsupportedAttention(
+                "kv_sharing_fast_prefill=True: a trial batch has other logits than without it: they differ by "
+                f"{max(gaps) / effect:.2g} times what another token in its past changes. Leave the option out, and please "
+                "report it.")
     if plain is not None and not coarse and not routed and _is_precise(paged, plain.dtype):
         share = _gap(one, plain.to(one)).max().item() / effect
         if not share <= rounding:
@@ -114,6 +128,8 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 f"a trial sequence has other logits paged than by the model's own forward: they differ by {share:.2g} times "
                 "what another token in its past changes. The forward may do something else when it is compiled "
                 "(torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
+    if plain is not None and not routed:
+        _check_one_token(paged, first.to(device), plain)
     logger.info("packing check: passed")
 
 
@@ -155,6 +171,27 @@ def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> 
             f"{difference / max(largest, 1e-30):.2g} of the largest from those without position_ids. quire gives a model the "
             "positions of each token in its sequence, from 0.")
     return plain
+
+
+def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor) -> None:
+    """Refuse a model that computes something else for a row of one token: a trace for rows of any length does not show it, as
+    Dynamo takes lengths other than 1 for granted. ``plain``: logits of all ``ids``."""
+    try:
+        one, first = paged.by_itself(ids[:1], torch.zeros_like(ids[:1])).float(), plain[:1].float()
+    except ChangedWhileTraced:
+        raise
+    except Exception as error:
+        logger.info("packing check: the model does not run on one token: %s: %s", type(error).__name__, error)
+        return
+    limit = _ROUNDING[plain.dtype] if _is_precise(paged, plain.dtype) else _ROUNDING_OF_HALVES
+    largest = first[first.isfinite()].abs().max().item() if first.isfinite().any() else 0.0
+    difference = _gap(one, first).max().item()
+    if difference > limit * largest:
+        raise UnsupportedAttention(
+            "the model computes something else for a row of one token than for longer ones: the logits of a first token differ "
+            f"by {difference / max(largest, 1e-30):.2g} of the largest. Its forward branches on the length of its input, or "
+            "attends to later tokens. A packed row has the tokens of several sequences, so that its length means nothing to "
+            "them; let the forward branch on position_ids, or not at all.")
 
 
 def _rare(model: torch.nn.Module, first: torch.Tensor, vocab_size: int) -> torch.Tensor:

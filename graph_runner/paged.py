@@ -1,9 +1,9 @@
 """``quire.paged``: one line on a Hugging Face model, or a decorator on a forward.
 
 On a model: ``model.generate`` runs on an engine, and the rest of the model stays as it is. A call whose tokens follow from
-sampling parameters alone is a batch of requests; one with processors or criteria of transformers advances in lockstep
-(``lockstep.py``). Calls that the engine cannot honour (beam search, assistants, embeddings as input, methods of the model's
-own, ...) go to the model's own ``generate``, with one warning per reason. docs/generation.md lists every argument.
+sampling parameters alone is a batch of requests; one with processors or criteria of transformers, or with beams, advances in
+lockstep (``lockstep.py``). Calls that the engine cannot honour (assistants, embeddings as input, methods of the model's own,
+...) go to the model's own ``generate``, with one warning per reason. docs/generation.md lists every argument.
 
 On a forward: inside ``quire.step`` it is traced, lowered to paged attention and compiled; outside it is the plain forward.
 """
@@ -24,6 +24,7 @@ import torch
 
 from quire.attn_ops.step import current_step
 from quire.graph_runner import lockstep
+from quire.graph_runner.beams import beam_search
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.continuous import Manager, engine_options
 from quire.graph_runner.engine import Engine
@@ -147,7 +148,7 @@ class PagedGenerate(OnInstance):
             self._warn(call.note)
         if call.job is not None:
             return self._run(call.job)
-        token = SAMPLING.set((self.model, self._sample))
+        token = SAMPLING.set((self.model, self._decode))
         try:
             return self._plain(*args, **kwargs)
         finally:
@@ -162,17 +163,22 @@ class PagedGenerate(OnInstance):
         self._warn(f"generate() runs on transformers' own code, not paged, because {why}", 4)
         return self._plain(*args, **kwargs)
 
-    def _sample(self, plain: Callable[..., Any], input_ids: torch.Tensor, *, logits_processor: Any, stopping_criteria: Any,
+    def _decode(self, plain: Callable[..., Any], input_ids: torch.Tensor, *, logits_processor: Any, stopping_criteria: Any,
                 generation_config: Any, streamer: Any = None, **rest: Any) -> Any:
-        """In the place of ``GenerationMixin._sample``, which is ``plain``."""
+        """In the place of ``plain``, which is the model's ``_sample``, ``_beam_search`` or ``_assisted_decoding``."""
         prompts = prompts_of(input_ids, rest.get("attention_mask"))
+        prepared = dict(logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                        generation_config=generation_config)
         try:
             rows = lockstep.Rows(self.engine, prompts, generation_config.max_length - input_ids.shape[1])
         except lockstep.DoesNotFit as error:
             self._warn(f"generate() runs on transformers' own code, not paged, because {error}")
-            return plain(input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-                         generation_config=generation_config, streamer=streamer, **rest)
-        return lockstep.sample(rows, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            if streamer is not None:
+                rest["streamer"] = streamer
+            return plain(input_ids, **prepared, **rest)
+        if plain.__name__ == "_beam_search":
+            return beam_search(plain, rows, input_ids, **prepared)
+        return lockstep.sample(rows, input_ids, **prepared, streamer=streamer)
 
     def init_continuous_batching(self, generation_config: Any = None, continuous_batching_config: Any = None,
                                  workload_hints: Any = None) -> Any:
@@ -251,7 +257,7 @@ def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[
             call = compiled[owner] = torch.compile(own, backend=QuireBackend(opts), fullgraph=True)
         try:
             return call(self, *args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             raise unwrapped(error, self) from error
 
     return wrapper

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ class PoolSizes:
         reach: of a model whose layers all have a window; else None.
         window_reach: of the layers with a window, where these have pages of their own; else None.
         lasting: whether a prefix cache keeps pages for later requests.
+        bytes_beside: (site, page_size) -> bytes that the attention backend keeps of each page of a layer, beside the KV cache.
     """
 
     sites: Sequence[AttentionSite]
@@ -37,6 +38,7 @@ class PoolSizes:
     reach: Reach | None
     window_reach: Reach | None
     lasting: bool
+    bytes_beside: Callable[[AttentionSite, int], int] = lambda site, page_size: 0
 
     @property
     def useful(self) -> int:
@@ -56,13 +58,17 @@ class PoolSizes:
     def pages_in(self, num_bytes: int) -> int:
         """Pages for which ``num_bytes`` suffice. Layers with a window have no more than they can use, and the rest goes to the
         others; where there is not even memory for those, all layers have the same."""
-        same = num_bytes // bytes_per_page(self.sites, self.page_size, self.kv_dtype)
+        same = num_bytes // self._page_bytes(self.sites)
         windows = self.window_pages(max(0, num_bytes))  # of any number of other pages
         if windows is None or windows > same:
             return same
-        taken = windows * bytes_per_page([s for s in self.sites if s.bounded], self.page_size, self.kv_dtype)
-        full = bytes_per_page([s for s in self.sites if not s.bounded], self.page_size, self.kv_dtype)
-        return (num_bytes - taken) // full
+        taken = windows * self._page_bytes([s for s in self.sites if s.bounded])
+        return (num_bytes - taken) // self._page_bytes([s for s in self.sites if not s.bounded])
+
+    def _page_bytes(self, sites: Sequence[AttentionSite]) -> int:
+        """Bytes of one page over these layers, those beside the cache included."""
+        return bytes_per_page(sites, self.page_size, self.kv_dtype) + sum(
+            self.bytes_beside(site, self.page_size) for site in sites)
 
 
 @dataclass(frozen=True)

@@ -61,32 +61,36 @@ def calibrate(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], out: s
 @dataclass(frozen=True)
 class Quality:
     """One backend on the texts: perplexity of the compared positions, and the share of them at which its likeliest token is
-    that of the first backend; ``drift``: mean distance of the log probability of the text's token from the first backend's."""
+    that of the first backend; ``drift``: mean distance of the log probability of the text's token from the first backend's.
+    ``prefilled``: the positions are of prefills, else decoding steps."""
 
     attention: str
     perplexity: float
     agreement: float
     drift: float
     positions: int
+    prefilled: bool = False
 
     def __str__(self) -> str:
+        what = "prefilled positions" if self.prefilled else "decoding steps"
         return (f"{self.attention}: perplexity {self.perplexity:.4f}, likeliest token as the first in "
-                f"{100 * self.agreement:.2f}% of {self.positions} decoding steps, "
+                f"{100 * self.agreement:.2f}% of {self.positions} {what}, "
                 f"mean drift of a log probability {self.drift:.2e}")
 
 
-def compare(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], backends: Sequence[str], **options: Any
-            ) -> list[Quality]:
-    """Decode the same texts through each backend, and compare with the first.
+def compare(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], backends: Sequence[str], prefill: bool = False,
+            **options: Any) -> list[Quality]:
+    """Run the same texts through each backend, and compare with the first.
 
     Every position of the last STRETCH of a text is a decoding step: pages of one token and the prefix cache leave one token of
-    the prompt to compute.
+    the prompt to compute. With ``prefill`` each text is one prefill, and all its positions are compared.
     """
-    runs = [_decode(model, tokenizer, texts, name, options) for name in backends]
+    run = _prefill if prefill else _decode
+    runs = [run(model, tokenizer, texts, name, options) for name in backends]
     first, found = runs[0], []
     for name, (logprobs, likeliest) in zip(backends, runs, strict=True):
         found.append(Quality(name, math.exp(-logprobs.mean()), (likeliest == first[1]).float().mean().item(),
-                             (logprobs - first[0]).abs().mean().item(), len(logprobs)))
+                             (logprobs - first[0]).abs().mean().item(), len(logprobs), prefill))
     return found
 
 
@@ -107,6 +111,20 @@ def _decode(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attentio
                 logprobs.append(output.logprobs[0][ids[position]].logprob)
                 likeliest.append(output.token_ids[0])
     return torch.tensor(logprobs, dtype=torch.float64), torch.tensor(likeliest)
+
+
+def _prefill(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attention: str, options: dict[str, Any]
+             ) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``_decode``, of all positions but the first."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
+    longest = max(map(len, texts))
+    with Engine(model, tokenizer, attention=attention, enable_prefix_caching=False, max_num_seqs=1,
+                max_num_batched_tokens=longest, max_model_len=longest + 1, **options) as engine:
+        outputs = engine.generate([{"prompt_token_ids": list(ids)} for ids in texts], params)
+    found = [(ids[i], entry) for ids, output in zip(texts, outputs, strict=True)
+             for i, entry in enumerate(output.prompt_logprobs or ()) if entry is not None]
+    likeliest = [next(token for token, one in entry.items() if one.rank == 1) for _, entry in found]
+    return torch.tensor([entry[token].logprob for token, entry in found], dtype=torch.float64), torch.tensor(likeliest)
 
 
 __all__ = ["Quality", "calibrate", "compare", "token_texts"]

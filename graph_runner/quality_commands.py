@@ -36,7 +36,8 @@ def quality(args: argparse.Namespace) -> int:
     """``quire quality``."""
     from quire.graph_runner.quality import compare
 
-    for found in compare(*_model_and_texts(args, seed=100), args.attention):  # not the texts that channels are measured on
+    texts = _model_and_texts(args, seed=100)  # not those that channels are measured on
+    for found in compare(*texts, args.attention, args.prefill):
         print(found)
     return 0
 
@@ -45,7 +46,9 @@ def add_commands(command: Callable[[str, Callable[[argparse.Namespace], int], st
     """Add both to the parser. ``command``: (name, function, help) -> the command's parser."""
     sub = command("calibrate", calibrate, "measure which channels of the keys matter, for approximate attention backends")
     sub.add_argument("--out", required=True, metavar="FILE", help="where to write the channels, as JSON")
-    other = command("quality", quality, "decode a text through attention backends, and compare each with the first")
+    other = command("quality", quality, "run a text through attention backends, and compare each with the first")
+    other.add_argument("--prefill", action="store_true",
+                       help="prefill each part of the text whole (default: decode it token by token)")
     other.add_argument("--attention", action="append", required=True, metavar="NAME", help="a backend; give two or more")
     for parser in (sub, other):
         parser.add_argument("--model", metavar="PATH", help="folder of a saved model (default: the one in quire)")

@@ -258,11 +258,19 @@ class Scheduler:
         request.pages += pages
         return True
 
+    def share(self, source: Request, target: Request) -> None:
+        """Let ``target``, which has no pages, read the full ones of ``source``."""
+        target.pages = source.pages[: source.num_computed // self.page_size]
+        self.allocator.share(target.pages)
+        if self.windows is not None:
+            self.windows.share_with(source, target, len(target.pages))
+
     def give_back(self, request: Request) -> None:
         """Free the pages of a request that was not scheduled here (``lockstep.py``)."""
         self._free(request.pages)
         if self.windows is not None:
             self.windows.give_back(request)
+        request.num_computed, request.pages = 0, []
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Allocate pages for ``count`` more tokens, preempting others if needed. False if ``request`` was preempted."""

@@ -30,7 +30,9 @@ class EngineStats:
             and captured CUDA graphs.
         estimated_graph_bytes: what graphs were expected to take when the KV cache was sized; 0 where nothing was sized for them
             (on a CPU, and with num_pages).
-        step_bytes: what the largest step needs beside these, as measured then; 0 where it was not.
+        backend_bytes: what the attention backend keeps of the cached tokens, beside the KV cache.
+        step_bytes: what the largest step needs beside these, the backend's workspace included, as measured then; 0 where it was
+            not.
         free_bytes: of the GPU; None on a CPU.
     """
 
@@ -55,11 +57,13 @@ class EngineStats:
     kv_cache_bytes: int
     graph_bytes: int
     estimated_graph_bytes: int
+    backend_bytes: int
     step_bytes: int
     free_bytes: int | None
 
     def __str__(self) -> str:
-        memory = (("weights", self.weight_bytes), ("KV cache", self.kv_cache_bytes), ("graphs", self.graph_bytes),
+        memory = (("weights", self.weight_bytes), ("KV cache", self.kv_cache_bytes),
+                  ("attention's data of it", self.backend_bytes or None), ("graphs", self.graph_bytes),
                   ("largest step", self.step_bytes or None), ("free", self.free_bytes))
         windows = f"of windows: {self.window_pages_used} of {self.window_pages} used; " if self.window_pages else ""
         return (f"{self.running} running, {self.waiting} waiting, {self.finished} finished; {self.generated_tokens} new "
@@ -117,7 +121,8 @@ def stats_of(engine: Any) -> EngineStats:
         busy_seconds=past.busy_seconds, tokens_per_second=generated / past.busy_seconds if past.busy_seconds else 0.0,
         weight_bytes=copies + sum(map(num_bytes, tensors.values())), kv_cache_bytes=runner.cache.num_bytes,
         graph_bytes=runner.graphs.stats.capture_bytes, estimated_graph_bytes=runner.graphs.stats.estimated_bytes,
-        step_bytes=runner.step_bytes, free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
+        backend_bytes=runner.cache.beside_bytes, step_bytes=runner.step_bytes,
+        free_bytes=torch.cuda.mem_get_info(runner.device)[0] if on_gpu else None)
 
 
 __all__ = ["Counters", "EngineStats", "stats_of"]

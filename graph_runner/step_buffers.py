@@ -99,10 +99,14 @@ class StepBuffers:
         total_lens: whether the model reads ``total_lens``; see CommonAttentionMetadata.
         graph_draws: whether the model's graph samples rows with a temperature; then only filters need the sampler.
         windows: whether layers with a window have pages of their own (``Request.window_pages``).
+        fast_prefill: whether metadata say which logits are wanted, in steps with more tokens than rows that score no prompt
+            token (``passes/rewrite/last_rows.py``).
     """
 
     def __init__(self, max_shape: BatchShape, *, max_pages_per_seq: int, max_num_seqs: int, page_size: int,
-                 device: torch.device, graph_draws: bool = False, total_lens: bool = False, windows: bool = False) -> None:
+                 device: torch.device, graph_draws: bool = False, total_lens: bool = False, windows: bool = False,
+                 fast_prefill: bool = False) -> None:
+        self.fast_prefill = fast_prefill
         self.width, self.page_size, self.device, self.graph_draws = max_pages_per_seq, page_size, device, graph_draws
         self.dummy_slot, self.total_lens = max_num_seqs, total_lens
         # The largest mixed shape has both the most tokens and the most rows, so it bounds every layout.
@@ -257,6 +261,8 @@ class StepBuffers:
             seq_lens_cpu=torch.from_numpy(lens), block_table_tensor=self.table.rows[: shape.num_reqs],
             slot_mapping=v["slot_mapping"], num_reqs=reqs, num_actual_tokens=tokens, max_query_len=longest_query,
             max_seq_len=longest, page_size=self.page_size, total_lens=v["total_lens"] if self.total_lens else None)
+        if self.fast_prefill and shape.num_tokens > shape.num_reqs and not (batch and batch.num_scored):
+            metadata = replace(metadata, logits_indices_padded=v["logits_indices"], num_logits_indices=reqs)
         windows = None if self.window_table is None else replace(
             metadata, block_table_tensor=self.window_table.rows[: shape.num_reqs], slot_mapping=v["window_slot_mapping"])
         return ForwardBatch(mode, metadata, v["input_ids"], v["positions"], window_metadata=windows,

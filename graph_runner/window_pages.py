@@ -124,6 +124,11 @@ class WindowPages:
         request.window_behind = self.reach._free_behind(request.window_pages, request.window_behind, request.num_computed,
                                                         self._release, self.page_size)
 
+    def share_with(self, source: Request, target: Request, count: int) -> None:
+        """Let ``target``, which has none, read the first ``count`` pages of ``source``, as far as that has them."""
+        target.window_pages, target.window_behind = source.window_pages[:count], source.window_behind
+        self.allocator.share(target.window_pages[target.window_behind :])
+
     def give_back(self, request: Request) -> None:
         """The request holds none any more."""
         self._release(request.window_pages[request.window_behind :])

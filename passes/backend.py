@@ -56,6 +56,8 @@ def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options:
         raise ValueError("max_model_len is an option of quire.Engine; in a step by hand sequences are as long as you make them")
     if chosen.window_tables:
         raise ValueError("window_tables is for quire.Engine; in a step by hand all layers have one block table")
+    if chosen.kv_sharing_fast_prefill:
+        raise ValueError("kv_sharing_fast_prefill is an option of quire.Engine, which knows the tokens whose logits are wanted")
     return QuireBackend(chosen, _shared_weights(gm, example_inputs))(gm, example_inputs)
 
 

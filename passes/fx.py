@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import re
@@ -305,8 +306,8 @@ def evaluate(nodes: Iterable[fx.Node], env: dict[fx.Node, Any]) -> None:
 def compute_value(node: fx.Node) -> fx.Node:
     """Give a new node the fake value that follows from its inputs' fake values; returns the node."""
     inputs = {n: value(n) for n in node.all_input_nodes}
-    mode = next(m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
-    with mode, enable_python_dispatcher(), torch.no_grad():
+    modes = (m for x in tree_leaves(list(inputs.values())) if (m := getattr(x, "fake_mode", None)) is not None)
+    with next(modes, contextlib.nullcontext()), enable_python_dispatcher(), torch.no_grad():
         evaluate([node], inputs)
     node.meta["example_value"] = inputs[node]
     return node

@@ -28,6 +28,8 @@ class QuireOptions:
         max_model_len: longest sequence; some models can be served only up to a length. (For ``PagedModel`` only.)
         window_tables: in a model that has both kinds of layers, those with a window or chunk take slots and a block table of
             their own, if the backend plans nothing on the host. (For ``PagedModel`` only; see ``Step.window_metadata``.)
+        kv_sharing_fast_prefill: make a second graph for steps whose metadata have ``logits_indices_padded``, in which layers
+            that share earlier layers' keys and values run on those tokens alone. (For ``PagedModel`` only.)
 
     Raises:
         ValueError: an unknown compiler, layout or fusion, or a page size below 1.
@@ -41,6 +43,7 @@ class QuireOptions:
     layout: Layout | None = None
     max_model_len: int | None = None
     window_tables: bool = False
+    kv_sharing_fast_prefill: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attention", attention_name(self.attention))

@@ -26,6 +26,7 @@ from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
 from quire.passes.fx import copy_graph, erase_dead, placeholders, shape_conditions, source_name, symbolic, value
+from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
 from quire.passes.rewrite.own_positions import use_given_positions
@@ -35,6 +36,7 @@ from quire.passes.start_times import timed
 from quire.passes.verify.breaks import check_names
 from quire.passes.verify.positions import use_short_frequencies
 from quire.passes.verify.quantized import check_rows
+from quire.passes.verify.shared_kv import KV_SOURCES, shared_layers, with_sources
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
 from quire.passes.verify.tokens import check_tokens
 
@@ -77,23 +79,40 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
             use_short_frequencies(gm, config, max_length)
     choose_per_sequence(gm, tokens)
     check_positions(gm.graph, tokens, config is not None)
-    check_tokens(gm.graph, tokens, [n for n in placeholders(gm.graph) if row_data and source_name(n).startswith(row_data)])
+    check_tokens(gm.graph, tokens, _row_data(gm, row_data))
     check_rows(gm.graph, real)
+    gm.meta[KV_SOURCES] = shared_layers(gm.graph)
     if raised or any_shape:
         _check_shape_conditions(gm, inputs, tokens, raised > 0, any_shape, max_length)
-    return gm, with_latents(gm, sites)
+    return gm, with_sources(gm, with_latents(gm, sites))
 
 
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
-                weights: FusedWeights, small: bool = False) -> tuple[Lowered, FusedInputs]:
-    """A copy of ``raised``, fused and lowered. ``small``: for steps of at most MAX_TOKENS tokens."""
+                weights: FusedWeights, small: bool = False, last_rows: bool = False, row_data: str | None = None
+                ) -> tuple[Lowered, FusedInputs]:
+    """A copy of ``raised``, fused and lowered.
+
+    Args:
+        small: for steps of at most MAX_TOKENS tokens.
+        last_rows: layers that share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``).
+        row_data: as for ``raise_graph``.
+
+    Raises:
+        UnsupportedAttention: ``last_rows`` of a graph that is not proved to allow it.
+    """
     gm = copy_graph(raised)
+    if last_rows:
+        keep_last_rows(gm, _row_data(gm, row_data))
     if target.latent:
         raise_mla(gm)  # before fusions, which may change what becomes of kv_b
     fused = apply_fusions(gm, inputs, fusions, weights, small)
     lowered = lower(gm, target)
     apply_lowered_fusions(lowered, fusions, small)
     return lowered, fused
+
+
+def _row_data(gm: fx.GraphModule, source: str | None) -> list[fx.Node]:
+    return [n for n in placeholders(gm.graph) if source and source_name(n).startswith(source)]
 
 
 def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | None, earlier: list[Any],

@@ -87,7 +87,8 @@ def _part(base: AttentionBackend, reads: int) -> AttentionBackend:
         return merge_states(*(torch.stack(states, 1) for states in zip(shared, own, sink, strict=True)))[0]
 
     return replace(base, name=f"{NAME} of {base.name}", op=op, rope_op=None, mla_op=None, state_op=None, prepare=prepare,
-                   capabilities=replace(base.capabilities, batch_invariant=False), make_state=None, plan=None)
+                   capabilities=replace(base.capabilities, mla=False, lse=False, batch_invariant=False), make_state=None,
+                   plan=None)
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:

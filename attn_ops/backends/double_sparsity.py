@@ -235,6 +235,8 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
             cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE),
         available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
         make_state=functools.partial(State, options), prepare=_prepare_op(), packages=("triton",), every_step=True,
+        page_bytes=None if options.channels is None else lambda site, page_size: (
+            page_size * site.num_kv_heads * (options.channels or 0) * site.dtype.itemsize),
         approximate=f"decodes over {options.tokens} keys of sequences longer than {options.limit} tokens")
 
 

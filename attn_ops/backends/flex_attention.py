@@ -175,7 +175,7 @@ BACKEND = AttentionBackend(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         kv_dtypes=QUANTIZED_KV_DTYPES, head_dims=lambda d, dv: d == dv and d in (16, 32, 64, 128, 256),
         head_dims_note="16, 32, 64, 128 and 256, the same for values", window=True, softcap=True, sinks=True, chunk=True,
-        cudagraph_support=CudagraphSupport.NEVER,
+        any_batch=True, cudagraph_support=CudagraphSupport.NEVER,
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention),

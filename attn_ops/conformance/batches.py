@@ -305,6 +305,9 @@ def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeFo
                     wanted[name][live // size, live % size] = bits(part)
     given = {name: (tensor, tensor.clone()) for name, tensor in batch.inputs().items()}
     out = run(backend, batch, rotary, form)
+    declared = backend.bytes_beside(batch.site, batch.metadata.page_size) * batch.cache.num_pages
+    if (kept := batch.cache.beside_bytes) != declared:
+        raise Failure(f"the backend keeps {kept} bytes beside the cache and declares {declared} (page_bytes)")
     for name, (tensor, before) in given.items():
         if not torch.equal(bits(tensor), bits(before)):
             raise Failure(f"the backend changed its input {name}")

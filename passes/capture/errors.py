@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 
 
-def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
+def unwrapped(error: Exception, model: Any) -> Exception:
     """Our own error from inside Dynamo's, or one that names the model."""
     cause: BaseException | None = error
     while cause is not None:
@@ -38,10 +39,11 @@ def unwrapped(error: Exception, model: torch.nn.Module) -> Exception:
             f"{name}'s forward fails on one row of token ids, as a ragged batch is given to it: {fails[1]}: {fails[3]}"
             f"{_reason(text)}. It must take input_ids and position_ids of shape (1, tokens).")
     first = text.strip().splitlines()[0] if text.strip() else ""
-    adapters = sorted({type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")})
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    adapters = sorted({type(m).__name__ for m in modules if type(m).__module__.startswith("peft.")})
     hint = "" if not adapters else (
-        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA, target_parameters, trainable "
-        "tokens): merge the adapter with merge_adapter(), or disable it")
+        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA of embeddings or quantized "
+        "weights, target_parameters, trainable tokens): merge the adapter with merge_adapter(), or disable it")
     return UnsupportedAttention(
         f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}{hint}")
 

@@ -3,6 +3,9 @@
     before  base_layer(x) + B(A(x)) * scaling of each active adapter
     after   quire.lora_rows(base_layer(x), x, [A ...], [B ...], [scaling ...], bits) with every adapter of the layer
 
+And DoRA (Liu et al., 2024), which gives each row of ``W + B A * scaling`` a trained length, its magnitude: PEFT's code for it
+looks for quantized weights in a way that Dynamo cannot trace, so plain weights get the same formula here.
+
 The forwards are replaced only while the model is traced. What a layer may do otherwise is refused: ``check_adapters``.
 """
 
@@ -14,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from quire.attn_ops.ops.lora_rows import MAX_ADAPTERS, lora_rows
 
@@ -77,7 +81,8 @@ def _unknown(layer: Any) -> str | None:
     if layer.merged_adapters:
         return f"has merged {', '.join(layer.merged_adapters)} into its weight (unmerge_adapter takes it out)"
     if layer.lora_variant:
-        return f"has another kind of LoRA ({', '.join(map(str, layer.lora_variant))}), such as DoRA"
+        kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in layer.lora_variant.values()})
+        return f"has {' and '.join(kinds).replace('Dora', 'DoRA')}, and not LoRA alone"
     for name in layer.lora_A:
         a, b = layer.lora_A[name], layer.lora_B[name]
         if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
@@ -89,25 +94,46 @@ def _unknown(layer: Any) -> str | None:
 
 @contextlib.contextmanager
 def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None) -> Iterator[list[Any]]:
-    """While inside, the LoRA layers of ``model`` apply each token's adapters, ``names[i]`` where bit i is set; None: no change.
-    Gives what must be kept as long as the trace: Dynamo drops one when an object dies that it read.
+    """While inside, the LoRA layers of ``model`` apply each token's adapters, ``names[i]`` where bit i is set; None: the active
+    ones. DoRA layers can be traced. Gives what must be kept as long as the trace: Dynamo drops one when an object dies that it
+    read.
 
     Raises:
         ValueError: as ``check_adapters``.
     """
-    if names is None:
-        yield []
-        return
-    check_adapters(model)
-    layers, own = list(adapter_layers(model).values()), list(names)
-    forwards = [functools.partial(_forward, layer, own) for layer in layers]
+    layers = list(adapter_layers(model).values())
+    forwards = [(dora, functools.partial(_dora, dora)) for layer in layers for dora in _dora_layers(layer).values()]
+    if names is not None:
+        check_adapters(model)
+        forwards += [(layer, functools.partial(_forward, layer, list(names))) for layer in layers]
     try:
-        for layer, forward in zip(layers, forwards, strict=True):
-            object.__setattr__(layer, "forward", forward)
+        for module, forward in forwards:
+            object.__setattr__(module, "forward", forward)
         yield forwards
     finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+        for module, _ in forwards:
+            module.__dict__.pop("forward", None)
+
+
+def _dora_layers(layer: Any) -> dict[str, Any]:
+    """The DoRA layers, by adapter, of a linear layer whose weight is not quantized."""
+    found = {name: dora for name, dora in getattr(layer, "lora_magnitude_vector", {}).items()
+             if type(dora).__name__ == "DoraLinearLayer" and "forward" not in vars(dora)}
+    return found if found and type(getattr(layer.get_base_layer(), "weight", None)) is torch.nn.Parameter else {}
+
+
+def _dora(dora: Any, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any,
+          base_result: torch.Tensor | None = None, adapter_name: str = "") -> torch.Tensor:
+    """What PEFT's ``DoraLinearLayer`` adds to the base layer's result."""
+    weight = base_layer.weight.to(x.dtype)
+    weight = weight.T if dora.fan_in_fan_out else weight
+    norm = torch.linalg.norm(weight + scaling * (lora_B.weight @ lora_A.weight).to(x.dtype), dim=1)
+    scale = dora.weight / norm.to(x.dtype)
+    if base_result is None:
+        base_result = F.linear(x, weight)
+    elif base_layer.bias is not None:
+        base_result = base_result - base_layer.bias
+    return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
 
 
 def _forward(layer: Any, names: list[str], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

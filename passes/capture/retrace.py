@@ -12,6 +12,7 @@ Guards: Dynamo checks those of the first graph at each call. They come from the 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import re
 import types
@@ -257,6 +258,27 @@ class AnyLength:
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """The inputs of the graph for any length, from those of the static one."""
         return [read(args) for read in self._read]
+
+    def compare(self, static: fx.GraphModule, gm: fx.GraphModule, args: Sequence[Any]) -> None:
+        """Run both graphs, unpaged, on the inputs of a call of ``static``: a model may branch on the length of its row, and
+        Dynamo takes lengths other than 1 for granted where it makes a graph for any.
+
+        Raises:
+            UnsupportedAttention: they give different numbers.
+        """
+        with torch.no_grad():
+            own, other = (contextvars.Context().run(g.forward, *given)  # with no step in progress
+                          for g, given in ((static, args), (gm, self.inputs(args))))
+        for x, y in zip(own, other, strict=True):
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.numel() == 0:
+                continue
+            rounding = max(1e-4, 8 * torch.finfo(x.dtype).eps) * x.nan_to_num(0.0, 0.0, 0.0).abs().max()
+            same = (x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= rounding)
+            if not bool(same.all()):
+                raise UnsupportedAttention(
+                    "the model computes something else for a row of one token than for longer ones: its forward branches on "
+                    "the length of its input. A packed row has the tokens of several sequences, so that its length means "
+                    "nothing to them; let the forward branch on position_ids, or not at all.")
 
     def outputs(self, out: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs that the static graph would have."""

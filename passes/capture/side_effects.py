@@ -20,7 +20,8 @@ _ROPE_KEYS = frozenset({"rope_type", "rope_theta", "factor", "attention_factor",
                         "short_factor", "long_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale",
                         "mscale_all_dim", "low_freq_factor", "high_freq_factor"})
 
-_KEPT = "quire_kept_tensors"
+_KEPT, _CHANGED = "quire_kept_tensors", "quire_changed_objects"
+_LEFT_OVER = "the model's forward, or a hook of it, changes what outlives the call: "
 
 
 def check_side_effects() -> None:
@@ -33,29 +34,32 @@ def check_side_effects() -> None:
     changed = [source for source, _ in _changed(torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output)]
     if changed:
         raise UnsupportedAttention(
-            f"the model's forward, or a hook of it, changes what outlives the call: {', '.join(changed[:5])}. It runs only "
-            "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record")
+            f"{_LEFT_OVER}{', '.join(changed[:5])}. It runs only "
+            "when traced, so later changes would be lost; let it return what it makes, and remove hooks that record. If the "
+            "first call only fills a cache, call the model once before")
 
 
-def note_kept_tensors(gm: torch.fx.GraphModule) -> None:
-    """Called by a Dynamo backend with its graph: note where the forward stores tensors that it computes. Dynamo does store
-    them, call by call."""
+def note_changes(gm: torch.fx.GraphModule) -> None:
+    """Called by a Dynamo backend with its graph: note what the forward changes, and where it stores tensors that it computes.
+    Dynamo does change and store them, call by call."""
     try:
         output: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     except AttributeError:  # not from inside Dynamo
         return
-    found = list[Any]()
-    for source, variable in _changed(output):
+    found, changed = list[Any](), _changed(output)
+    for source, variable in changed:
         places = {source: variable} | {f"{source}.{name}": stored for name, stored in
                                        output.side_effects.store_attr_mutations.get(variable, {}).items()}
         for place, stored in places.items():
             VariableTracker.visit(lambda v: found.append(place) if isinstance(v, TensorVariable) else None, stored)  # noqa: B023
     if found:
         gm.meta[_KEPT] = ", ".join(dict.fromkeys(found))
+    if changed:
+        gm.meta[_CHANGED] = ", ".join(source for source, _ in changed[:5])
 
 
-def check_kept_tensors(gm: torch.fx.GraphModule) -> None:
-    """Refuse a graph of which ``note_kept_tensors`` noted something.
+def check_changes(gm: torch.fx.GraphModule) -> None:
+    """Refuse to serve a graph of which ``note_changes`` noted something.
 
     Raises:
         UnsupportedAttention: names the objects.
@@ -63,7 +67,12 @@ def check_kept_tensors(gm: torch.fx.GraphModule) -> None:
     if _KEPT in gm.meta:
         raise UnsupportedAttention(
             f"the model's forward stores tensors that it computes ({gm.meta[_KEPT]}), so what one step computes would reach "
-            "the sequences of the next; let it return what it makes, or run without storing it")
+            "the sequences of the next; let it return what it makes, or run without storing it. If the first call only fills a "
+            "cache, call the model once before")
+    if _CHANGED in gm.meta:
+        raise UnsupportedAttention(
+            f"{_LEFT_OVER}{gm.meta[_CHANGED]}. A step serves several sequences in one call and one sequence in several, so "
+            "what counts or collects calls would have other values than alone; let the forward return what it makes")
 
 
 def _changed(output: Any) -> list[tuple[str, Any]]:
@@ -121,4 +130,4 @@ def _readable(source: str) -> str:
     return f"what a hook of {where} holds" if hook else where
 
 
-__all__ = ["check_kept_tensors", "check_side_effects", "note_kept_tensors"]
+__all__ = ["check_changes", "check_side_effects", "note_changes"]

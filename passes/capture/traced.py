@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from torch._guards import TracingContext
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
+from quire.attn_ops.registry import all_backends
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, ensure_planned
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
-from quire.passes.capture.side_effects import check_kept_tensors, note_kept_tensors
+from quire.passes.capture.side_effects import check_changes, note_changes
 from quire.passes.compile.ahead import CompileAhead
 from quire.passes.compile.size_guards import Assumptions
 from quire.passes.eager import check_step
@@ -32,6 +33,7 @@ from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
 from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
+from quire.passes.rewrite.last_rows import LAST_ROWS
 from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
 from quire.passes.verify.breaks import check_whole, note_breaks
@@ -49,6 +51,8 @@ class CompiledGraph:
         fused: the inputs that fusions added. fused_small: those of ``run_small``.
         assumed: by the compiler, about sizes.
         run_small: for at most MAX_TOKENS tokens; None: ``run`` serves those too.
+        run_last, fused_last: for steps whose metadata say which tokens' logits are wanted, those of the input number
+            ``wanted`` (``passes/rewrite/last_rows.py``). None: ``run`` serves those too.
     """
 
     lowered: Lowered
@@ -58,19 +62,28 @@ class CompiledGraph:
     run: Callable[..., Any]
     run_small: Callable[..., Any] | None = None
     fused_small: FusedInputs | None = None
+    run_last: Callable[..., Any] | None = None
+    fused_last: FusedInputs | None = None
+    wanted: int = 0
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Whether the parameters among the inputs of a call are the fused ones."""
-        return self.fused.hold(args) and (self.fused_small is None or self.fused_small.hold(args))
+        return all(fused.hold(args) for fused in (self.fused, self.fused_small, self.fused_last) if fused is not None)
 
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
         """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
         lowered = self.lowered
         ensure_planned(step, lowered.target.backend, list(lowered.sites))
-        step.served.update(lowered.inputs.layers)
+        step.served.update(site.layer for site in lowered.sites)
         run, fused = self.run, self.fused
         if self.run_small and self.fused_small and tokens is not None and tokens <= MAX_TOKENS:
             run, fused = self.run_small, self.fused_small
+        wanted = step.metadata.logits_indices_padded
+        if self.run_last and self.fused_last and wanted is not None:
+            if args[self.wanted].data_ptr() != wanted.data_ptr():
+                raise ValueError("a step whose metadata have logits_indices_padded runs its last layers on those tokens: give "
+                                 "the model that tensor as logits_indices, or metadata without it")
+            run, fused = self.run_last, self.fused_last
         with torch.no_grad():
             return run(*args, *fused.tensors, *lowered.inputs.of(step))
 
@@ -93,7 +106,7 @@ class TracedGraph:
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
 
     Attributes:
-        compilations: by (backend, page size, KV dtype, layout, with fusions, latent).
+        compilations: by (backend, page size, KV dtype, layout, with fusions, latent, shared).
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: QuireOptions, weights: FusedWeights, *,
@@ -103,7 +116,7 @@ class TracedGraph:
         self.config, self.any_shape, self.ahead, self.row_data = config, any_shape, ahead, row_data
         self.compilations: dict[Any, CompiledGraph] = {}
         note_breaks(gm)
-        note_kept_tensors(gm)
+        note_changes(gm)
         self._inputs = [weakref.ref(x) if isinstance(x, torch.Tensor) and is_module_tensor(n) else x
                         for n, x in zip(placeholders(gm.graph), inputs, strict=True)]
         self._call, self._static = call, is_static(gm)
@@ -111,7 +124,7 @@ class TracedGraph:
         self._guards: list[Any] = []
         self._selected: dict[Any, Selection] = {}
         self._plain: Callable[..., Any] | None = None
-        self._warned = False
+        self._warned = self._compared = False
 
     def __call__(self, *args: Any) -> Any:
         """Run in the step in progress, or outside any as traced."""
@@ -127,6 +140,9 @@ class TracedGraph:
         if self._other is not None:
             graph, adapter = self._other
             check_step(step, adapter.num_tokens(args))
+            if adapter.length is not None and not self._compared:
+                AnyLength(self.gm, graph.gm, graph.num_tokens_symbol, None).compare(self.gm, graph.gm, args)
+                self._compared = True
             return adapter.outputs(graph.run_paged(adapter.step(step), *adapter.inputs(args)))
         compiled = self.compiled(step)
         tokens = self.num_tokens(args)
@@ -216,7 +232,7 @@ class TracedGraph:
 
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
-        check_kept_tensors(self.gm)
+        check_changes(self.gm)
         return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
                            max_length=self.options.max_model_len)
 
@@ -274,7 +290,7 @@ class TracedGraph:
         """
         target, selection = self._target(step)
         key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
-               target.latent)
+               target.latent, target.shared)
         if key not in self.compilations:  # by the backend's name: "auto" and that name share a compilation
             self.compilations[key] = self._compile(target, selection, self.options.fusions if fusions else "none")
         return self.compilations[key]
@@ -295,18 +311,27 @@ class TracedGraph:
         assert page_size is not None
         sites = self.sites if step is None else self._sites_in(step)
         latent = any(s.latent is not None for s in sites)
-        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent)
+        shared = any(s.kv_source is not None for s in sites)
+        key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent,
+               shared)
         if key not in self._selected:
             select = select_latent_or_dense if step is None else select_backend
             self._selected[key] = select(attention, sites, device=self._query.device, page_size=page_size, kv_dtype=kv_dtype,
                                          layout=layout)
+            if shared and step is None and self._selected[key].backend.every_step:  # what it keeps is of one layer
+                self._selected[key] = replace(self._selected[key], sites=tuple(map(_unshared, self._selected[key].sites)))
         selection = self._selected[key]
-        latent = any(s.latent is not None for s in selection.sites)
+        latent, shared = (any(has is not None for has in of) for of in (
+            [s.latent for s in selection.sites], [s.kv_source for s in selection.sites]))
+        if shared and selection.backend.every_step:
+            raise ValueError(f"attention={selection.backend.name!r} keeps data about the keys of each layer, and layers of the "
+                             "step's cache have theirs in common; use quire.Engine")
         tables = options.window_tables and selection.backend.plan is None  # a plan on the host reads one table
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent, tables), selection
+        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent, tables, shared), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
-        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads."""
+        """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads; layers that
+        share keys and values with a cache in common, or each with its own."""
         latent = any(step.cache.is_latent(s.layer) for s in self.sites)
         sites = self.sites if latent else [s.dense for s in self.sites]
         for site in sites:
@@ -314,24 +339,52 @@ class TracedGraph:
                 kind = "latent" if site.latent is None else "not latent"
                 raise ValueError(f"layer {site.layer} of the step's cache is {kind}, and "
                                  f"the model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
-        return sites
+        sources, layers = step.cache.kv_sources, {s.layer for s in sites}
+        for site in sites:
+            source = sources.get(site.layer)
+            if source in layers and source != site.kv_source:
+                raise ValueError(f"layer {site.layer} of the step's cache has the keys and values of layer {source}, and the "
+                                 f"model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
+        shared = all(s.layer in sources for s in sites if s.kv_source is not None)
+        return sites if shared else list(map(_unshared, sites))
 
-    def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False) -> tuple[Lowered, FusedInputs]:
-        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens."""
-        return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small)
+    def lowered(self, target: LoweringTarget, fusions: str | Sequence[str], small: bool = False, last_rows: bool = False
+                ) -> tuple[Lowered, FusedInputs]:
+        """Lowered and fused, not compiled. ``small``: the graph for at most MAX_TOKENS tokens. ``last_rows``: see
+        ``lower_graph``."""
+        return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small, last_rows, self.row_data)
 
     def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> CompiledGraph:
         settings = (self.options.compiler, self._context, self._guards, self.ahead)
+        last = self._last_rows(target, fusions) if self.options.kv_sharing_fast_prefill else None
         lowered, fused = self.lowered(target, fusions)
         if not has_small_passes(fusions):
             run, assumed = compile_graph(lowered, *settings)
-            return CompiledGraph(lowered, selection, fused, [assumed], run)
+            made = CompiledGraph(lowered, selection, fused, [assumed], run)
+            return made if last is None else self._with_last_rows(made, *last)
         lowered_small, fused_small = self.lowered(target, fusions, small=True)
         if self.ahead is not None:
             self.ahead.start_tuning(self.weights.small_linears, self._query.device)
         run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > MAX_TOKENS)
         small, assumed_small = compile_graph(lowered_small, *settings, lambda shape: shape.tokens <= MAX_TOKENS)
-        return CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small, fused_small)
+        made = CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small, fused_small)
+        return made if last is None else self._with_last_rows(made, *last)
+
+    def _last_rows(self, target: LoweringTarget, fusions: str | Sequence[str]) -> tuple[Lowered, FusedInputs]:
+        """The graph for steps whose metadata say which logits are wanted. Raises UnsupportedAttention."""
+        backend = target.backend
+        if not backend.any_batch:
+            can = [name for name, b in all_backends().items() if b.any_batch and b.available(self._query.device) is None]
+            raise UnsupportedAttention(
+                f"kv_sharing_fast_prefill=True: attention={backend.name!r} plans or reads a step as a whole, and some layers "
+                f"would run on a part of it. Backends that can, here: {', '.join(can) or 'none'}; or leave the option out")
+        return self.lowered(target, fusions, last_rows=True)
+
+    def _with_last_rows(self, made: CompiledGraph, lowered: Lowered, fused: FusedInputs) -> CompiledGraph:
+        settings = (self.options.compiler, self._context, self._guards, self.ahead)
+        run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > shape.rows)
+        wanted = placeholders(lowered.gm.graph).index(lowered.gm.meta[LAST_ROWS].index)
+        return replace(made, run_last=run, fused_last=fused, wanted=wanted, assumed=[*made.assumed, assumed])
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""
@@ -344,6 +397,10 @@ class TracedGraph:
         """Forget what was compiled, and give the model's parameters memory of their own again."""
         self.compilations.clear()  # first, so that the fused weights are freed one by one
         self.weights.restore()
+
+
+def _unshared(site: AttentionSite) -> AttentionSite:
+    return replace(site, kv_source=None)
 
 
 __all__ = ["CompiledGraph", "TracedGraph"]

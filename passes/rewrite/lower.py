@@ -18,6 +18,8 @@ quire.<backend>_mla_paged_attention(q_, c_, k_rope_, kv_b, k_cache_3, slot_mappi
 Where layers with a window have page numbers of their own, the inputs window_slot_mapping and window_block_table are theirs, and
 so is a second ``prepared``.
 
+A layer that attends to an earlier one's keys and values takes that one's cache, and None for k and v: nothing is stored twice.
+
 A quantized cache has inputs k_scale_3 and v_scale_3 in the place of None and None.
 The new inputs come after the graph's own, in the order of ``LoweredInputs``, which collects their values from the current step.
 Sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch shape and cache size. Each layer has
@@ -45,8 +47,10 @@ from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
 from quire.attn_ops.step import Step
 from quire.passes.fx import add_input, fake_mode, placeholders, value
+from quire.passes.rewrite.last_rows import LAST_ROWS, LastRows, one_query_each
 from quire.passes.rewrite.length_rope import LIMITS, lower_lengths
 from quire.passes.rewrite.raise_mla import raise_mla
+from quire.passes.verify.shared_kv import KV_SOURCES
 from quire.passes.verify.sites import site_nodes, site_of
 
 logger = logging.getLogger(__name__)
@@ -55,7 +59,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class LoweringTarget:
     """What to lower to: the backend, and the static facts of the cache. ``latent``: MLA layers are on latent vectors.
-    ``window_tables``: layers with a window or chunk have slots and a block table of their own, if others have neither."""
+    ``window_tables``: layers with a window or chunk have slots and a block table of their own, if others have neither.
+    ``shared``: layers that attend to another layer's keys and values read its cache, and store nothing."""
 
     backend: AttentionBackend
     page_size: int
@@ -63,12 +68,13 @@ class LoweringTarget:
     layout: Layout = "NHD"
     latent: bool = False
     window_tables: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class LoweredInputs:
     """The inputs that lowering adds to a graph: the four metadata tables, with ``window_tables`` two more, then K and V (and
-    their scales) of each layer, with ``lengths`` at last those of whole sequences (``length_rope.py``)."""
+    their scales) of each layer that has its own, with ``lengths`` at last those of whole sequences (``length_rope.py``)."""
 
     layers: tuple[int, ...]
     window_tables: bool = False
@@ -114,7 +120,8 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
     nodes, fake = site_nodes(gm.graph), fake_mode(gm.graph)
     if fake is None:
         raise ValueError("the graph has no fake tensor inputs; it must come from Dynamo")
-    sites = [site_of(n) for n in nodes]
+    sources = gm.meta.get(KV_SOURCES, {}) if target.shared else {}
+    sites = [replace(s, kv_source=sources.get(s.layer)) for s in map(site_of, nodes)]
     device = value(nodes[0].args[0]).device
     # Sizes are arbitrary, but all different and none 0 or 1, so that no symbol is merged with another or specialized.
     tokens, reqs, pages, width = 37, 5, 41, 11
@@ -134,22 +141,45 @@ def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
         table("window_slot_mapping", torch.int64, tokens), table("window_block_table", torch.int32, reqs, width), *tables[2:]]
     shapes = PagedKVCache.for_sites(sites, num_pages=pages, page_size=target.page_size, device="meta", dtype=target.kv_dtype,
                                     layout=target.layout)
-    names = ("k_cache", "v_cache", "k_scale", "v_scale")
-    caches = [[None if like is None else new_input(f"{name}_{site.layer}", like, (True, *[False] * (like.dim() - 1)))
-               for name, like in zip(names, shapes.of_layer(site.layer), strict=True)] for site in sites]
+    names, layers = ("k_cache", "v_cache", "k_scale", "v_scale"), tuple(s.layer for s in sites if s.kv_source is None)
+    caches = {layer: [None if like is None else new_input(f"{name}_{layer}", like, (True, *[False] * (like.dim() - 1)))
+                      for name, like in zip(names, shapes.of_layer(layer), strict=True)] for layer in layers}
     limits = gm.meta.get(LIMITS)
     if limits:
         lower_lengths(gm, tables[2], table("total_lens", torch.int32, reqs))
-    prepared = _prepare(gm.graph, target, tables, fake)
-    window_prepared = _prepare(gm.graph, target, window_tables, fake) if own else prepared
-    for node, site, cache in zip(nodes, sites, caches, strict=True):
-        of_site = (window_tables, cache, window_prepared) if site.bounded else (tables, cache, prepared)
-        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, *of_site)
+    last: LastRows | None = gm.meta.get(LAST_ROWS)
+    batches: dict[tuple[bool, bool], Any] = {}  # tables and ``prepared``, by whether of windows, and of last rows alone
+    for node, site in zip(nodes, sites, strict=True):
+        key = own and site.bounded, last is not None and site.layer in last.layers
+        if key not in batches:
+            its: Sequence[fx.Node] = window_tables if key[0] else tables
+            its = _of_last_rows(gm.graph, its, last.index) if last is not None and key[1] else its
+            batches[key] = its, _prepare(gm.graph, target, its, fake)
+        cache = caches[site.layer if site.kv_source is None else site.kv_source]
+        (_lower_mla if site.latent is not None else _lower_one)(node, site, target.backend, batches[key][0], cache,
+                                                                batches[key][1])
     gm.graph.lint()
     gm.recompile()
     logger.info("lower: %d sites to %s", len(nodes), target.backend.name)
-    inputs = LoweredInputs(tuple(s.layer for s in sites), own, bool(limits))
+    inputs = LoweredInputs(layers, own, bool(limits))
     return Lowered(gm, target, inputs, tuple(sites), tuple(map(value, added)))
+
+
+def _of_last_rows(graph: fx.Graph, tables: Sequence[fx.Node], index: fx.Node) -> list[fx.Node]:
+    """The tables of a batch of the tokens of ``index``, the last of each sequence."""
+    slot_mapping, block_table, query_start_loc, seq_lens = tables
+    with graph.inserting_before(_first_operation(graph)):
+        made = [graph.call_method("index_select", (slot_mapping, 0, index)),
+                graph.call_function(one_query_each, (query_start_loc,))]
+    values = value(slot_mapping), value(query_start_loc)
+    with values[0].fake_mode, enable_python_dispatcher():
+        made[0].meta["example_value"] = values[0].index_select(0, value(index))
+        made[1].meta["example_value"] = one_query_each(values[1])
+    return [made[0], block_table, made[1], seq_lens]
+
+
+def _first_operation(graph: fx.Graph) -> fx.Node:
+    return placeholders(graph)[-1].next
 
 
 def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node], fake: FakeTensorMode) -> list[fx.Node]:
@@ -161,7 +191,8 @@ def _prepare(graph: fx.Graph, target: LoweringTarget, tables: Sequence[fx.Node],
         fake.shape_env.settings = replace(fake.shape_env.settings, allow_dynamic_output_shape_ops=True)
     with fake, enable_python_dispatcher(), any_sizes(fake):
         count = len(prepare(*map(value, tables), target.page_size))
-    with graph.inserting_before(placeholders(graph)[-1].next):
+    made_last = [n for n in tables if n.op != "placeholder"]
+    with graph.inserting_before(max(made_last).next if made_last else _first_operation(graph)):
         made = graph.call_function(prepare, (*tables, target.page_size))
         return [graph.call_function(operator.getitem, (made, i)) for i in range(count)]
 
@@ -172,7 +203,9 @@ def _lower_one(node: fx.Node, site: AttentionSite, backend: AttentionBackend, ta
     q, k, v, sinks = node.args
     batch = value(q).shape[0]
     with graph.inserting_before(node):
-        ragged = [graph.call_method("flatten", (graph.call_method("transpose", (x, 1, 2)), 0, 1)) for x in (q, k, v)]
+        ragged: list[Any] = [graph.call_method("flatten", (graph.call_method("transpose", (x, 1, 2)), 0, 1))
+                             for x in ((q, k, v) if site.kv_source is None else (q,))]
+        ragged += [None] * (3 - len(ragged))
         out = graph.call_function(backend.op, (*ragged, *cache, *tables, sinks, prepared), {
             "scale": site.scale, "window": site.window, "softcap": site.softcap, "chunk": site.chunk})
         first = batch if isinstance(batch, int) else graph.call_method("size", (q, 0))

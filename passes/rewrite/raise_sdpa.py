@@ -16,6 +16,9 @@ and comparing with ``repeat_interleave``.
 
 Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that is not proven to be of
 a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat.
+
+Left as it is: a call whose number of keys does not depend on the tokens (each token attends over its own heads, or to a stored
+memory). The proof of all other operations covers it (``passes/verify/row_attention.py``).
 """
 
 from __future__ import annotations
@@ -28,18 +31,22 @@ import torch
 from torch import fx
 
 from quire.attn_ops.attention import attention
-from quire.passes.fx import ancestors, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
+from quire.passes.fx import ancestors, compute_value, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
 
 logger = logging.getLogger(__name__)
-SDPA = (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default,
+SDPA: tuple[Any, ...] = (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default,
         torch.ops.aten.scaled_dot_product_attention)
 _VIEWS = {"getitem", "expand", "reshape", "view", "unsqueeze", "flatten", "broadcast_to", "repeat_interleave", "repeat",
           "contiguous", "clone", "expand_as", "squeeze", "transpose", "permute"}
 
 
+_WITHIN = "quire_attends_within_tokens"
+
+
 def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in SDPA]
+    """The nodes that attend over tokens, and are not raised."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in SDPA and not n.meta.get(_WITHIN)]
 
 
 def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tuple[int, dict[str, str]]:
@@ -55,7 +62,11 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
     """
     raised, refusals = 0, {}
     nodes = find_sdpa(gm.graph)
-    prover = MaskProver(gm.graph, _tokens(nodes), inputs or {})
+    tokens = _tokens(nodes)
+    for node in nodes if symbolic(tokens) else ():
+        node.meta[_WITHIN] = not symbolic(value(node.args[1] if len(node.args) > 1 else node.kwargs["key"]).shape[-2])
+    nodes = find_sdpa(gm.graph)
+    prover = MaskProver(gm.graph, tokens, inputs or {})
     for layer, node in enumerate(nodes):
         where = module_path(node) or node.name
         try:
@@ -71,9 +82,9 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 
 
 def _tokens(nodes: list[fx.Node]) -> Any:
-    """The size of the token dimension."""
-    query = [value(n.args[0] if n.args else n.kwargs["query"]) for n in nodes[:1]]
-    return query[0].shape[-2] if query and query[0].dim() > 1 else None
+    """The size of the token dimension: that of the first queries whose number is not constant."""
+    sizes = [q.shape[-2] for n in nodes if (q := value(n.args[0] if n.args else n.kwargs["query"])).dim() > 1]
+    return next(filter(symbolic, sizes), sizes[0] if sizes else None)
 
 
 def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
@@ -88,17 +99,22 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         raise Refusal(f"its dropout or scale can change: {error}") from error
     if dropout:
         raise Refusal(f"dropout {dropout:g} (call model.eval())")
-    q_shape, k_shape = value(q).shape, value(k).shape
-    if len(q_shape) != 4:
-        raise Refusal(f"query has {len(q_shape)} dimensions, need (B, H, S, D)")
+    missing = 4 - value(q).dim()
+    if missing < 0 or any(value(x).dim() != value(q).dim() for x in (k, v)):
+        raise Refusal(f"query, key and value have {value(q).dim()}, {value(k).dim()} and {value(v).dim()} dimensions, need "
+                      "(B, H, S, D), (H, S, D) or (S, D)")
+    q_shape, k_shape = (torch.Size([1] * missing) + value(x).shape for x in (q, k))
     if str(q_shape[2]) != str(k_shape[2]):
         raise Refusal(f"{k_shape[2]} keys for {q_shape[2]} queries: a KV cache in the graph (call with use_cache=False)")
     heads = q_shape[1]
-    k, v = (_peel_repeat(x, heads, lambda n: prover.written_between(n, node)) for x in (k, v))
-    kv_heads, v_heads = value(k).shape[1], value(v).shape[1]
+    if not missing:
+        k, v = (_peel_repeat(x, heads, lambda n: prover.written_between(n, node)) for x in (k, v))
+    kv_heads, v_heads = _heads(k), _heads(v)
     if kv_heads != v_heads:
         k, v = arg["key"], arg["value"]
-        kv_heads, v_heads = value(k).shape[1], value(v).shape[1]
+        kv_heads, v_heads = _heads(k), _heads(v)
+    if any(map(symbolic, (heads, kv_heads, v_heads))):
+        raise Refusal(f"{heads} query heads over {kv_heads} key heads: their number is not constant")
     if kv_heads != v_heads or heads % kv_heads:
         raise Refusal(f"{heads} query heads, {kv_heads} key heads, {v_heads} value heads")
     if kv_heads not in (1, heads) and k is arg["key"] and not arg.get("enable_gqa", False):
@@ -112,17 +128,27 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
     else:
         kind = prover.prove(mask, node)
     if scale is None:
-        scale = value(q).shape[3] ** -0.5
+        scale = value(q).shape[-1] ** -0.5
     with node.graph.inserting_before(node):
-        new = node.graph.call_function(attention, (q, k, v, None), {
+        for _ in range(missing):
+            q, k, v = (compute_value(node.graph.call_method("unsqueeze", (x, 0))) for x in (q, k, v))
+        new = result = node.graph.call_function(attention, (q, k, v, None), {
             "layer": layer, "scale": float(scale), "window": kind.window, "softcap": None, "chunk": kind.chunk,
             "causal": kind.causal})
-    new.meta = dict(node.meta)
-    new.meta["quire_route"] = "raised"
-    node.replace_all_uses_with(new)
+        new.meta = dict(node.meta)
+        new.meta["quire_route"] = "raised"
+        if missing:
+            compute_value(new)
+        for _ in range(missing):
+            result = compute_value(node.graph.call_method("squeeze", (result, 0)))
+    node.replace_all_uses_with(result)
     old = list(node.all_input_nodes)
     node.graph.erase_node(node)
     erase_dead(node.graph, old)
+
+
+def _heads(x: fx.Node) -> Any:
+    return value(x).shape[-3] if value(x).dim() > 2 else 1
 
 
 def _peel_repeat(node: fx.Node, heads: int, is_changed: Callable[[fx.Node], bool]) -> fx.Node:
@@ -163,4 +189,4 @@ def _is_repeat(start: fx.Node, end: fx.Node, chain: list[fx.Node], times: int) -
     return isinstance(env[end], torch.Tensor) and env[end].shape == expected.shape and bool((env[end] == expected).all())
 
 
-__all__ = ["MaskKind", "Refusal", "find_sdpa", "raise_sdpa"]
+__all__ = ["SDPA", "MaskKind", "Refusal", "find_sdpa", "raise_sdpa"]

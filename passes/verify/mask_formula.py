@@ -396,6 +396,12 @@ def entry(tensor: torch.Tensor) -> Any:
         return choose(entry(hidden), number(-math.inf), entry(data.masked_fill(hidden, 0)))
     if data.is_floating_point() and not bool(data.isfinite().all()):
         raise Unprovable("it has a table with inf or NaN")
+    least = data.min()
+    if data.is_floating_point() and least < -LARGE:  # the like of torch.finfo(dtype).min: too large to compute with
+        rest = data.masked_fill(data == least, 0)
+        if bool((rest < -LARGE).any()):
+            raise Unprovable("it has a table with several very large numbers")
+        return choose(entry(data == least), number(least.item()), entry(rest))
     return look_up(Table(data), index)
 
 

@@ -3,8 +3,8 @@
 ``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``),
 for one sequence at positions 0, 1, 2, ..., and compares it with the causal, sliding-window and chunked masks for all positions
 (``passes/verify/mask_decision.py``). In the forward of one sequence, ``arange`` over its tokens and ``position_ids`` are the
-same. Only operators with a rule (``passes/verify/mask_rules.py``) are understood; what depends on token ids, activations, other
-arguments of the call, or the number of tokens is refused.
+same. Only operators with a rule (``passes/verify/mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids,
+activations, other arguments of the call, or the number of tokens is refused.
 
 A float mask must be 0 where a key is visible and hide it everywhere else: -inf, or no more than half the least number of its
 dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_POSITIONS`` positions.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import quire.passes.verify.mask_parts  # noqa: F401  (it adds its rules)
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import (
     ancestors,
@@ -261,8 +262,8 @@ class MaskProver:
     def _stored(self, node: fx.Node) -> Any:
         """An entry of a tensor that is the same in every call: a buffer, a constant, or computed from such; else None."""
         val = value(node)
-        if any(symbolic(s) for s in val.shape):
-            return None
+        if node.op != "placeholder" and any(symbolic(s) for s in val.shape):
+            return None  # an attribute may have symbolic sizes, but it is compared with its value in each call
         nodes = ancestors(node)
         env: dict[fx.Node, Any] = {}
         for n in nodes:
@@ -289,7 +290,8 @@ class MaskProver:
         if rule is None:
             tensors = [n for n in ancestors(node) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)]
             ids = next((n for n in tensors if "input_ids" in source_name(n)), None)
-            raise Unprovable(f"it uses {_name(node) or node.op}" + (", on token ids" if ids is not None else
+            name = _name(node) or getattr(node.target, "__name__", node.op)
+            raise Unprovable(f"it uses {name}" + (", on token ids" if ids is not None else
                              ", which is not known to keep to positions"))
         return rule(self, node, *node.args, **node.kwargs)
 

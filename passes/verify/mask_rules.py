@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
 
 RULES: dict[str, Callable[..., Any]] = {}
+#: Of operators that return several tensors: (prover, node, which of them) -> its element.
+PARTS: dict[str, Callable[..., Any]] = {}
 
 
-def _rule(*names: str) -> Callable[[Any], Any]:
+def rule(*names: str) -> Callable[[Any], Any]:
+    """Registers the rule of the operators of these names."""
     def register(function: Any) -> Any:
         RULES.update(dict.fromkeys(names, function))
         return function
@@ -36,29 +39,29 @@ def _rule(*names: str) -> Callable[[Any], Any]:
 # Arithmetic.
 
 
-@_rule("add", "iadd")
+@rule("add", "iadd")
 def _add(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     if value(node).dtype == torch.bool:
         return formula.either(p.condition(a), p.condition(b))
     return formula.add(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
-@_rule("sub", "isub", "subtract")
+@rule("sub", "isub", "subtract")
 def _sub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     return formula.minus(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
-@_rule("rsub")
+@rule("rsub")
 def _rsub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     return _sub(p, node, b, a)
 
 
-@_rule("neg", "negative")
+@rule("neg", "negative")
 def _neg(p: MaskProver, node: fx.Node, a: Any) -> Any:
     return formula.times(p.term(a), formula.number(-1))
 
 
-@_rule("mul", "imul", "multiply")
+@rule("mul", "imul", "multiply")
 def _mul(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     if value(node).dtype == torch.bool:
         return formula.both(p.condition(a), p.condition(b))
@@ -74,12 +77,12 @@ def _quotient(p: MaskProver, node: fx.Node, a: Any, b: Any) -> tuple[Term, int]:
     return formula.times(dividend, formula.number(1 / by.const)), int(by.const)
 
 
-@_rule("floordiv", "floor_divide", "ifloordiv")
+@rule("floordiv", "floor_divide", "ifloordiv")
 def _floor_divide(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     return formula.floor(_quotient(p, node, a, b)[0])
 
 
-@_rule("div", "divide", "truediv", "itruediv", "true_divide")
+@rule("div", "divide", "truediv", "itruediv", "true_divide")
 def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     quotient, by = _quotient(p, node, a, b)
     if rounding_mode is None:
@@ -89,23 +92,23 @@ def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
     return formula.floor(quotient) if rounding_mode == "floor" else _truncated(quotient)
 
 
-@_rule("rshift", "bitwise_right_shift", "__rshift__")
+@rule("rshift", "bitwise_right_shift", "__rshift__")
 def _right_shift(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     return formula.floor(formula.times(p.term(a), formula.number(Fraction(1, 2 ** int(p.constant(b))))))
 
 
-@_rule("mod", "remainder")
+@rule("mod", "remainder")
 def _remainder(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     quotient, by = _quotient(p, node, a, b)
     return formula.minus(p.term(a), formula.times(formula.floor(quotient), formula.number(by)))
 
 
-@_rule("floor")
+@rule("floor")
 def _floor(p: MaskProver, node: fx.Node, a: Any) -> Any:
     return formula.floor(p.term(a))
 
 
-@_rule("trunc", "fix")
+@rule("trunc", "fix")
 def _trunc(p: MaskProver, node: fx.Node, a: Any) -> Any:
     return _truncated(p.term(a))
 
@@ -120,7 +123,7 @@ def _truncated(term: Term) -> Term:
     return formula.choose(below, formula.times(formula.floor(formula.times(term, minus_one)), minus_one), formula.floor(term))
 
 
-@_rule("abs", "absolute", "__abs__")
+@rule("abs", "absolute", "__abs__")
 def _abs(p: MaskProver, node: fx.Node, a: Any) -> Any:
     term = p.term(a)
     return formula.choose(formula.compare(term, "lt", formula.number(0)), formula.times(term, formula.number(-1)), term)
@@ -134,7 +137,7 @@ def _lesser(a: Term, b: Term) -> Term:
     return formula.choose(formula.compare(a, "lt", b), a, b)
 
 
-@_rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_", "relu")
+@rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_", "relu")
 def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
     name = str(getattr(node.target, "__name__", node.target))
     if name == "clamp_max":
@@ -145,7 +148,7 @@ def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = Non
     return term if max is None else _lesser(term, p.term(max, dtype))
 
 
-@_rule("maximum", "minimum", "max", "min", "fmax", "fmin")
+@rule("maximum", "minimum", "max", "min", "fmax", "fmin")
 def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
     if not isinstance(value(b), torch.Tensor):
         raise Unprovable("it takes a maximum over positions")
@@ -190,7 +193,7 @@ _logic(("or_", "ior", "__or__", "logical_or", "bitwise_or", "logical_or_"), form
 _logic(("xor", "ixor", "__xor__", "logical_xor", "bitwise_xor"), lambda a, b: formula.select(a, formula.negate(b), b))
 
 
-@_rule("invert", "__invert__", "logical_not", "bitwise_not", "logical_not_")
+@rule("invert", "__invert__", "logical_not", "bitwise_not", "logical_not_")
 def _not(p: MaskProver, node: fx.Node, a: Any) -> Condition:
     if value(node).dtype != torch.bool:
         raise Unprovable("it inverts the bits of positions")
@@ -203,14 +206,14 @@ def _choose(p: MaskProver, node: fx.Node, condition: Any, yes: Any, no: Any) -> 
     return formula.choose(p.condition(condition), p.term(yes), p.term(no))
 
 
-@_rule("where")
+@rule("where")
 def _where(p: MaskProver, node: fx.Node, condition: Any, input: Any, other: Any) -> Any:
     if node.op == "call_method":  # x.where(condition, other)
         condition, input = input, condition
     return _choose(p, node, condition, input, other)
 
 
-@_rule("masked_fill", "masked_fill_")
+@rule("masked_fill", "masked_fill_")
 def _masked_fill(p: MaskProver, node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
     return _choose(p, node, mask, value, x)
 
@@ -218,7 +221,7 @@ def _masked_fill(p: MaskProver, node: fx.Node, x: Any, mask: Any, value: Any) ->
 # Making tensors.
 
 
-@_rule("arange")
+@rule("arange")
 def _arange(p: MaskProver, node: fx.Node, *numbers: Any, **options: Any) -> Any:
     start = options.get("start", numbers[0] if len(numbers) > 1 else 0)
     step = options.get("step", numbers[2] if len(numbers) > 2 else 1)
@@ -240,12 +243,12 @@ _filled(("fill_", "fill"), lambda p, args, options: p.term(args[1]))
 _filled(("zero_",), lambda p, args, options: formula.number(0))
 
 
-@_rule("eye")
+@rule("eye")
 def _eye(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
     return formula.compare(formula.var(-1), "eq", formula.var(-2))
 
 
-@_rule("tril", "tril_", "triu", "triu_")
+@rule("tril", "tril_", "triu", "triu_")
 def _triangle(p: MaskProver, node: fx.Node, x: Any, diagonal: Any = 0) -> Any:
     ahead = formula.minus(formula.var(-1), formula.var(-2))
     lower = "tril" in str(getattr(node.target, "__name__", node.target))
@@ -257,7 +260,7 @@ def _triangle(p: MaskProver, node: fx.Node, x: Any, diagonal: Any = 0) -> Any:
 # Types and shapes.
 
 
-@_rule("to", "type", "type_as", "bool", "float", "long", "int", "half", "bfloat16", "double")
+@rule("to", "type", "type_as", "bool", "float", "long", "int", "half", "bfloat16", "double")
 def _to(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
     element = p.element(x)
     if not formula.is_condition(element) and value(x).is_floating_point() and not value(node).is_floating_point() and (
@@ -266,12 +269,12 @@ def _to(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any
     return element
 
 
-@_rule("clone", "contiguous", "detach", "expand", "expand_as", "broadcast_to", "lift_fresh", "detach_")
+@rule("clone", "contiguous", "detach", "expand", "expand_as", "broadcast_to", "lift_fresh", "detach_")
 def _same(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
     return p.element(x)
 
 
-@_rule("unsqueeze", "squeeze", "view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "unflatten")
+@rule("unsqueeze", "squeeze", "view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "unflatten")
 def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
     """Dimensions of size 1 may come and go; the others keep their order, and none is split, joined or repeated."""
     old, new = ([(k - t.dim(), n) for k, n in enumerate(t.shape) if symbolic(n) or n != 1] for t in (value(x), value(node)))
@@ -286,7 +289,7 @@ def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -
     return formula.substitute(element, {a: formula.var(b) for (a, _), (b, _) in zip(old, new, strict=True)})
 
 
-@_rule("transpose", "permute", "t", "swapaxes", "movedim", "getattr")
+@rule("transpose", "permute", "t", "swapaxes", "movedim", "getattr")
 def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any) -> Any:
     rank, name = value(x).dim(), str(getattr(node.target, "__name__", node.target))
     if name == "getattr":
@@ -306,10 +309,13 @@ def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any)
     return formula.substitute(p.element(x), {old - rank: formula.var(new - rank) for new, old in enumerate(order)})
 
 
-@_rule("getitem", "__getitem__")
+@rule("getitem", "__getitem__")
 def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
     if not isinstance(value(x), torch.Tensor):
-        raise Unprovable("it uses a part of a tuple")
+        part = PARTS.get(str(getattr(x.target, "__name__", x.target)))
+        if part is None or type(index) is not int:
+            raise Unprovable("it uses a part of a tuple")
+        return part(p, x, index)
     shape, rank = value(x).shape, value(node).dim()
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [i for i in items if not isinstance(i, fx.Node)]:
@@ -368,14 +374,14 @@ def _in_range(p: MaskProver, index: Term, size: Any, node: fx.Node) -> Term:
     return index
 
 
-@_rule("index_select")
+@rule("index_select")
 def _index_select(p: MaskProver, node: fx.Node, x: Any, dim: int, index: Any) -> Any:
     items: list[Any] = [slice(None)] * value(x).dim()
     items[dim] = index
     return _getitem(p, node, x, tuple(items))
 
 
-@_rule("setitem")
+@rule("setitem")
 def _setitem(p: MaskProver, node: fx.Node, x: Any, index: Any, new: Any) -> Any:
     if not isinstance(index, fx.Node) or value(index).dtype != torch.bool or value(index).dim() != value(x).dim() or (
             isinstance(value(new), torch.Tensor) and value(new).dim()):
@@ -386,15 +392,7 @@ def _setitem(p: MaskProver, node: fx.Node, x: Any, index: Any, new: Any) -> Any:
     return formula.choose(p.condition(index), p.term(new), element)
 
 
-@_rule("cumsum")
-def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> Any:
-    element, axis = formula.as_term(p.element(x)), dim % value(x).dim() - value(x).dim()
-    if axis in formula.axes(element):
-        raise Unprovable("it sums over positions")
-    return formula.times(element, formula.add(formula.var(axis), formula.number(1)))
-
-
-@_rule("diff")
+@rule("diff")
 def _diff(p: MaskProver, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours, as transformers takes them of the positions to find packed sequences."""
     if n != 1 or append is not None or prepend is None or value(prepend).shape[dim] != 1:
@@ -407,4 +405,4 @@ def _diff(p: MaskProver, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepe
     return formula.minus(element, before)
 
 
-__all__ = ["RULES"]
+__all__ = ["PARTS", "RULES", "rule"]

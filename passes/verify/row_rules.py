@@ -296,6 +296,20 @@ def _matrix_product(call: Call) -> Known:
     return same([product, rows]) or CONST
 
 
+@rule("cdist _cdist_forward _euclidean_dist")
+def _distances(call: Call) -> Known:
+    """Of each (..., row) of one operand to each of the other, as in a product with the other transposed."""
+    found = []
+    for name, place in (("x1", -2), ("x2", -1)):
+        rows = call.rows(name)
+        if rows is not None:
+            dim = rows.dim - call[name].dim()
+            if dim == -1:
+                raise Mixes("it sums over the tokens")
+            found.append(rows.at(call.result.dim() + (place if dim == -2 else dim)))
+    return same(found) or CONST
+
+
 @rule("convolution _convolution")
 def _convolution(call: Call) -> Known:
     rows, x = call.rows("input"), call["input"]
@@ -360,7 +374,13 @@ def _spatial(call: Call) -> Known | list[Known]:
     """Over the last one, two or three dimensions."""
     first = _first(call)
     rows = call.rows(first)
-    if rows is not None and rows.dim >= call.given[first].dim() - _SPATIAL[call.name]:
+    at = rows.dim - call.given[first].dim() + _SPATIAL[call.name] if rows is not None else -1
+
+    def one(argument: str) -> Any:
+        numbers = call["kernel_size"] if call[argument] == [] else call[argument]  # an empty stride is the kernel's size
+        return numbers if isinstance(numbers, int) else numbers[at if len(numbers) > 1 else 0]
+
+    if at >= 0 and (call["kernel_size"] is None or one("kernel_size") != 1 or one("stride") != 1 or one("padding") != 0):
         raise Mixes("it pools or pads over the tokens")
     return [rows or CONST] * call.num_results if call.num_results > 1 else rows or CONST
 

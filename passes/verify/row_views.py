@@ -155,6 +155,18 @@ def _diagonal(call: Call) -> Known:
     return rows.part.at(rows.dim - sum(d < rows.dim for d in dims))
 
 
+@rule("diag_embed")
+def _diag_embed(call: Call) -> Known:
+    """The last dimension becomes two."""
+    x, rows, ndim = call["self"], call.rows("self"), call.result.dim()
+    if rows is None:
+        return CONST
+    if rows.dim == x.dim() - 1:
+        raise Mixes("it puts the tokens on a diagonal")
+    kept = [d for d in range(ndim) if d not in (call["dim1"] % ndim, call["dim2"] % ndim)]
+    return rows.at(kept[rows.dim])
+
+
 @rule("unfold")
 def _unfold(call: Call) -> Known:
     x, rows = call["self"], _fixed(call.of("self"))

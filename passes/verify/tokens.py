@@ -32,8 +32,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import ancestors, is_module_tensor, module_path, symbolic, value, written_by
+from quire.passes.rewrite.raise_sdpa import SDPA
 from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes
+from quire.passes.verify.row_attention import attends_within
 from quire.passes.verify.row_index import of_order
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
@@ -104,6 +106,8 @@ class TokenPass:
                 return routed
             if not any(isinstance(t, torch.Tensor) for x in (node, *node.all_input_nodes) for t in tree_leaves(value(x))):
                 return CONST  # sizes, contexts
+            if node.target in SDPA:
+                return attends_within(node, self.known.__getitem__)
             return self._run_once(node)
         except Mixes as why:
             found = _mixed(str(why), node)
@@ -125,6 +129,9 @@ class TokenPass:
             known = of_shape(self.sizes.tensor(val), self.axes)
             if isinstance(known, Rows) and own:
                 raise Mixes("a parameter or buffer as long as the row")
+            if isinstance(known, Const) and not own and any(symbolic(s) and s.node.expr.free_symbols for s in val.shape):
+                # position_ids that no operation puts beside the tokens: nothing tells the trace that they are as long
+                raise Mixes("an input of a length that is not known to be that of the row of tokens")
         except Mixes as why:
             return _mixed(str(why), node)
         if isinstance(known, Const):
@@ -300,8 +307,8 @@ class TokenPass:
             "convolutions over tokens, SSMs, linear attention and recurrences cannot be served.")
 
 
-def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> None:
-    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to.
+def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> TokenPass:
+    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof.
 
     Args:
         graph: the traced graph after raising, when what only served a mask is gone.
@@ -323,7 +330,9 @@ def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = (
             f"for exactly {expr} tokens and not proved for others; the length of a packed row means nothing to its sequences: "
             "compute with position_ids, or with constants")
     rows = dict.fromkeys(s.node.expr for n in graph.find_nodes(op="placeholder") if _is_pick(n) for s in value(n).shape)
-    TokenPass(expr, [r for r in rows if r != expr], row_data).check(graph)
+    proof = TokenPass(expr, [r for r in rows if r != expr], row_data)
+    proof.check(graph)
+    return proof
 
 
 def _fixed_at(tokens: Any) -> str:

@@ -77,9 +77,9 @@ class Decorated(Model):
         return Model.forward(self, input_ids, position_ids)
 
 
-def sequences(seed: int = 0) -> list[torch.Tensor]:
+def sequences(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (n,), generator=generator) for n in LENGTHS]
+    return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
 
 
 def alone(model: nn.Module, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -97,14 +97,19 @@ def cache(layers: int = 1, kv_heads: int = HEADS, head_dim: int = DIM) -> PagedK
                         dtype=torch.float32, device="cpu")
 
 
-def outcome(make: Callable[[type[Model]], Model], route: str) -> str:
+def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequence[int] = LENGTHS,
+            steps: Sequence[Sequence[int]] = STEPS, layers: int = 1, kv_heads: int = HEADS, head_dim: int = DIM) -> str:
     """What becomes of a model on a route: "exact", or "refused: " and why. ``make`` builds it of the class it is given.
+
+    Args:
+        lengths, steps: of the sequences, and how many tokens of each are in each step.
+        layers, kv_heads, head_dim: of the cache, on routes by hand.
 
     Raises:
         AssertionError: it was served, and logits are wrong.
     """
     torch._dynamo.reset()
-    ids = sequences()
+    ids = sequences(lengths=lengths)
     model = make(Decorated if route == "decorator" else Model)
     paged = None
     try:
@@ -116,13 +121,13 @@ def outcome(make: Callable[[type[Model]], Model], route: str) -> str:
             def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
                 return run(Step(kv, meta), part, meta.positions, torch.arange(len(part)))
         else:
-            kv = cache()
+            kv = cache(layers, kv_heads, head_dim)
             compiled = model if route == "decorator" else torch.compile(model, backend="quire", options={"compiler": "eager"})
 
             def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
                 with step(kv, meta), torch.no_grad():
                     return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
-        got = serve(call, ids, STEPS, PAGE)
+        got = serve(call, ids, steps, PAGE)
     except Exception as error:
         why = refusal(error)
         if why is None:

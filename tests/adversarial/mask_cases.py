@@ -184,17 +184,25 @@ CAUSAL = {
     "le": lambda i, j: j <= i, "not_gt": lambda i, j: ~(j > i), "difference": lambda i, j: i - j >= 0,
     "clamped": lambda i, j: (j - i).clamp(min=0) == 0, "tril": lambda i, j: torch.ones_like(i - j, dtype=torch.bool).tril(),
     "triu": lambda i, j: torch.ones_like(i - j).triu(1) == 0, "maximum": lambda i, j: torch.maximum(i, j) == i,
+    "sign": lambda i, j: torch.sign(i - j) >= 0, "relu": lambda i, j: F.relu(j - i) == 0,
+    "packed": lambda i, j: (j <= i) & ((i == 0).cumsum(-2) == (j == 0).cumsum(-1)),
 }
 WINDOW = {
     "gt": lambda i, j, w: j > i - w, "difference": lambda i, j, w: i - j < w, "le": lambda i, j, w: i - j <= w - 1,
     "clamp": lambda i, j, w: j >= (i - w + 1).clamp(min=0), "triu": lambda i, j, w: torch.ones_like(i - j).triu(1 - w) > 0,
     "abs": lambda i, j, w: (i - j).abs() < w, "not": lambda i, j, w: torch.logical_not(j + w <= i),
+    "clamped": lambda i, j, w: (i - j).clamp(max=w - 1) == i - j, "half": lambda i, j, w: i - j < w - 0.5,
+    "relu": lambda i, j, w: F.relu(i - j - (w - 1)) == 0,
 }
 CHUNK = {
     "floordiv": lambda i, j, c: i // c == j // c, "floor": lambda i, j, c: j >= (i // c) * c,
     "mod": lambda i, j, c: i - i % c == j - j % c, "div": lambda i, j, c: (
         torch.div(i, c, rounding_mode="floor") - torch.div(j, c, rounding_mode="floor")) == 0,
-    "shifted": lambda i, j, c: (i + 1) // c == (j + 1) // c,
+    "shifted": lambda i, j, c: (i + 1) // c == (j + 1) // c, "trunc": lambda i, j, c: (
+        torch.div(i, c, rounding_mode="trunc") == torch.div(j, c, rounding_mode="trunc")),
+    "and": lambda i, j, c: (i.long() & -8) == (j.long() & -8), "or": lambda i, j, c: (i.long() | 7) == (j.long() | 7),
+    "shift": lambda i, j, c: (i.long() >> 2) << 2 <= j, "eighth": lambda i, j, c: (i / 8).floor() == (j / 8).floor(),
+    "ceil": lambda i, j, c: ((i + 1) / 4).ceil() == ((j + 1) / 4).ceil(),
 }
 
 
@@ -212,12 +220,18 @@ def spoilers(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor
         "sink": lambda: (i - j < max(n, 2)) | (j < 2), "first": lambda: j != 0,
         "hidden": lambda: m.embed(ids)[0, :, 0][None] < 1,
         "buckets": lambda: torch.bucketize((i - j).clamp(min=0), m.blocks[::8]) < 3,
+        "sparse": lambda: (i // 8 == j // 8) | (j % 8 == 7), "bits": lambda: ((i - j).long() & 3) == 0,
+        "growing": lambda: i - j < n + i // 4, "seen": lambda: (row == 5).cumsum(-1)[None] < 2,
+        "stacked": lambda: torch.stack([j <= i, i - j < n], -1).any(-1), "some_heads": lambda: torch.stack(
+            [i - j < n, i - j < n, i - j < n + 1, i - j < n]),
+        "later_rows": lambda: (i >= 40).cumsum(-2) < 3,
     }[name]()
 
 
 SPOILERS = ("prefix", "ids", "isin", "kinds", "document", "hash", "length", "dilated", "table", "late", "per_head", "holes",
-            "sink", "first", "hidden", "buckets")
-HARMLESS = ("true", "past", "nonnegative", "stored_triangle", "stored_band", "same_heads", "size", "size2d", "blocks")
+            "sink", "first", "hidden", "buckets", "sparse", "bits", "growing", "seen", "stacked", "some_heads", "later_rows")
+HARMLESS = ("true", "past", "nonnegative", "stored_triangle", "stored_band", "same_heads", "size", "size2d", "blocks",
+            "stacked", "summed", "every_head", "repeated")
 
 
 def harmless(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -228,6 +242,10 @@ def harmless(name: str, tree: Tree, m: Model, ids: torch.Tensor, i: torch.Tensor
         "stored_triangle": lambda: m.triangle[:, :, :s, :s], "stored_band": lambda: m.band[:, :, :s, :s],
         "same_heads": lambda: i - j < m.same_heads, "size": lambda: i - j < m.size, "size2d": lambda: i - j < m.size2d,
         "blocks": lambda: m.blocks[:s][:, None] == m.blocks[:s][None],
+        "stacked": lambda: torch.stack([j <= i, i - j < m.size]).all(0),
+        "summed": lambda: (j <= i).int() + (i - j < m.size).int() == 2,
+        "every_head": lambda: torch.stack([i - j < m.size] * HEADS), "repeated": lambda: (j <= i).expand(
+            1, 1, s, s).repeat_interleave(HEADS, 1),
     }[name]()
 
 
@@ -247,7 +265,7 @@ def build(tree: Tree, m: Model, ids: torch.Tensor, positions: torch.Tensor) -> t
     return (spoilers if kind == "spoil" else harmless)(name, tree, m, ids, i, j)
 
 
-FINISHES = ("bool", "inf", "min", "masked_fill", "product", "minus_10000", "in_place", "soft")
+FINISHES = ("bool", "inf", "min", "masked_fill", "product", "minus_10000", "in_place", "soft", "log", "twice", "finite")
 
 
 def finish(how: str, keep: torch.Tensor) -> torch.Tensor:
@@ -259,6 +277,9 @@ def finish(how: str, keep: torch.Tensor) -> torch.Tensor:
         "bool": lambda: keep, "inf": lambda: torch.where(keep, 0.0, -math.inf), "min": lambda: torch.where(keep, 0.0, low),
         "masked_fill": lambda: torch.zeros_like(keep, dtype=torch.float32).masked_fill(~keep, -math.inf),
         "product": lambda: (1.0 - keep.float()) * torch.finfo(torch.float32).min,
+        "log": lambda: keep.float().log(),
+        "twice": lambda: keep.float().masked_fill(keep == 0, -math.inf).masked_fill(keep == 1, 0.0),
+        "finite": lambda: torch.where(keep, 0.0, -math.inf).nan_to_num(neginf=low),
         "minus_10000": lambda: (1.0 - keep.float()) * -10000.0, "soft": lambda: torch.where(keep, 0.0, -3.0),
     }[how]()
 

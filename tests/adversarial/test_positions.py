@@ -83,6 +83,20 @@ def test_what_keeps_to_each_token_is_exact(name: str) -> None:
     assert outcome(before(FINE[name]), "compile") == "exact"
 
 
+class Unplaced(Model):
+    """No operation puts its positions beside its tokens: a trace need not know that there are as many."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(*input_ids.shape, 4, -1).transpose(1, 2) for t in self.qkv(self.embed(input_ids)).chunk(3, dim=-1))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(out * (1 + position_ids.max()))
+
+
+def test_positions_that_meet_no_token() -> None:
+    with pytest.raises(UnsupportedAttention, match="not known to be that of the row of tokens"):
+        PagedModel(Unplaced(lambda m, ids, p: None).eval(), QuireOptions(compiler="eager", page_size=4))
+
+
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped, lambda m: Wrapped(Wrapped(m))], ids=["plain", "wrapped", "twice"])
 def test_every_config_in_the_module_tree_is_checked(wrap) -> None:
     with pytest.raises(UnsupportedAttention, match="rope_type 'dynamic'"):

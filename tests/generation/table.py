@@ -52,7 +52,6 @@ def back(note: str, **options: Any) -> Row:
     return Row(FALLS_BACK, options or None, note)
 
 
-_BEAMS = "beams share and reorder their caches; transformers' own loop runs"
 _GONE = "not a decoding mode of transformers itself any more"
 _SPEED = "speed or memory of transformers' own caches; no effect on tokens"
 _ASSISTED = "speed only: with the same tokens, each step of the engine samples one"
@@ -62,19 +61,21 @@ FIELDS: dict[str, Row] = {
     "max_new_tokens": same("", True, max_new_tokens=3),
     "min_length": same("", True, min_length=16, eos_token_id=FIRST),
     "min_new_tokens": same("", True, min_new_tokens=4, eos_token_id=FIRST),
-    "early_stopping": same("acts with num_beams only, which falls back", early_stopping=True),
+    "early_stopping": same("acts with num_beams only", early_stopping=True, num_beams=3, length_penalty=0.1,
+                           eos_token_id=[FIRST, 9], **SCORES),
     "max_time": same("checked once a step", max_time=60.0),
     "stop_strings": same("needs tokenizer=", True, stop_strings=["e"], tokenizer=...),
     "do_sample": Row(DIFFERENT, dict(do_sample=True, top_k=1), (
         "the same distribution, and torch.manual_seed decides, but other random numbers: each request draws its own, whatever "
         "else is in the batch. With a processor, a criterion or scores asked for, transformers' own numbers, token for token")),
-    "num_beams": back(_BEAMS, num_beams=2),
+    "num_beams": same("transformers' own search over the engine's pages, which beams share; sampled beams too", True,
+                      num_beams=3, num_return_sequences=2, **SCORES),
     "use_mtp": same(_ASSISTED, use_mtp=False),
     "use_cache": same("the engine caches in any case", use_cache=False),
     "cache_implementation": same(f"{_SPEED}; \"paged\" goes to generate_batch, which runs on the engine",
                                  cache_implementation="dynamic"),
     "cache_config": same(_SPEED),
-    "max_cache_len": same(_SPEED),
+    "max_cache_len": same(_SPEED, max_cache_len=64),
     "temperature": same("", True, do_sample=True, temperature=3.0, **SCORES),
     "top_k": same("50 by default, as in transformers", True, do_sample=True, top_k=3, temperature=3.0, **SCORES),
     "top_p": same("", True, do_sample=True, top_p=0.5, temperature=3.0, **SCORES),
@@ -85,7 +86,7 @@ FIELDS: dict[str, Row] = {
     "eta_cutoff": same("", True, do_sample=True, eta_cutoff=0.1, temperature=2.0),
     "repetition_penalty": same("", True, repetition_penalty=3.0),
     "encoder_repetition_penalty": same("", encoder_repetition_penalty=0.01),
-    "length_penalty": same("acts with num_beams only, which falls back", length_penalty=2.0),
+    "length_penalty": same("acts with num_beams only", True, length_penalty=-9.0, num_beams=3, eos_token_id=[FIRST, 9]),
     "no_repeat_ngram_size": same("", True, no_repeat_ngram_size=1),
     "bad_words_ids": same("", True, bad_words_ids=[[FIRST]]),
     "renormalize_logits": same("", renormalize_logits=True, **SCORES),
@@ -117,9 +118,10 @@ FIELDS: dict[str, Row] = {
     "num_assistant_tokens": same(_ASSISTED, num_assistant_tokens=5),
     "num_assistant_tokens_schedule": same(_ASSISTED, num_assistant_tokens_schedule="constant"),
     "assistant_confidence_threshold": same(_ASSISTED, assistant_confidence_threshold=0.4),
-    "prompt_lookup_num_tokens": same(_ASSISTED),
+    "prompt_lookup_num_tokens": same(f"{_ASSISTED}; with do_sample by other random numbers. Batches too", True,
+                                     prompt_lookup_num_tokens=2, repetition_penalty=3.0, **SCORES),
     "max_matching_ngram_size": same(_ASSISTED, max_matching_ngram_size=2),
-    "assistant_early_exit": same(_ASSISTED),
+    "assistant_early_exit": same(_ASSISTED, assistant_early_exit=1),
     "assistant_lookbehind": same(_ASSISTED, assistant_lookbehind=10),
     "target_lookbehind": same(_ASSISTED, target_lookbehind=10),
     "assistant_ensemble_weight": back("speculation that changes the distribution"),
@@ -127,7 +129,7 @@ FIELDS: dict[str, Row] = {
     "compile_config": same(_SPEED),
     "disable_compile": same(_SPEED, disable_compile=True),
     "continuous_batching_config": same("read by generate_batch"),
-    "low_memory": same(_SPEED),
+    "low_memory": same(f"{_SPEED}; with beams transformers' error", low_memory=True),
     "penalty_alpha": back(f"contrastive search: {_GONE}"),
     "dola_layers": back(_GONE),
     "diversity_penalty": back(f"with groups of beams: {_GONE}"),
@@ -153,7 +155,7 @@ ARGUMENTS: dict[str, Row] = {
     "prefix_allowed_tokens_fn": same("", True, prefix_allowed_tokens_fn=lambda row, ids: [5 + row, 8, 9]),
     "synced_gpus": same("False; True falls back", synced_gpus=False),
     "assistant_model": back("transformers' own assisted decoding runs", assistant_model=...),
-    "streamer": same("batches too", streamer=...),
+    "streamer": same("batches too; with beams transformers' error", streamer=...),
     "negative_prompt_ids": same("with guidance_scale", True, negative_prompt_ids=torch.tensor([[5, 6], [7, 8]]),
                                 guidance_scale=8.0),
     "negative_prompt_attention_mask": same("with guidance_scale"),
@@ -177,7 +179,8 @@ def page() -> str:
         "Calls whose tokens follow from greedy decoding, temperature, top_k, top_p, min_p, lengths and end tokens run with",
         "continuous batching. Calls with anything else marked *same* advance in lockstep, one step for all rows, with the",
         "logits processors and stopping criteria that transformers makes. The whole batch must then fit in the engine at once.",
-        "",
+        "Rows with equal prompts share the prompt's pages; beams share all pages that they have in common, and only a partial",
+        "last page is copied.", "",
         "These calls always fall back: a model in training mode with dropout, `torch.autocast`, a model class with generation",
         "methods of its own, embeddings as input, and sequences longer than the engine's `max_model_len`. They run in the",
         "model's own dtype, also where the engine has another one (`quire.paged(model, dtype=...)`).", "",

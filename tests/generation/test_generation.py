@@ -42,7 +42,7 @@ def run(model: Any, tokenizer: Any, row: Row) -> tuple[Any, Any, list[str]]:
     recorder = Recorder()
     more = {"tokenizer": tokenizer, "streamer": recorder, "assistant_model": model}
     options |= {k: more[k] for k in given}
-    rows = 1 if "assistant_model" in given else 2
+    rows = 1 if {"assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"} & (row.options or {}).keys() else 2
     batch = tokenizer(list(PROMPTS[:rows]), return_tensors="pt", padding=True)
     torch.manual_seed(1)
     with warnings.catch_warnings(record=True) as seen:
@@ -52,11 +52,15 @@ def run(model: Any, tokenizer: Any, row: Row) -> tuple[Any, Any, list[str]]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_row(name, models, tokenizer) -> None:
+def test_row(name, models, tokenizer, monkeypatch) -> None:
     row, (plain, model) = ROWS[name], models
     model.generate.warned.clear()
     want, want_seen, _ = run(plain, tokenizer, row)
+    runner, steps = model.generate.engine.runner, []
+    forward = runner.forward
+    monkeypatch.setattr(runner, "forward", lambda staged: (steps.append(staged), forward(staged))[1])
     got, got_seen, said = run(model, tokenizer, row)
+    assert bool(steps) == (row.status != FALLS_BACK)
     assert [text for text in said if "not paged" in text] == said
     assert bool(said) == (row.status == FALLS_BACK), said
     assert type(got) is type(want)
@@ -64,6 +68,9 @@ def test_row(name, models, tokenizer) -> None:
         assert torch.equal(got, want)
     else:
         assert torch.equal(got.sequences, want.sequences)
+        if "sequences_scores" in want:
+            torch.testing.assert_close(got.sequences_scores, want.sequences_scores, atol=1e-4, rtol=1e-4)
+            assert torch.equal(got.beam_indices, want.beam_indices)
         for mine, theirs in ((got.scores, want.scores), (got.logits, want.logits)):
             assert (mine is None) == (theirs is None)
             for a, b in zip(mine or (), theirs or (), strict=True):

@@ -19,7 +19,8 @@ def pair():
 
 
 @pytest.mark.parametrize("options", [
-    dict(repetition_penalty=1.5), dict(return_dict_in_generate=True, output_scores=True, do_sample=True, top_k=5)], ids=str)
+    dict(repetition_penalty=1.5), dict(num_beams=2, num_return_sequences=2, return_dict_in_generate=True, output_scores=True),
+    dict(return_dict_in_generate=True, output_scores=True, do_sample=True, top_k=5)], ids=str)
 def test_lockstep(options, pair) -> None:
     """The logits of a step are read before the next replay writes over them."""
     batch = load_tokenizer()(list(PROMPTS[:3]), return_tensors="pt", padding=True).to("cuda")

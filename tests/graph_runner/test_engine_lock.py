@@ -152,6 +152,23 @@ def test_a_stream_registers_before_other_threads_step(engine: Engine, prompts: l
     assert_idle(engine)
 
 
+def test_no_step_comes_before_a_request_is_registered(engine: Engine, prompts: list[list[int]], expected: list[list[int]],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of another thread while a request is added could finish it before its stream knows it."""
+    add, stepped, threads = engine.scheduler.add, threading.Event(), []
+
+    def add_and_wait(request: Any) -> None:
+        add(request)
+        threads.append(threading.Thread(target=lambda: (engine.step(), stepped.set())))
+        threads[-1].start()
+        assert not stepped.wait(0.3)
+
+    monkeypatch.setattr(engine.scheduler, "add", add_and_wait)
+    assert tokens(engine.generate(prompts[0], replace(SHORT, max_tokens=1))) == [expected[0][:1]]
+    for thread in threads:
+        thread.join()
+
+
 def test_an_idle_engine_drops_an_abandoned_stream_at_once(engine: Engine, prompts: list[list[int]]) -> None:
     stream = engine.stream(prompts, SHORT)
     next(stream)
@@ -274,4 +291,24 @@ def test_threads_share_a_paged_model(prompts: list[list[int]], expected: list[li
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(job, range(12)))
+    paged.generate.close()
+
+
+def test_a_row_that_is_aborted_is_an_error(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another thread that closes or replaces the engine meanwhile: generate() must not return a row cut short."""
+    paged = quire.paged(load_model(num_layers=1), num_pages=64)
+    ids = torch.tensor([prompts[0]])
+    paged.generate(ids, max_new_tokens=1)
+    engine = paged.generate.engine
+    collect = engine.collect
+
+    def collect_and_abort(leave: int = 0) -> None:
+        collect(leave)
+        for request_id in list(engine.requests):
+            engine.abort(request_id)
+
+    monkeypatch.setattr(engine, "collect", collect_and_abort)
+    with pytest.raises(RuntimeError, match="row 0 was aborted after . tokens"):
+        paged.generate(ids, max_new_tokens=8, eos_token_id=-1)
+    monkeypatch.undo()
     paged.generate.close()

@@ -83,6 +83,7 @@ def test_beams() -> None:
     assert from_config(num_beams=2, early_stopping=True, length_penalty=2.0)[1] == [
         "num_beams", "early_stopping", "length_penalty"]
     assert from_config(early_stopping=True, length_penalty=2.0)[1] == []
+    assert from_config(num_beams=3, num_return_sequences=3)[0].n == 1  # of the requests, whose beams are returned
 
 
 def test_contrastive_search_is_greedy_only() -> None:

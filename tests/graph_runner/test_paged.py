@@ -212,8 +212,8 @@ def test_processors_by_position(no_warnings, plain, model, batch) -> None:
 
 def fallbacks(plain, tokenizer, ids) -> dict:
     return {
-        "beams": (dict(num_beams=2), "quire does not have num_beams"),
-        "in a config": (dict(generation_config=GenerationConfig(num_beams=2)), "quire does not have num_beams"),
+        "beams": (dict(num_beams=9), "its 9 sequences advance together, and the engine runs 8 at once"),
+        "in a config": (dict(generation_config=GenerationConfig(num_beams=9)), "its 9 sequences advance together"),
         "attentions": (dict(output_attentions=True, return_dict_in_generate=True), "quire does not have output_attentions"),
         "position_ids": (dict(position_ids=torch.arange(ids.shape[1])[None] + 1), "its position_ids are not those of the"),
         "embeddings": (dict(inputs_embeds=plain.get_input_embeddings()(ids).detach()), "the arguments .*inputs_embeds"),

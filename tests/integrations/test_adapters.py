@@ -110,7 +110,7 @@ def test_a_life_with_adapters() -> None:
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    (LoraConfig(target_modules=["q_proj"], use_dora=True), "has another kind of LoRA"),
+    (LoraConfig(target_modules=["q_proj"], use_dora=True), "has DoRA, and not LoRA alone"),
     (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens is a Embedding, and quire knows LoRA"),
     (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head is a ModulesToSaveWrapper"),
     (LoraConfig(target_modules=["lm_head", "q_proj"]), "lm_head is the head"),

@@ -16,13 +16,15 @@ pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 import quire
-from tests.tiny import load_model
+from tests.tiny import load_model, small_llama
+from tests.zoo.configs import SERVED, build
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 ADAPTERS = {
     "lora": LoraConfig(r=4, target_modules="all-linear"),
     "rslora": LoraConfig(r=4, target_modules="all-linear", use_rslora=True),
     "modules_to_save": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], lora_dropout=0.1),
+    "dora": LoraConfig(r=4, target_modules="all-linear", use_dora=True),
     "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
 
@@ -39,6 +41,8 @@ def fill(model: Any, name: str, seed: int) -> None:
         for key, p in model.named_parameters():
             if f".{name}" in key and any(part in key for part in ("lora_A", "lora_B", "ia3", "modules_to_save")):
                 p.normal_(0, 2.0 if "ia3" in key else 0.2)
+            elif f".{name}" in key and "magnitude" in key:
+                p.mul_(torch.linspace(0.5, 1.5, p.numel()))
 
 
 @contextlib.contextmanager
@@ -48,13 +52,39 @@ def paged_only() -> Iterator[None]:
         yield
 
 
-def test_dora_is_refused_until_it_is_merged() -> None:
-    """torch.compile cannot trace PEFT's DoRA layers; the error says so, and the engine goes on when they are gone."""
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_dora(kind) -> None:
+    """PEFT's own code for it cannot be traced: here the formula stands for it, and PEFT's tokens and log probabilities for the
+    test. Also with a bias, with weights that lie the other way round, and after an update of what the lengths depend on."""
+    model = small_llama(0.3, attention_bias=True) if kind == "llama" else build(SERVED["gpt2"])
+    names = "all-linear" if kind == "llama" else ["c_attn", "c_fc"]
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=names, use_dora=True, fan_in_fan_out=kind == "gpt2")).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.normal_()
+    params = quire.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    with quire.Engine(model, num_pages=20, max_num_seqs=2, max_model_len=50, cudagraph_capture_sizes=[]) as engine:
+        runner, seen = engine.runner, []
+        for seed in range(2):
+            fill(peft, "default", seed)
+            (out,) = engine.generate([IDS[0].tolist()], params)
+            with torch.no_grad():
+                want = peft(torch.tensor([[*IDS[0].tolist(), *out.token_ids]])).logits[0, 3:-1].log_softmax(-1)
+            assert out.token_ids == want.argmax(-1).tolist()
+            got = [next(iter(of.values())).logprob for of in out.logprobs or ()]
+            assert got == pytest.approx(want.amax(-1).tolist(), abs=1e-5)
+            seen.append(got)
+        assert engine.runner is runner and seen[0] != seen[1]
+
+
+def test_dora_of_embeddings_is_refused_until_it_is_merged() -> None:
+    """torch.compile cannot trace these layers; the error says so, and the engine goes on when they are gone."""
     model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[])
     base = generated(model)
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
-    with pytest.raises(RuntimeError, match="q_proj was replaced.*, and cannot be served as it is now.*could not be traced.*"
-                                           "merge the adapter with merge_adapter"):
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["embed_tokens"], use_dora=True))
+    with pytest.raises(RuntimeError, match="embed_tokens was replaced.*, and cannot be served as it is now.*could not be "
+                                           "traced.*merge the adapter with merge_adapter"):
         generated(peft)
     assert generated(peft.merge_and_unload()) == base
     model.generate.close()

@@ -173,7 +173,7 @@ BACKEND = AttentionBackend(
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
         mla_dims=lambda rank, rope: rank <= 512 and rope <= 64, mla_dims_note="up to 512+64",
         window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True,
-        cudagraph_support=CudagraphSupport.ALWAYS,
+        any_batch=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=available,
     op=define_paged_op("triton", paged_attention, launches=True),

@@ -10,7 +10,7 @@ import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends import double_sparsity as module
-from quire.attn_ops.conformance.batches import Batch, lay_out, run
+from quire.attn_ops.conformance.batches import Batch, Failure, check, lay_out, run
 from quire.attn_ops.conformance.checks import DECODE, MIXED
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache
@@ -112,6 +112,15 @@ def test_labels_follow_the_keys() -> None:
     assert torch.equal(layer.labels[7], module.labels_of(cache.k[0], layer.channels)[7])
     again = backend.make_state(sites, cache, None)  # of a cache that holds keys
     assert torch.equal(again.of(cache.k[0]).labels, module.labels_of(cache.k[0], layer.channels))
+
+
+def test_the_kit_compares_what_is_kept_with_what_is_declared() -> None:
+    backend = make(1 << 20, channels=4)
+    check(backend, batch(backend))
+    for page_bytes in (None, lambda site, page_size: 1):
+        liar = dataclasses.replace(backend, page_bytes=page_bytes)
+        with pytest.raises(Failure, match="bytes beside the cache and declares"):
+            check(liar, batch(liar))
 
 
 def test_prefills_are_exact() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import torch
 
@@ -9,6 +12,9 @@ import quire
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends import dual_chunk as module
+from quire.attn_ops.backends.dual_chunk import vertical_slash
+from quire.attn_ops.backends.dual_chunk.divide import divide
+from quire.attn_ops.backends.dual_chunk.sparse import Sparse
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.rope import rotate
@@ -54,7 +60,7 @@ def dual_chunk_oracle(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 def served(backend, sequences, steps=STEPS, softcap=None) -> list[torch.Tensor]:
     """Outputs (L, H, D) of each sequence (q, k, v), through ``rope_op`` in these steps, with one cache."""
     ids = [torch.arange(len(q)) for q, _, _ in sequences]
-    cache = PagedKVCache.for_sites([SITE], num_pages=90, page_size=4, device="cpu")
+    cache = PagedKVCache.for_sites([SITE], num_pages=600, page_size=4, device="cpu")
     out = [torch.zeros(*q.shape[:2], 16) for q, _, _ in sequences]
     for places, meta, rows in ragged(ids, steps, 4):
         starts = meta.query_start_loc.tolist()
@@ -135,7 +141,7 @@ def test_a_model_runs_with_it() -> None:
 
 def test_a_long_sequence_without_queries_does_not_count() -> None:
     """A row of the batch that has nothing to do in this step, however long."""
-    batch = module.divide([0, 2], [50, 5], CHUNK, LENGTH, torch.device("cpu"))
+    batch = divide([0, 2], [50, 5], CHUNK, LENGTH, torch.device("cpu"))
     assert batch.longest == 5 and not batch.far and not batch.passing
 
 
@@ -167,3 +173,162 @@ def test_a_sequence_whose_start_ran_elsewhere_is_refused() -> None:
         backend.rope_op(q, k, v, *tables(torch.tensor([29])), None, None, 0.0, *cache.of_layer(0), meta.slot_mapping,
                         meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, None, [], scale=1.0, window=None,
                         softcap=None, chunk=None)
+
+
+# -- sparse prefill ---------------------------------------------------------------------------------------------------
+
+
+def sparse_oracle(q, keys, values, sizes, last: int, softcap: float | None = None) -> torch.Tensor:
+    """One sequence in one prefill, unrotated q (L, H, D), keys and values (L, Hkv, D): weights of the last queries, summed by
+    key and by distance; then softmax over the chosen ones; one loop each."""
+    total, heads = len(q), q.shape[1]
+    turned = rotate(keys, *tables(torch.arange(total)))
+    logits = torch.full((heads, total, total), float("-inf"), dtype=torch.float64)
+    for p in range(total):
+        at = (CHUNK + torch.arange(p + 1) // LENGTH * LENGTH).clamp_max(p)
+        query = rotate(q[p].expand(p + 1, -1, -1), *tables(at)).double()
+        logits[:, p, : p + 1] = (query * turned[: p + 1].double().repeat_interleave(2, 1)).sum(-1).T * SITE.scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap).masked_fill(logits == float("-inf"), float("-inf"))
+    weights = torch.softmax(logits[:, -last:], -1)
+    out = torch.zeros(total, heads, values.shape[2], dtype=torch.float64)
+    for head, (vertical, slash) in enumerate(sizes):
+        by_key, by_distance = weights[head].sum(0), torch.zeros(total, dtype=torch.float64)
+        for i, p in enumerate(range(total - min(last, total), total)):
+            for j in range(p + 1):
+                by_distance[p - j] += weights[head, i, j]
+        by_key[: vertical_slash.KEEP_FIRST] += 1e6
+        by_distance[: vertical_slash.KEEP_NEAR] += 1e6
+        by_key[: vertical_slash.KEEP_FIRST] -= torch.arange(min(total, vertical_slash.KEEP_FIRST))
+        by_distance[: vertical_slash.KEEP_NEAR] -= torch.arange(min(total, vertical_slash.KEEP_NEAR))
+        chosen = set(by_key.topk(min(vertical, total)).indices.tolist())
+        apart = set(by_distance.topk(min(slash, total)).indices.tolist())
+        for p in range(total):
+            seen = [j for j in range(p + 1) if j in chosen or p - j in apart]
+            out[p, head] = torch.softmax(logits[head, p, seen], 0) @ values[seen, head // 2].double()
+    return out
+
+
+ALL = [(999, 999)] * 4
+SIZES = [(9, 8), (6, 11), (30, 1), (1, 12)]
+
+
+def sparse_backend(sizes=SIZES, dense_below: int = 20, last: int = 6, use_kernel: bool = False, chunk: int = CHUNK):
+    return module.backend("dual_chunk:test", chunk, chunk - LOCAL, Sparse(dense_below, last, {0: sizes}), use_kernel)
+
+
+@pytest.fixture
+def few_forced(monkeypatch):
+    """Fewer keys and distances that are always chosen, for short sequences."""
+    monkeypatch.setattr(vertical_slash, "KEEP_FIRST", 2)
+    monkeypatch.setattr(vertical_slash, "KEEP_NEAR", 3)
+
+
+@pytest.mark.parametrize("use_kernel, softcap", [(False, None), (True, 4.0)])
+def test_the_last_queries_choose_keys_and_distances(few_forced, use_kernel: bool, softcap: float | None) -> None:
+    """A sparse prefill over several chunks, beside a dense one, and the token decoded after it, which sees all."""
+    sequences = random_sequences((71, 19))
+    found = served(sparse_backend(use_kernel=use_kernel), sequences, ((70, 19), (1, 0)), softcap=softcap)
+    wanted = sparse_oracle(*(x[:70] for x in sequences[0]), SIZES, 6, softcap)
+    dense, short = (sparse_oracle(*sequence, ALL, 6, softcap) for sequence in sequences)
+    torch.testing.assert_close(found[0][:70].double(), wanted, atol=3e-5, rtol=0)
+    assert (wanted - dense[:70]).abs().max() > 0.1, "nothing was left out"
+    torch.testing.assert_close(found[0][70:].double(), dense[70:], atol=3e-5, rtol=0)
+    torch.testing.assert_close(found[1].double(), short, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [[(90, 1)] * 4, [(1, 90)] * 4])
+@pytest.mark.parametrize("use_kernel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_lines_that_cover_everything_leave_nothing_out(few_forced, sizes, use_kernel: bool) -> None:
+    """All keys, or all distances; in parts, whose first ones are dense."""
+    sequences = random_sequences((80,))
+    (found,) = served(sparse_backend(sizes, use_kernel=use_kernel), sequences, ((20,), (31,), (28,), (1,)))
+    torch.testing.assert_close(found.double(), sparse_oracle(*sequences[0], ALL, 6), atol=3e-5, rtol=0)
+
+
+def test_queries_that_are_rotated_already_are_sparse_below_a_chunk() -> None:
+    """A layer whose rotary embedding is not found: the same outputs, up to CHUNK tokens."""
+    (q, k, v), = random_sequences((150,))
+    q, k = (rotate(x, *tables(torch.arange(150))) for x in (q, k))
+    backend = sparse_backend([(31, 101)] * 4, chunk=200)
+    cache = PagedKVCache.for_sites([SITE], num_pages=40, page_size=4, device="cpu")
+    meta = quire.CommonAttentionMetadata.build([150], [150], [list(range(1, 39))], page_size=4)
+    step = Step(cache, meta, attention=backend)
+    with running(step):
+        ensure_planned(step, backend, [SITE])
+        found = backend.op(q, k, v, *cache.of_layer(0), meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc,
+                           meta.seq_lens, None, [], scale=SITE.scale, window=None, softcap=None, chunk=None)
+    full = oracle_attention(q, k, v, scale=SITE.scale)
+    near = slice(0, 101)  # the nearest 100 distances and the first 30 keys are always chosen
+    torch.testing.assert_close(found[near].double(), full[near], atol=2e-5, rtol=0)
+    assert (found.double() - full).abs().max() > 1e-2
+
+
+def test_a_needle_is_found_by_a_sparse_prefill() -> None:
+    """A key that fits one of the last queries, 1,900 tokens back: 32 keys and 102 distances of 2,000 are enough."""
+    (q, k, v), = sequences = random_sequences((2000,))
+    k[:, :, 6::8], v[93] = 0.0, 50.0
+    q[-1], q[-1, :, 6], k[93, :, 6] = 0.0, 16.0, 16.0
+    backend = module.backend("dual_chunk:test", 256, 192, Sparse(512, 64, (32, 102)))
+    (found,) = served(backend, sequences, ((2000,),))
+    assert (found[-1] > 45).all()
+    less = module.backend("dual_chunk:test", 256, 192, Sparse(512, 64, (30, 100)))  # the first and the nearest only
+    assert (served(less, sequences, ((2000,),))[0][-1].abs() < 5).all()
+
+
+def test_sizes_of_a_checkpoint(tmp_path) -> None:
+    """Its file, as a list of layers or by number."""
+    heads = {str(h): ["vertical_and_slash", 40 + h, 200, 0.9] for h in range(4)}
+    other = dataclasses.replace(SITE, num_heads=8)
+    for name, layers in (("list", [heads]), ("by_number", {"0": heads})):
+        file = tmp_path / name
+        file.write_text(json.dumps(layers))
+        backend = get_backend(f"dual_chunk:64:16:32:8:{file}")
+        assert "longer than 32 tokens" in backend.approximate
+        cache = PagedKVCache.for_sites([SITE], num_pages=5, page_size=4, device="cpu")
+        assert backend.make_state([SITE], cache, None) is not None
+        with pytest.raises(UnsupportedAttention, match="layer 0 has 8 query heads, the file has 4 heads: it is of another"):
+            backend.make_state([other], PagedKVCache.for_sites([other], num_pages=5, page_size=4, device="cpu"), None)
+
+
+@pytest.mark.parametrize("content, message", [
+    ("[{", "Expecting"), ('{"config_groups": {}}', "invalid literal"), ('[{"0": ["block_sparse", 8, 8, 1]}]', "the pattern"),
+    ('[{"1": ["vertical_and_slash", 8, 8, 1]}]', r"has heads \[1\]"), ('[{"0": ["vertical_and_slash", 8]}]', "not \\[pattern"),
+    ('[{"0": ["vertical_and_slash", 0, 8, 1]}]', "0 keys and 8 distances")])
+def test_wrong_files(tmp_path, content: str, message: str) -> None:
+    file = tmp_path / "sizes.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"is not a sparse_attention_config.json of vertical and slash lines: .*{message}"):
+        get_backend(f"dual_chunk:64:16:32:8:{file}")
+
+
+@pytest.mark.parametrize("rest, message", [
+    (":32", "write dual_chunk"), (":32:8", "write dual_chunk"), (":32:8:40", "write dual_chunk"), (":32:0:40:100", "write"),
+    (":32:8:0:100", "write dual_chunk"), (":32:8:40:100:5", "write dual_chunk"), (":x:8:40:100", "write dual_chunk"),
+    (":32:8:/no/such.json", "there is no file /no/such.json")])
+def test_wrong_sizes(rest: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_backend(f"dual_chunk:64:16{rest}")
+
+
+def test_rotary_embeddings_that_differ_between_sequences_are_refused() -> None:
+    """longrope's depend on the length of a sequence: the embedding of one would be used for another, and be wrong."""
+    backend = module.backend("dual_chunk:test", CHUNK, LENGTH)
+    cache = PagedKVCache.for_sites([SITE], num_pages=20, page_size=4, device="cpu")
+    q, k, v = random_sequences((20,))[0]
+    for turn, row in ((1.0, list(range(1, 6))), (1.0, list(range(6, 11))), (2.0, list(range(11, 16)))):
+        meta = quire.CommonAttentionMetadata.build([20], [20], [row], page_size=4)
+        step = Step(cache, meta, attention=backend)
+
+        def run(step=step, meta=meta, turn=turn) -> None:
+            with running(step):
+                ensure_planned(step, backend, [SITE])
+                backend.rope_op(q, k, v, *tables(turn * torch.arange(20)), None, None, 0.0, *cache.of_layer(0),
+                                meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, None, [],
+                                scale=1.0, window=None, softcap=None, chunk=None)
+
+        if turn == 1.0:
+            run()
+        else:
+            with pytest.raises(UnsupportedAttention, match="different rotary embeddings at position 12"):
+                run()

@@ -163,11 +163,12 @@ def mine(*args, **kwargs):
 
 @pytest.mark.parametrize("table", [transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS,
                                    transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS], ids=["attention", "mask"])
-@pytest.mark.parametrize("name", ["mine", "sdpa", "a wrapper"])
+@pytest.mark.parametrize("name", ["mine", "sdpa", "a wrapper", "a wrapped one"])
 def test_functions_of_the_users_are_refused(name, table, monkeypatch) -> None:
     """Under a name of their own, and in the place of transformers'."""
     model = model_of("llama")
-    own, name = (functools.wraps(table["sdpa"])(mine), "sdpa") if name == "a wrapper" else (mine, name)
+    own = {"a wrapper": functools.wraps(table["sdpa"])(mine), "a wrapped one": torch.no_grad()(mine)}.get(name, mine)
+    name = "mine" if name == "mine" else "sdpa"
     monkeypatch.setitem(table, name, own)
     model.config._attn_implementation_internal = name
     with pytest.raises(UnsupportedAttention, match=f"attention implementation '{name}' is registered by the user"):

@@ -47,8 +47,9 @@ def test_a_weight_with_as_many_rows_as_tokens() -> None:
 
 @pytest.mark.parametrize("function", [
     lambda x, y: x.sum(1, keepdim=True), lambda x, y: x[:, 1:], lambda x, y: torch.cat([x, y], dim=1),
-    lambda x, y: x[:, y[0, :, 0].argsort()], lambda x, y: x.view(1, WIDTH, -1), lambda x, y: torch.lerp(x, y, 0.5),
-], ids=["sum over tokens", "cut", "joined tokens", "other rows", "mixed up", "not in the tables"])
+    lambda x, y: x[:, y[0, :, 0].argsort()], lambda x, y: x.softmax(1),
+    lambda x, y: x.view(1, WIDTH, -1), lambda x, y: torch.lerp(x, y, 0.5),
+], ids=["sum over tokens", "cut", "joined tokens", "other rows", "along tokens", "mixed up", "not in the tables"])
 def test_not_proved(function: Any) -> None:
     node, tokens = last_operation(function, rows(1, TOKENS, WIDTH), -rows(1, TOKENS, WIDTH))
     assert not RowWise(tokens).proves(node)

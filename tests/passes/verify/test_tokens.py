@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers the grouped product)
 from torch import fx
 
+from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.ops.experts import expert_linear
 from quire.attn_ops.ops.lora_rows import lora_rows
+from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.step import Step, running
 from quire.passes.fx import copy_graph, placeholders, value
 from quire.passes.verify.tokens import check_tokens
@@ -22,23 +27,38 @@ from quire.passes.verify.tokens import check_tokens
 Tensor = torch.Tensor
 WIDTH = 8
 WEIGHT, TABLE, KERNEL = torch.randn(WIDTH, WIDTH), torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, 3)
-POINTWISE = torch.randn(WIDTH, WIDTH, 1)
+POINTWISE, EXPERTS, COUNTER = torch.randn(WIDTH, WIDTH, 1), torch.randn(4, WIDTH, WIDTH), torch.zeros(WIDTH)
 
 
-def check(compute: Callable[[Tensor, Tensor], Any]) -> None:
-    """Prove a function of x (1, T, WIDTH) and positions (1, T)."""
+class _Traced(Exception):
+    """Raised in the place of running a graph."""
+
+
+def _stop(*inputs: Any) -> Any:
+    raise _Traced
+
+
+def check(compute: Callable[..., Any], *more: Tensor, one_row: bool = True) -> None:
+    """Prove a function of x (1, T, WIDTH), positions (1, T), and ``more``, of a length (K,) of its own. ``one_row``: the trace
+    knows that x and positions are equally long."""
     torch._dynamo.reset()
     found: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, inputs: Any) -> Any:
         found.append(copy_graph(gm))
-        return gm.forward
+        return _stop
 
     x, positions = torch.randn(1, 9, WIDTH), torch.arange(9)[None]
-    for tensor in (x, positions):
-        torch._dynamo.mark_dynamic(tensor, 1)
-    with running(Step(None, None, adapters=torch.ones(9, dtype=torch.int64))):  # type: ignore[arg-type]  # lora_rows reads only this
-        torch.compile(compute, backend=keep, fullgraph=True)(x, positions)
+    for tensor, dim in ((x, 1), (positions, 1), *((m, 0) for m in more)):
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+    def of_one_row(x: Tensor, positions: Tensor, *more: Tensor) -> Any:
+        torch._check(x.shape[1] == positions.shape[1])
+        return compute(x, positions, *more)
+
+    with running(Step(None, None, adapters=torch.ones(9, dtype=torch.int64))):  # type: ignore[arg-type]
+        with contextlib.suppress(_Traced):  # some fail on these sizes
+            torch.compile(of_one_row if one_row else compute, backend=keep, fullgraph=True)(x, positions, *more)
     ((gm),) = found
     row = next(value(n) for n in placeholders(gm.graph) if isinstance(value(n), Tensor) and value(n).dim() > 1
                and not isinstance(value(n).shape[1], int))
@@ -78,10 +98,117 @@ def adapted(x: Tensor) -> Tensor:
     return lora_rows(x @ WEIGHT, x, [WEIGHT[:2]], [WEIGHT[:, :2]], [0.5], [1])
 
 
+def expert_ids(x: Tensor, k: int = 2) -> Tensor:
+    return (x[0] @ WEIGHT[:, :4]).topk(k)[1]
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return inverse
+
+
+def by_expert(x: Tensor, ids: Tensor | None = None, counts: Any = None, offsets: Any = None, rows: Any = None) -> Tensor:
+    """Experts by a grouped product: ``counts(sorted ids, ids)``, ``offsets(counts)``, ``rows(x, order)`` in another way."""
+    ids = expert_ids(x) if ids is None else ids
+    k = ids.shape[1]
+    found, order = ids.reshape(-1).sort()
+    each = torch.histc(found.float(), bins=4, min=0, max=3) if counts is None else counts(found, ids)
+    ends = each.cumsum(0, dtype=torch.int32) if offsets is None else offsets(each)
+    y = torch.ops.transformers.grouped_mm_fallback(x[0][order // k] if rows is None else rows(x[0], order), EXPERTS, ends)
+    return y[inverse_of(order)].view(-1, k, WIDTH).sum(1)
+
+
+def one_hot(ids: Tensor, filled: float = 0.0) -> Tensor:
+    return torch.full((ids.shape[0], 4), filled).scatter(1, ids, 1)
+
+
+def sorted_twice(x: Tensor, p: Tensor) -> Tensor:
+    values = (x[0] @ WEIGHT[:, :4]).argmax(-1).sort()[0]
+    again, order = values.sort()
+    return x[0] + again[order.argsort()][:, None]
+
+
+def columns_sorted_apart(x: Tensor, p: Tensor) -> Tensor:
+    values, order = x[0].sort(0)
+    return values[order[:, 0].argsort()]
+
+
+def pairs_of_sorted_rows(x: Tensor, p: Tensor) -> Tensor:
+    order = expert_ids(x).reshape(-1).argsort()
+    pairs = x[0][order // 2].view(-1, 2, WIDTH).sum(1)
+    return pairs[inverse_of(order).view(-1, 2)].sum(1)
+
+
+def a_view_of_an_inverse(x: Tensor, p: Tensor) -> Tensor:
+    order = routed(x)
+    inverse = torch.empty_like(order)
+    view = inverse[:]
+    inverse[order] = torch.arange(order.shape[0])
+    return x[0] + view[:, None]
+
+
+def mean_written(x: Tensor, p: Tensor) -> Tensor:
+    y = x * 1
+    y[..., 0] = x.mean()
+    return y
+
+
+def columns_written(x: Tensor, p: Tensor) -> Tensor:
+    y = x[0] * 1
+    y[:, p[0] % WIDTH] = 1.0
+    return y
+
+
+def rows_written_by_position(x: Tensor, p: Tensor) -> Tensor:
+    y = x[0] * 1
+    y[p[0]] = x[0].tanh()
+    return y
+
+
+def counted_calls(x: Tensor, p: Tensor) -> Tensor:
+    COUNTER.add_(1)
+    return x + COUNTER
+
+
+def read_before_it_is_set(x: Tensor, p: Tensor) -> Tensor:
+    y = x + COUNTER
+    COUNTER.copy_(WEIGHT[0])
+    return y
+
+
+def attended(x: Tensor, keys: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
+    q, k = (t.view(1, -1, 2, 4).transpose(1, 2) for t in (x, x if keys is None else keys))
+    return attention(q, k, k, sinks, layer=0, scale=0.5, window=None, softcap=None, chunk=None, causal=True)
+
+
+@torch.library.custom_op("quire_tests::fill_with_mean", mutates_args={"out"})
+def fill_with_mean(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.mean(1, keepdim=True).expand_as(x))
+
+
+@torch.library.custom_op("quire_tests::contiguous", mutates_args=())
+def less_the_mean(x: Tensor) -> Tensor:
+    """An operation of somebody else's that has the name of a harmless one."""
+    return x - x.mean(1, keepdim=True)
+
+
+less_the_mean.register_fake(torch.empty_like)
+torch.library.define("quire_tests::pointwise", "(Tensor x) -> Tensor", tags=(torch.Tag.pointwise,))
+torch.library.impl("quire_tests::pointwise", "CompositeExplicitAutograd", lambda x: x - x.mean(1, keepdim=True))
+
+
+def written_by_an_op(x: Tensor, p: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    fill_with_mean(x, y)
+    return x + y
+
+
 REFUSED = {
     "adapters of rows in another order": (lambda x, p: adapted(x[0][routed(x)][None]), "an adapter's rows are not the tokens"),
     "adapters that follow from the tokens": (
         lambda x, p: lora_rows(x @ WEIGHT, x, [x[0]], [x[0].T], [0.5], [1]), "its rows are not tokens"),
+    "adapters of sorted rows": (lambda x, p: adapted(x[0][routed(x)][None])[0][routed(x).argsort()], "an adapter's rows"),
     "reduction": (lambda x, p: x - x.mean(1, keepdim=True), "it is taken over the tokens"),
     "reduction of all": (lambda x, p: x / x.amax(), "it is taken over the tokens"),
     "reduction of positions": (lambda x, p: x * (p.max() + 1).log(), "it is taken over the tokens"),
@@ -109,6 +236,93 @@ REFUSED = {
     "stored in what all share": (stored_for_all, "tokens (are written into what all share|write to)|each token looks up"),
     "folded": (lambda x, p: x.reshape(1, WIDTH, -1).mT, "numbers of several tokens come into one row"),
     "joined": (lambda x, p: torch.cat([x, x], 1), "it joins rows of tokens"),
+    # What only one rule keeps out: without it, each of these would be served.
+    "added in another order": (lambda x, p: x[0] + x[0][routed(x)], "in different dimensions, or in another order"),
+    "compared with all": (lambda x, p: x + torch.isin(p, p * 2)[..., None], "among those of all tokens"),
+    "boundaries of tokens": (lambda x, p: torch.bucketize(x, x[0, :, 0]).float(), "boundaries differ from token to token"),
+    "half of the places": (lambda x, p: x[:, torch.arange(x.shape[1]) // 2], "with the places of the tokens"),
+    "places as truths": (lambda x, p: x[:, torch.arange(x.shape[1]).bool().long()], "with the places of the tokens"),
+    "sorted twice": (sorted_twice, "it sorts tokens twice"),
+    "sorted twice, downwards": (lambda x, p: x[0][order := routed(x)].tanh()[order.argsort(descending=True)], "tokens twice"),
+    "columns sorted apart": (columns_sorted_apart, "it sorts tokens"),
+    "triangle": (lambda x, p: x.tril(), "it zeroes by the place of the token"),
+    "product with rows in another order": (
+        lambda x, p: torch.bmm(x[0][:, None], x[0][routed(x)][:, :, None])[:, 0], "each token with each other one"),
+    "group norm": (lambda x, p: F.group_norm(x.mT, 4).mT, "it normalizes over the tokens"),
+    "normalized": (lambda x, p: F.normalize(x, dim=1), "it is taken over the tokens"),
+    "pool": (lambda x, p: F.avg_pool1d(x.mT, 3, 1, 1).mT, "it pools or pads over the tokens"),
+    "filled with the length": (lambda x, p: x + torch.full((WIDTH,), x.shape[1]), "filled with the length of the row"),
+    "length as a tensor": (lambda x, p: x * torch.tensor(x.shape[1]).log(), "length of the row"),
+    "length looked up": (lambda x, p: x + torch.searchsorted(TABLE[0].sort()[0], x.shape[1]), "length of the row"),
+    "numbers from the length on": (lambda x, p: x + torch.arange(x.shape[1], x.shape[1] + WIDTH), "length of the row"),
+    "backwards": (lambda x, p: x[:, torch.arange(x.shape[1] - 1, -1, -1)], "it numbers the tokens of the batch"),
+    "place: inverse": (lambda x, p: x[0] + routed(x).argsort()[:, None], "with the places of the tokens"),
+    "place: after equal arithmetic": (lambda x, p: x + (p[0] * 2)[:, None] + (torch.arange(x.shape[1]) * 2)[:, None],
+                                      "with the places of the tokens"),
+    "shift by padding": (lambda x, p: F.pad(x, (0, 0, 1, -1)), "it shifts the tokens"),
+    "noise": (lambda x, p: x + torch.rand(WIDTH), "it draws random numbers"),
+    "an operation without a rule": (lambda x, p: x + torch.linalg.svdvals(x[0]), "quire has no rule for"),
+    "an operation named as a harmless one": (lambda x, p: less_the_mean(x), "no rule for quire_tests"),
+    "an operation that calls itself elementwise": (lambda x, p: torch.ops.quire_tests.pointwise(x), "no rule for quire_tests"),
+    "an operation that writes": (written_by_an_op, "what quire_tests.fill_with_mean.default writes"),
+    "an operator of higher order": (lambda x, p: torch.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)(x[0]), "vmap"),
+    "written mean": (mean_written, "is written into another tensor"),
+    "written columns": (columns_written, "to the rows of others"),
+    "written by position": (rows_written_by_position, "to the rows of others"),
+    "a view of what is numbered": (a_view_of_an_inverse, "of which others are views"),
+    "a buffer that counts": (counted_calls, "it changes a buffer or parameter"),
+    "a buffer that is read before it is set": (read_before_it_is_set, "it changes a buffer or parameter"),
+    "attended in another order": (lambda x, p: attended(x, x[0][routed(x)]), "keys or values are not one row per token"),
+    "sinks of tokens": (lambda x, p: attended(x, sinks=x.mean((0, 1))[:2]), "the result is attended to"),
+    "sorted rows by number": (lambda x, p: x[0][routed(x)][torch.arange(x.shape[1])], "rows are picked by numbers"),
+    "pairs by numbers of tokens": (
+        lambda x, p: x[:, :, None].expand(-1, -1, 2, -1).flatten(1, 2)[:, torch.arange(x.shape[1])], "are picked by numbers"),
+    "put back without being sorted": (lambda x, p: x[0][routed(x).argsort()], "rows are picked by numbers"),
+    "by position": (lambda x, p: x[0][p[0]], "rows are picked by numbers"),
+    "features by the place": (lambda x, p: x[0][torch.arange(x.shape[1]), torch.arange(x.shape[1])], "picked by numbers"),
+    "looked up in tokens": (lambda x, p: F.embedding(p, x[0]), "its table is made of tokens"),
+    "gathered over tokens": (lambda x, p: x.gather(1, (p // 2)[..., None].expand_as(x)), "rows are picked by numbers"),
+    "scattered into what all share": (lambda x, p: x + torch.zeros(WIDTH).scatter_add(0, p[0] % 8, x[0, :, 0]), "all share"),
+    "scattered to other rows": (lambda x, p: torch.zeros_like(x).scatter_add(1, (p // 2)[..., None].expand_as(x), x),
+                                "to the rows of others"),
+    "added to what all share": (lambda x, p: x + torch.zeros(4, WIDTH).index_add(0, p[0] % 4, x[0])[0], "what all share"),
+    "added by position": (lambda x, p: torch.zeros_like(x[0]).index_add(0, p[0], x[0]), "to the rows of others"),
+    "columns filled by position": (lambda x, p: x[0].index_fill(1, p[0] % WIDTH, 0.5), "to the rows of others"),
+    "histogram": (lambda x, p: x + torch.histc(x, 4, -2, 2)[0], "it counts the tokens"),
+    "sorted rows joined in pairs": (pairs_of_sorted_rows, "sorted by expert are put into another shape"),
+    # Experts by groups of rows.
+    "counts": (lambda x, p: x * torch.histc(expert_ids(x, 1).reshape(-1).sort()[0].float(), 4, 0, 3)[0],
+               "tokens routed to one expert"),
+    "counts returned": (lambda x, p: torch.histc(expert_ids(x, 1).reshape(-1).sort()[0].float(), 4, 0, 3), "counts the tokens"),
+    "experts: counts of other bins": (
+        lambda x, p: by_expert(x, counts=lambda found, ids: torch.histc(found.float(), 4, 0, 4)), "it counts the tokens"),
+    "experts: counts not summed": (lambda x, p: by_expert(x, offsets=lambda counts: counts.int()), "not those routed to one"),
+    "experts: counts in int8": (lambda x, p: by_expert(x, offsets=lambda c: c.cumsum(0, dtype=torch.int8).int()), "number"),
+    "experts: counts of others": (
+        lambda x, p: by_expert(x, counts=lambda *_: torch.histc(expert_ids(x, 1).reshape(-1).sort()[0].float(), 4, 0, 3)),
+        "not those routed to one"),
+    "experts: counts of shuffled columns": (lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids).view(
+        -1, 2, 2).transpose(1, 2).reshape(-1, 4).sum(0)), "it is taken over the tokens"),
+    "experts: counts over ones": (lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids, 1.0).sum(0)),
+                                  "it is taken over the tokens"),
+    "experts: sums of ids": (lambda x, p: by_expert(x, expert_ids(x, 4), lambda found, ids: ids.sum(0)), "over the tokens"),
+    "experts: counts of some ids": (lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids[:, :1]).sum(0)),
+                                    "not those routed to one"),
+    "experts: ids may be negative": (lambda x, p: by_expert(x, ids=(x[0] @ WEIGHT[:, :2]).long()), "it counts the tokens"),
+    "experts: ids may repeat": (lambda x, p: by_expert(x, ids=(x[0] @ WEIGHT[:, :4]).cummax(-1)[1], counts=lambda found, ids: (
+        one_hot(ids).sum(0))), "not those routed to one"),
+    "experts: rows not sorted": (
+        lambda x, p: by_expert(x, rows=lambda rows, order: rows[:, None].expand(-1, 2, -1).flatten(0, 1)),
+        "it multiplies groups of tokens"),
+    "experts: ids of other rows": (lambda x, p: expert_linear(
+        x[0][routed(x)], EXPERTS, None, expert_ids(x), False), "its rows are not those of the expert ids"),
+}
+#: Of numbers of rows that the caller asks for, (K,).
+REFUSED_PICKS = {
+    "place: rows asked for": (lambda x, p, k: x[0][k] * k[:, None], "with the places of the tokens"),
+    "asked for among sorted rows": (lambda x, p, k: x[0][routed(x)][k], "rows are picked by numbers"),
+    "written to the rows asked for": (lambda x, p, k: (x[0] * 1).index_put((k,), x[0][k] * 2), "to the rows of others"),
+    "tokens drawn by the numbers of others": (lambda x, p, k: sample_tokens(x[0][k], k.float(), k, k), "places of the tokens"),
 }
 SERVED = {
     "adapters of each token": lambda x, p: adapted(x),
@@ -121,6 +335,9 @@ SERVED = {
     "order": sorted_and_back,
     "stored": stored_per_row,
     "unused": lambda x, p: x if x.mean(1) is not None else p,
+    "experts": lambda x, p: by_expert(x),
+    "experts by counted ids": lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids).sum(0)),
+    "attended": lambda x, p: attended(x),
 }
 
 
@@ -129,6 +346,23 @@ def test_refused_for_what_it_does(name: str) -> None:
     compute, why = REFUSED[name]
     with pytest.raises(UnsupportedAttention, match=why):
         check(compute)
+
+
+@pytest.mark.parametrize("name", REFUSED_PICKS)
+def test_rows_asked_for(name: str) -> None:
+    compute, why = REFUSED_PICKS[name]
+    with pytest.raises(UnsupportedAttention, match=why):
+        check(compute, torch.tensor([3, 1, 5]))
+
+
+def test_positions_of_a_length_of_their_own() -> None:
+    """In a model without a table of positions, nothing says that the positions are as many as the tokens."""
+    with pytest.raises(UnsupportedAttention, match="not known to be that of the row of tokens"):
+        check(lambda x, p: x * (p.max() + 1), one_row=False)
+
+
+def test_rows_asked_for_are_those() -> None:
+    check(lambda x, p, k: x[0][k], torch.tensor([3, 1, 5]))
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -1,0 +1,244 @@
+"""Backend ``dual_chunk:CHUNK:LOCAL[:DENSE_BELOW:LAST:SIZES]``: dual chunk attention, for contexts longer than training's. An
+approximation.
+
+Dual chunk attention (An et al., 2024, arXiv:2402.17463; Qwen2.5-1M, arXiv:2501.15383) scores no key at a distance that training
+has not shown. With chunks of L = CHUNK - LOCAL tokens (``chunk_size`` and ``local_size`` of such a model's config), the query
+at position p is scored with a key of chunk b as if it stood at ``min(p, CHUNK + b * L)``. That is p within a chunk (intra), and
+for the next chunk while they are near (successive); distances to all others (inter) are at most CHUNK. Below CHUNK tokens it is
+plain attention. The factor on scores that Qwen adds for length is not part of it.
+
+Keys lie in the cache as always, rotated by their position. The rotary embedding of position CHUNK + b * L is taken from the
+model's own, when a token of that position passes: a sequence has had it before it needs it. So q must come before its rotation:
+a layer whose rotary embedding quire does not find is served up to CHUNK tokens, and refused beyond.
+
+With the others, the prefill of a sequence of more than DENSE_BELOW tokens is sparse (``vertical_slash.py``; DENSE_BELOW and
+LAST are ``sparse_attention_threshold`` and ``sparse_attention_last_q`` of such a model's config). The LAST last tokens of the
+step's part of it choose the keys and the distances that all of the part attend to, so that results depend on how a prompt is
+cut into parts. SIZES is VERTICAL:SLASH, numbers of keys and distances, or a checkpoint's ``sparse_attention_config.json``,
+which has both for each layer and head. Decoding is not sparse, nor is a part of one token.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import (
+    AttentionBackend,
+    AttentionCapabilities,
+    BackendFamily,
+    UnsupportedAttention,
+    define_paged_op,
+)
+from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, gathered, keys_of
+from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
+from quire.attn_ops.composite import op_name
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.kv_quant import write
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.ops.merge_state import merge_state
+from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rope_kv_write
+from quire.attn_ops.ops.varlen import varlen_attention
+from quire.attn_ops.registry import plain_backend
+from quire.attn_ops.step import Step, StepLimits, current_step
+
+NAME = "dual_chunk"
+USAGE = (f"{NAME}:CHUNK:LOCAL[:DENSE_BELOW:LAST:SIZES]: an approximation. Scores no key at a distance of more than CHUNK "
+         "tokens (chunk_size and local_size of a Qwen 1M model's config); LOCAL is at most half of CHUNK. With the others, "
+         "prefills of sequences longer than DENSE_BELOW are sparse: their LAST last queries choose keys and distances; SIZES "
+         "is VERTICAL:SLASH or the model's sparse_attention_config.json")
+
+
+class State:
+    """What outlives a step: the rotary embedding of position CHUNK + b * L, by the layer's key cache and b.
+
+    Raises:
+        UnsupportedAttention: sizes of a sparse prefill that are of another model.
+    """
+
+    def __init__(self, chunk: int, length: int, sparse: Sparse | None, sites: Sequence[AttentionSite], cache: PagedKVCache
+                 ) -> None:
+        self.chunk, self.length, self.sparse = chunk, length, sparse
+        self.sizes = {} if sparse is None else {
+            cache.of_layer(s.layer)[0].data_ptr(): sparse.of_layer(s.layer, s.num_heads) for s in sites}
+        self.tables: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.batch: Batch | None = None
+
+    def plan(self, metadata: CommonAttentionMetadata) -> None:
+        counts = metadata.query_start_loc_cpu.diff().tolist()
+        lens = metadata.seq_lens_cpu.tolist()[: len(counts)]
+        below = None if self.sparse is None else self.sparse.dense_below
+        self.batch = divide(counts, lens, self.chunk, self.length, metadata.seq_lens.device, below)
+
+    def learn(self, layer: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Keep the rows of cos and sin (T, R or R/2) of the tokens that stand at such positions."""
+        assert self.batch is not None
+        for token, b in self.batch.passing:
+            found = cos[token : token + 1].clone(), sin[token : token + 1].clone()
+            known = self.tables.setdefault((layer, b), found)
+            if not torch.allclose(known[0], found[0], atol=1e-2) or not torch.allclose(known[1], found[1], atol=1e-2):
+                raise UnsupportedAttention(
+                    f"{NAME}: two sequences have different rotary embeddings at position {self.chunk + b * self.length}. A "
+                    "model whose rotary embedding depends on more than the position (longrope, images) cannot use it: choose "
+                    "another attention backend")
+
+    def sizes_of(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
+        """Keys and distances of each head of the layer; a copy of its cache (opcheck makes some) does where there is one
+        layer."""
+        return self.sizes[k_cache.data_ptr()] if len(self.sizes) > 1 else next(iter(self.sizes.values()))
+
+    def table(self, layer: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if (layer, b) not in self.tables:
+            raise RuntimeError(f"{NAME}: no token at position {self.chunk + b * self.length} has passed this layer with this "
+                               "KV cache: run the sequence from its start through this backend, with one cache")
+        return self.tables[layer, b]
+
+
+def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, use_kernel: bool | None = None
+            ) -> AttentionBackend:
+    """Args:
+        chunk: the largest distance, in tokens.  length: of a chunk of keys (L).
+        sparse: of prefills; None: they are not sparse.
+        use_kernel: for sparse prefills the Triton kernel; None: on a GPU.
+    """
+    states: weakref.WeakKeyDictionary[PagedKVCache, State] = weakref.WeakKeyDictionary()
+
+    def make_state(sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> State:
+        return states.setdefault(cache, State(chunk, length, sparse, sites, cache))
+
+    def state() -> State:
+        step = current_step()
+        if step is None or name not in step.states:
+            raise RuntimeError(f"{name} needs the lengths on the host: run it inside `with quire.step(...)`")
+        return step.states[name]
+
+    def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
+        step.states[name].plan(metadata)
+
+    def check(window: Any, chunks: Any, sinks: Any, k_scale: Any) -> None:
+        if window is not None or chunks is not None or sinks is not None or k_scale is not None:
+            raise UnsupportedAttention(f"the {NAME} backend has no windows, chunks of the model's own, sinks or quantized KV "
+                                       "cache")
+
+    def paged_attention(
+        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+        query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+        scale: float, window: int | None, softcap: float | None, chunk: int | None,
+    ) -> torch.Tensor:
+        """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). q and k are rotated: up to CHUNK tokens."""
+        check(window, chunk, sinks, k_scale)
+        batch, limit = state().batch, state().chunk
+        assert batch is not None
+        if batch.longest > limit:
+            raise UnsupportedAttention(
+                f"{name} got a sequence of {batch.longest} tokens and cannot rotate q itself: this layer has no rotary "
+                "embedding of a form in attn_ops/ops/rope.py, or the model is not compiled. It is served up to "
+                f"{limit} tokens: set max_model_len, or choose another attention backend")
+        if batch.is_plain(limit):
+            return plain_backend(q.device.type).op(
+                q, k, v, k_cache, v_cache, None, None, slot_mapping, block_table, query_start_loc, seq_lens, None, [],
+                scale=scale, window=None, softcap=softcap, chunk=None)
+        if k is not None and v is not None:
+            write(k_cache, None, k, slot_mapping)
+            write(v_cache, None, v, slot_mapping)
+        return attend(q, lambda b, tokens: q[tokens], k_cache, v_cache, block_table, scale, softcap)
+
+    def attend(rotated: torch.Tensor, far_query: Callable[[int, Any], torch.Tensor], k_cache: torch.Tensor,
+               v_cache: torch.Tensor, block_table: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+        """(T, H, Dv) of queries (T, H, D) at their positions; ``far_query``: (b, tokens) -> those as from CHUNK + b * L."""
+        known = state()
+        batch = known.batch
+        assert batch is not None
+
+        def seen(query: torch.Tensor, part: Part, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = (gathered(c, block_table, part) for c in (k_cache, v_cache))
+            return varlen_attention(query, keys, values, part.cu_q, part.cu_k, scale=scale, softcap=softcap, causal=causal)
+
+        out = rotated.new_zeros(*rotated.shape[:2], v_cache.shape[3])
+        lse = torch.full(rotated.shape[:2], float("-inf"), dtype=torch.float32, device=rotated.device)
+        out[batch.near.token], lse[batch.near.token] = seen(rotated[batch.near.token], batch.near, True)
+        for b, part in enumerate(batch.far):
+            found = merge_state(out[part.token], lse[part.token], *seen(far_query(b, part.token), part, False))
+            out[part.token], lse[part.token] = found
+        for row in batch.sparse:
+            assert sparse is not None
+            keys, values = (keys_of(c, block_table[row.row], row.total) for c in (k_cache, v_cache))
+            out[row.begin : row.begin + row.count] = sparse_attention(
+                row, rotated, far_query, keys, values, known.sizes_of(k_cache), sparse.last, scale=scale, softcap=softcap,
+                use_kernel=rotated.is_cuda if use_kernel is None else use_kernel)
+        return out
+
+    def rope_paged_attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+        q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, eps: float, k_cache: torch.Tensor,
+        v_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor,
+        block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None,
+        prepared: list[torch.Tensor], *, scale: float, window: int | None, softcap: float | None, chunk: int | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Rotate q and k (``attn_ops/ops/rope.py``), store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+        check(window, chunk, sinks, k_scale)
+        known, layer, form = state(), k_cache.data_ptr(), RopeForm(**options)
+        batch = known.batch
+        assert batch is not None
+        rotated = rope_kv_write(q, k, v, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, None, None,
+                                slot_mapping, **form.options())
+        if batch.is_plain(known.chunk):
+            return paged_attention(rotated, None, None, k_cache, v_cache, None, None, slot_mapping, block_table,
+                                   query_start_loc, seq_lens, None, [], scale=scale, window=None, softcap=softcap, chunk=None)
+        known.learn(layer, cos, sin)
+
+        def far_query(b: int, tokens: Any) -> torch.Tensor:
+            query = q[tokens]
+            far_cos, far_sin = (t.expand(len(query), -1) for t in known.table(layer, b))
+            return norm_and_rotate(query, q_norm_weight, far_cos, far_sin, eps, form)
+
+        return attend(rotated, far_query, k_cache, v_cache, block_table, scale, softcap)
+
+    return AttentionBackend(
+        name=name,
+        capabilities=AttentionCapabilities(
+            devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+            head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True),
+        available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
+        rope_op=define_paged_op(op_name(name), rope_paged_attention, rope=True), rope_forms=True, make_state=make_state,
+        plan=plan, packages=("triton",), every_step=True, unrotated=True,
+        approximate=f"scores no key at a distance of more than {chunk} tokens" + (f"; {sparse}" if sparse else ""))
+
+
+def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
+    """The backend of such a name. Raises ValueError for another form, sizes that do not go together, or a file that does not
+    hold sizes."""
+    sizes = name.split(":", 5)[1:]
+    if len(sizes) not in (2, 5) or not all(size.isdigit() for size in sizes[:4]):
+        raise ValueError(f"attention={name!r}: write {USAGE}")
+    chunk, local = map(int, sizes[:2])
+    if not chunk or 2 * local > chunk:
+        raise ValueError(f"attention={name!r}: write {USAGE}")
+    if len(sizes) == 2:
+        return backend(name, chunk, chunk - local)
+    if not int(sizes[3]):
+        raise ValueError(f"attention={name!r}: write {USAGE}")
+    numbers = sizes[4].split(":")
+    if all(number.isdigit() for number in numbers):
+        if len(numbers) != 2 or not all(map(int, numbers)):
+            raise ValueError(f"attention={name!r}: write {USAGE}")
+        lines: Any = (int(numbers[0]), int(numbers[1]))
+    elif not Path(sizes[4]).is_file():
+        raise ValueError(f"attention={name!r}: there is no file {sizes[4]}; give the model's sparse_attention_config.json, "
+                         "or VERTICAL:SLASH")
+    else:
+        try:
+            lines = read_sizes(sizes[4])
+        except ValueError as error:
+            raise ValueError(f"attention={name!r}: {error}") from error
+    return backend(name, chunk, chunk - local, Sparse(int(sizes[2]), int(sizes[3]), lines))
+
+
+FAMILY = BackendFamily(NAME, USAGE, lambda name: name == NAME or name.startswith(f"{NAME}:"), make)

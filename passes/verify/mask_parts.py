@@ -1,0 +1,292 @@
+"""More rules for reading a mask (``passes/verify/mask_rules.py``): what joins masks, reduces them over a dimension of constant
+size, counts along positions, takes bits of positions, or applies a function to numbers that are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from quire.passes.fx import symbolic, value
+from quire.passes.verify import mask_formula as formula
+from quire.passes.verify.mask_decision import never
+from quire.passes.verify.mask_formula import Condition, Form, Infinite, Term, Unprovable
+from quire.passes.verify.mask_rules import PARTS, RULES, rule
+
+if TYPE_CHECKING:
+    from quire.passes.verify.mask_proof import MaskProver
+
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_MOST = 64  # places of a dimension that is joined or reduced, and steps of a sum along positions
+
+
+def _axis(x: Any, dim: Any) -> int:
+    rank = value(x).dim()
+    return int(dim) % rank - rank
+
+
+def _cases(axis: int, found: list[Any], starts: list[int]) -> Any:
+    """An element that is ``found[k]`` from place ``starts[k]`` of the dimension ``axis`` on."""
+    result = found[-1]
+    for k in range(len(found) - 2, -1, -1):
+        here = formula.compare(formula.var(axis), "lt", formula.number(starts[k + 1]))
+        join: Any = formula.select if formula.is_condition(found[k]) and formula.is_condition(result) else formula.choose
+        result = join(here, *(map(formula.as_term, (found[k], result)) if join is formula.choose else (found[k], result)))
+    return result
+
+
+@rule("stack")
+def _stack(p: MaskProver, node: fx.Node, tensors: Any, dim: int = 0) -> Any:
+    axis = _axis(node, dim)
+    found = []
+    for x in tensors[:_MOST + 1]:
+        element = p.element(x)
+        found.append(formula.substitute(element, {a: formula.var(a - 1) for a in formula.axes(element) if a <= axis}))
+    if len(found) > _MOST:
+        raise Unprovable("it joins too many tensors")
+    return _cases(axis, found, list(range(len(found))))
+
+
+@rule("cat", "concat", "concatenate")
+def _cat(p: MaskProver, node: fx.Node, tensors: Any, dim: int = 0) -> Any:
+    axis, found, starts, at = _axis(node, dim), list[Any](), list[int](), 0
+    for x in tensors:
+        size: Any = value(x).shape[axis]
+        if symbolic(size):
+            raise Unprovable("it joins rows of positions")
+        found.append(formula.substitute(p.element(x), {axis: formula.add(formula.var(axis), formula.number(-at))}))
+        starts.append(at)
+        at += size
+    if len(found) > _MOST:
+        raise Unprovable("it joins too many tensors")
+    return _cases(axis, found, starts)
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(p: MaskProver, node: fx.Node, x: Any, repeats: Any, dim: Any = None, **options: Any) -> Any:
+    element, times = p.element(x), p.constant(repeats)
+    if dim is None:
+        raise Unprovable("it repeats positions")
+    axis = _axis(x, dim)
+    place = formula.floor(formula.times(formula.var(axis), formula.number(Fraction(1, int(times)))))
+    return formula.substitute(element, {axis: place}) if axis in formula.axes(element) else element
+
+
+@rule("narrow")
+def _narrow(p: MaskProver, node: fx.Node, x: Any, dim: int, start: Any, length: Any) -> Any:
+    items: list[Any] = [slice(None)] * value(x).dim()
+    items[dim] = slice(start, None)
+    return RULES["getitem"](p, node, x, tuple(items))
+
+
+@rule("fill_diagonal_")
+def _fill_diagonal(p: MaskProver, node: fx.Node, x: Any, fill_value: Any) -> Any:
+    if value(x).dim() != 2:
+        raise Unprovable("it fills the diagonal of several dimensions")
+    here, element = formula.compare(formula.var(-1), "eq", formula.var(-2)), p.element(x)
+    if formula.is_condition(element):
+        return formula.select(here, p.condition(fill_value), element)
+    return formula.choose(here, p.term(fill_value), element)
+
+
+def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
+    tensors = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else list(node.args)
+    if any(value(x).dim() != 1 for x in tensors):
+        raise Unprovable("it makes a grid of something else than rows")
+    at = index - len(tensors)
+    if node.kwargs.get("indexing") == "xy" and index < 2:
+        at = 1 - index - len(tensors)
+    return formula.substitute(p.element(tensors[index]), {-1: formula.var(at)})
+
+
+def _broadcast(p: MaskProver, node: fx.Node, index: int) -> Any:
+    tensors: Any = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args
+    return p.element(tensors[index])
+
+
+PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": _broadcast}
+
+
+def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Callable[[Any], Any],
+               elementwise: Callable[..., Any] | None = None) -> None:
+    def reduce(p: MaskProver, node: fx.Node, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        if elementwise is not None and isinstance(value(dim), torch.Tensor):
+            return elementwise(p, node, x, dim, **options)
+        if dim is None or dim == () or dim == [] or not isinstance(value(node), torch.Tensor):
+            raise Unprovable("it is taken over all positions")
+        element, rank = of(p.element(x)), value(x).dim()
+        axes = sorted({int(d) % rank - rank for d in (dim if isinstance(dim, (tuple, list)) else [dim])})
+        for axis in axes:
+            size: Any = value(x).shape[axis]
+            if symbolic(size) or size > _MOST:
+                raise Unprovable("it is taken over positions")
+            if join in (formula.add, formula.times) and value(node).is_floating_point() and size > 2:
+                raise Unprovable("it adds or multiplies in an order that is not known, and is rounded")
+            places = [formula.substitute(element, {axis: formula.number(k)}) for k in range(size)]
+            element = places[0]
+            for each in places[1:]:
+                element = join(element, each)
+        if keepdim:
+            return element
+        kept = [a for a in range(-rank, 0) if a not in axes]
+        return formula.substitute(element, {a: formula.var(k - len(kept)) for k, a in enumerate(kept)})
+
+    RULES.update(dict.fromkeys(names, reduce))
+
+
+def _truth(element: Any) -> Condition:
+    return element if formula.is_condition(element) else formula.compare(element, "ne", formula.number(0))
+
+
+def _larger(a: Term, b: Term) -> Term:
+    return formula.choose(formula.compare(a, "lt", b), b, a)
+
+
+def _smaller(a: Term, b: Term) -> Term:
+    return formula.choose(formula.compare(a, "lt", b), a, b)
+
+
+_reduction(("all",), formula.both, _truth)
+_reduction(("any",), formula.either, _truth)
+_reduction(("sum",), formula.add, formula.as_term)
+_reduction(("prod",), formula.times, formula.as_term)
+_reduction(("amax",), _larger, formula.as_term)
+_reduction(("amin",), _smaller, formula.as_term)
+
+
+# Counting along positions.
+
+
+@rule("cumsum")
+def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> Any:
+    """The sum of numbers that do not change any more beyond some position."""
+    element, axis = formula.as_term(p.element(x)), _axis(x, dim)
+    places = formula.add(formula.var(axis), formula.number(1))
+    if axis not in formula.axes(element):
+        return formula.times(element, places)
+    if formula.axes(element) != {axis}:
+        raise Unprovable("it sums over positions")
+    each = [formula.substitute(element, {axis: formula.number(k)}) for k in range(_MOST + 1)]
+    last = each[-1]
+    beyond = formula.compare(formula.var(axis), "gt", formula.number(_MOST))
+    if not all(isinstance(t, Form) and t.is_const and t.const.denominator == 1 for t in each) or not never(
+            formula.both(beyond, formula.compare(element, "ne", last))):
+        raise Unprovable("it sums over positions")
+    total = formula.times(last, places)
+    for k, at in enumerate(each):
+        if at != last:
+            more = formula.choose(formula.compare(formula.var(axis), "ge", formula.number(k)), formula.minus(at, last),
+                                  formula.number(0))
+            total = formula.add(total, more)
+    return total
+
+
+# Bits of positions, in two's complement: the lower k of them are the remainder by 2**k, negative numbers included.
+
+
+def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
+    def combine(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+        if value(node).dtype == torch.bool:
+            return logic(p, node, a, b)
+        for x, other in ((a, b), (b, a)):
+            mask = p.term(other)
+            if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
+                of, bits = p.term(x), int(mask.const)
+                power = _power(bits if bits > 0 else ~bits)
+                high = formula.floor(formula.times(of, formula.number(Fraction(1, power))))
+                high = formula.times(high, formula.number(power))
+                if op == "and":
+                    return formula.minus(of, high) if bits >= 0 else high
+                if op == "or" and bits >= 0:
+                    return formula.add(high, formula.number(bits))
+        raise Unprovable("it combines the bits of positions")
+
+    return combine
+
+
+def _power(ones: int) -> int:
+    """2**k of a number whose k lowest bits are 1, and no others."""
+    if ones & (ones + 1):
+        raise Unprovable("it combines the bits of positions")
+    return ones + 1
+
+
+_AND, _OR = _bits("and", RULES["and_"]), _bits("or", RULES["or_"])
+RULES.update(dict.fromkeys(("and_", "iand", "__and__", "__iand__", "bitwise_and", "bitwise_and_"), _AND))
+RULES.update(dict.fromkeys(("or_", "ior", "__or__", "__ior__", "bitwise_or", "bitwise_or_"), _OR))
+RULES["__ixor__"] = RULES["__xor__"]
+
+
+@rule("lshift", "bitwise_left_shift", "__lshift__")
+def _left_shift(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
+    return formula.times(p.term(a), formula.number(2 ** int(p.constant(b))))
+
+
+@rule("ceil")
+def _ceil(p: MaskProver, node: fx.Node, a: Any) -> Any:
+    minus_one = formula.number(-1)
+    return formula.times(formula.floor(formula.times(p.term(a), minus_one)), minus_one)
+
+
+@rule("sign", "sgn")
+def _sign(p: MaskProver, node: fx.Node, a: Any) -> Any:
+    term, zero = p.term(a), formula.number(0)
+    positive = formula.choose(formula.compare(zero, "lt", term), formula.number(1), zero)
+    return formula.choose(formula.compare(term, "lt", zero), formula.number(-1), positive)
+
+
+@rule("nan_to_num", "nan_to_num_")
+def _nan_to_num(p: MaskProver, node: fx.Node, x: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Any:
+    most = torch.finfo(value(node).dtype).max if value(node).is_floating_point() else 0
+
+    def finite(leaf: Form | Infinite) -> Term:
+        if not isinstance(leaf, Infinite):
+            return leaf
+        given = posinf if leaf.positive else neginf
+        return formula.number((most if leaf.positive else -most) if given is None else p.constant(given))
+
+    return formula.map_leaves(p.term(x), finite)
+
+
+# Functions of numbers, where each of them is one of a few constants. The result must be whole, or infinite: then every
+# device computes it exactly.
+
+
+def _of_constants(name: str, function: Callable[[float], float]) -> None:
+    def apply(p: MaskProver, node: fx.Node, x: Any, *numbers: Any) -> Any:
+        more = [float(p.constant(n)) for n in numbers]
+
+        def one(leaf: Form | Infinite) -> Term:
+            if isinstance(leaf, Form) and not leaf.is_const:
+                raise Unprovable(f"it takes {name} of positions")
+            at = float(leaf.const) if isinstance(leaf, Form) else math.inf if leaf.positive else -math.inf
+            try:
+                result = function(at, *more)
+            except (ValueError, OverflowError, ZeroDivisionError):
+                result = math.nan
+            if math.isfinite(result) and (result != int(result) or abs(result) > 2**20):
+                raise Unprovable(f"it computes with {name} of {at:g}, which is rounded")
+            return formula.number(result)
+
+        return formula.map_leaves(p.term(x), one)
+
+    RULES.update(dict.fromkeys((name, f"{name}_"), apply))
+
+
+def _log(x: float) -> float:
+    return -math.inf if x == 0 else math.log(x)
+
+
+for _name, _function in {"log": _log, "log2": lambda x: -math.inf if x == 0 else math.log2(x), "log1p": lambda x: _log(1 + x),
+                         "log10": lambda x: -math.inf if x == 0 else math.log10(x), "exp": math.exp, "exp2": lambda x: 2.0**x,
+                         "sqrt": math.sqrt, "square": lambda x: x * x, "pow": operator.pow, "round": round}.items():
+    _of_constants(_name, _function)
+
+
+__all__: list[str] = []

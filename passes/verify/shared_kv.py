@@ -1,0 +1,57 @@
+"""Layers that attend to the keys and values of an earlier layer (gemma3n, gemma4), so that these are cached once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from quire.attn_ops.attention import AttentionSite
+from quire.passes.fx import value, written_by
+from quire.passes.verify.sites import site_nodes, site_of
+
+KV_SOURCES = "quire_kv_sources"  # in the meta of a graph: what ``shared_layers`` found
+
+
+def shared_layers(graph: fx.Graph) -> dict[int, int]:
+    """Of each layer without keys and values of its own, the earlier layer that has them.
+
+    Proved by the graph: both calls take the same two values, and nothing between them changes a value in place that lies in
+    their memory. Pages are freed alike for both: either none or both have a window or chunk.
+
+    Args:
+        graph: the raised graph.
+    """
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    writes = [(order[n], memory(x)) for n in graph.nodes for x in written_by(n)]
+    owners: dict[Any, tuple[int, int]] = {}  # by keys, values and whether the layer has a window: (place, layer)
+    found: dict[int, int] = {}
+    for node in site_nodes(graph):
+        site, (k, v) = site_of(node), node.args[1:3]
+        if site.latent is None and site.causal:
+            place, owner = owners.setdefault((k, v, site.bounded), (order[node], site.layer))
+            if owner != site.layer and not any(
+                    place < at < order[node] and where in (memory(k), memory(v)) for at, where in writes):
+                found[site.layer] = owner
+    return found
+
+
+def memory(node: Any) -> int | None:
+    """Identifies the memory behind a node's tensor, which views of it share; None: no tensor, or one made of several."""
+    val = value(node)
+    whole = isinstance(val, torch.Tensor) and not is_traceable_wrapper_subclass(val)
+    return val.untyped_storage()._cdata if whole else None
+
+
+def with_sources(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
+    """The sites with the ``kv_source`` of those that have one; not of MLA layers served from latent vectors."""
+    dense = {s.layer for s in sites if s.latent is None}
+    gm.meta[KV_SOURCES] = {a: b for a, b in gm.meta[KV_SOURCES].items() if {a, b} <= dense}
+    return [replace(s, kv_source=gm.meta[KV_SOURCES].get(s.layer)) for s in sites]
+
+
+__all__ = ["KV_SOURCES", "memory", "shared_layers", "with_sources"]

@@ -1,0 +1,20 @@
+"""The list of mutants keeps up with the code; ``make mutations`` runs them."""
+
+from tests.adversarial.mutants import MUTANTS
+from tests.adversarial.mutations import ROOT, Seen, problem, text_of
+
+
+def test_each_mutant_is_still_in_its_file_once() -> None:
+    assert len({(m.file, m.old, m.new) for m in MUTANTS}) == len(MUTANTS) > 200
+    for mutant in MUTANTS:
+        assert text_of(mutant)
+        assert all((ROOT / argument.partition("::")[0]).is_file() for argument in mutant.arguments), mutant.rule
+
+
+def test_what_is_an_error() -> None:
+    red = next(m for m in MUTANTS if not m.second_line)
+    second = next(m for m in MUTANTS if m.second_line)
+    none, some = Seen("", "", 1.0), Seen("tests/x.py::test", "Failed: DID NOT RAISE", 1.0)
+    assert problem(red, some) is problem(second, none) is None
+    assert problem(red, none) == "no test goes red" and "second line" in (problem(second, some) or "")
+    assert "is broken" in (problem(red, Seen("tests/x.py::test", "NameError: name 'x' is not defined", 1.0)) or "")

@@ -1,0 +1,68 @@
+"""Modules and attention as they are written for models: each is exact or refused on every route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from tests.adversarial import practice, structures
+from tests.adversarial.harness import ROUTES, outcome
+from tests.adversarial.structures import Structure
+
+#: One sequence is a single token, which is a step of its own in the end.
+LENGTHS, STEPS = (5, 9, 1, 1), ((4, 3, 1, 0), (1, 6, 0, 0), (0, 0, 0, 1))
+#: Those that hold a rule of their own, and run in each test run: the others in slow ones, each on one route in turn.
+QUICK = {"counter", "global counter", "counter in a closure", "another path for one token", "sorted and copied back", "(S, D)",
+         "attention over heads", "attention to a memory", "vector quantized", "attention of columns"}
+
+
+class Decorated(Structure):
+    @quire.paged(attention="torch_native", compiler="eager")
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return Structure.forward(self, input_ids, position_ids)
+
+
+def cases(table: dict[str, Any]) -> list[Any]:
+    turns = ("decorator", "compile", "engine")
+    return [pytest.param(name, turns[i % 3], marks=[pytest.mark.slow] * (name not in QUICK)) for i, name in enumerate(table)]
+
+
+@pytest.mark.parametrize("name, route", cases(practice.MIXES))
+def test_mixing_is_refused(name: str, route: str) -> None:
+    assert outcome(lambda kind: kind(practice.MIXES[name]), route).startswith("refused"), "it came out exact by chance"
+
+
+@pytest.mark.parametrize("name, route", cases(practice.SERVED))
+def test_harmless_is_served(name: str, route: str) -> None:
+    assert outcome(lambda kind: kind(practice.SERVED[name]), route) == "exact"
+
+
+def structure(name: str, route: str, mix: Any, layers: int, kv_heads: int, head_dim: int) -> str:
+    return outcome(lambda kind: (Decorated if route == "decorator" else Structure)(mix), route, lengths=LENGTHS, steps=STEPS,
+                   layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("name, route", cases({n: f for n, f in structures.MIXES.items() if not n.startswith("another path")}))
+def test_attention_that_mixes_is_refused(name: str, route: str) -> None:
+    assert structure(name, route, structures.MIXES[name], 1, 4, 4).startswith("refused")
+
+
+@pytest.mark.parametrize("name, route", cases(structures.SERVED))
+def test_attention_is_served(name: str, route: str) -> None:
+    mix, cache = structures.SERVED[name]
+    assert structure(name, route, mix, *cache) == "exact"
+
+
+@pytest.mark.parametrize("route", ["decorator", "compile"])
+def test_another_path_for_one_token(route: str) -> None:
+    """No trace shows a branch on a length of 1; a decode step by hand compares. (An engine does in its trial.)"""
+    assert "row of one token" in structure("", route, structures.MIXES["another path for one token"], 1, 4, 4)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_forward_that_counts_its_calls_is_refused_by_name(route: str) -> None:
+    found = outcome(lambda kind: kind(practice.MIXES["global counter"]), route)
+    assert "changes what outlives the call: CALLS" in found, found

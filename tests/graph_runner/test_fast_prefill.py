@@ -1,0 +1,176 @@
+"""Layers that share earlier layers' keys and values: cached once, and with kv_sharing_fast_prefill run on the last tokens only.
+
+A user loses exactness if another token's row is taken, and the time of a prefill if all rows are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import quire
+from quire.attn_ops.backend import UnsupportedAttention, define_paged_op
+from quire.attn_ops.backends import torch_native
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step
+from quire.passes.capture.paged_model import PagedModel, find_sites
+from quire.passes.options import QuireOptions
+from tests.tiny import hf_greedy, small_llama, tokens
+from tests.zoo.configs import SERVED, build
+
+PROMPTS = [[3, 1, 4, 1, 5], [7 + i for i in range(23)], [9, 9, 2], [60 - i for i in range(31)]]
+GREEDY = quire.SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+SIZES: dict[str, Any] = dict(page_size=4, num_pages=81, max_num_seqs=4, max_model_len=60, max_num_batched_tokens=12)
+
+seen: list[int] = []
+
+
+def _noted(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    seen.append(q.shape[0])
+    return torch_native.BACKEND.op(q, *args, **options)
+
+
+NOTED = dataclasses.replace(torch_native.BACKEND, name="noted", op=define_paged_op("noted", _noted), priority=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def noted() -> None:
+    quire.register_backend(NOTED)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", pytest.param("gemma4", marks=pytest.mark.slow)])
+def test_exact(name) -> None:
+    """Chunks of prompts beside decodes, in eager steps and in padded buckets whose padding is poisoned; prompt tokens that are
+    scored go through all layers."""
+    model = build(SERVED[name])
+    want = [hf_greedy(model, p, 10, eos_token_id=None) for p in PROMPTS]
+    scored = dataclasses.replace(GREEDY, max_tokens=2, prompt_logprobs=0)
+    with quire.Engine(model, **SIZES) as engine:
+        plain = engine.generate(PROMPTS[1], scored)[0]
+    with quire.Engine(model, **SIZES, kv_sharing_fast_prefill=True, cudagraph_debug=True, cudagraph_token_sizes=[8],
+                      cudagraph_capture_sizes=[4]) as engine:
+        assert tokens(engine.generate(PROMPTS, GREEDY)) == want
+        assert engine.runner.graphs.stats.replayed > 0
+        found = engine.generate(PROMPTS[1], scored)[0]
+        assert found.token_ids == plain.token_ids
+        for one, other in zip(found.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
+            assert [x.logprob for x in one.values()] == pytest.approx([x.logprob for x in other.values()], abs=1e-5)
+
+
+class Shares(nn.Module):
+    """Two layers with one set of keys and values. ``flaw``: what its forward does beside that."""
+
+    def __init__(self, flaw: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.flaw, self.embed, self.place, self.head = flaw, nn.Embedding(30, 16), nn.Embedding(64, 16), nn.Linear(16, 30)
+        self.qs = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+        self.kv, self.scale = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        def heads(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(-1, (2, 8)).transpose(1, 2)
+
+        x = self.embed(input_ids) + self.place(position_ids)
+        k, v = heads(3 * self.kv(x)), heads(x)
+        first = x.cos()
+        for i, q in enumerate(self.qs):
+            if i and self.flaw == "keys changed":
+                k.add_(1.0)
+            if i and self.flaw == "written":
+                first.mul_(2.0)
+            x = x + F.scaled_dot_product_attention(heads(3 * q(x)), k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + torch.tanh(self.scale(x)) * first
+        return self.head(x)
+
+
+def own_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+SHORT = [[1, 2, 3], [4 + i for i in range(17)]]
+
+
+def test_only_last_tokens_pass_the_sharing_layers() -> None:
+    model = Shares().eval()
+    with quire.Engine(model, **SIZES, attention="noted", kv_sharing_fast_prefill=True) as engine, torch.no_grad():
+        sites = engine.runner.sites
+        assert [s.kv_source for s in sites] == [None, 0] and "KV of layer 0" in sites[1].needs()
+        cache = engine.runner.cache
+        assert cache.k[1] is cache.k[0] and cache.num_bytes == 2 * cache.k[0].nbytes
+        seen.clear()
+        outs = tokens(engine.generate(SHORT, dataclasses.replace(GREEDY, max_tokens=4)))
+        assert seen[:4] == [12, 2, 8, 2] and set(seen[4:]) == {2}
+        assert outs == [own_tokens(model, p, 4) for p in SHORT]
+
+
+def test_keys_changed_in_between_are_not_shared() -> None:
+    model = Shares("keys changed").eval()
+    assert [s.kv_source for s in find_sites(model)] == [None, None]
+    with quire.Engine(model, **SIZES) as engine, torch.no_grad():
+        assert tokens(engine.generate(SHORT, GREEDY)) == [own_tokens(model, p, 10) for p in SHORT]
+
+
+@pytest.mark.parametrize("model, options, message", [
+    (small_llama, {}, "the last layer has its own"),
+    (lambda: Shares("written").eval(), {}, "changes a tensor in place that others see"),
+    (lambda: Shares().eval(), {"attention": "two_batch:torch_native"}, "plans or reads a step as a whole.*torch_native"),
+])
+def test_refused(model, options, message) -> None:
+    with pytest.raises(UnsupportedAttention, match=message):
+        quire.Engine(model(), **SIZES, **options, kv_sharing_fast_prefill=True)
+
+
+def test_not_for_steps_by_hand() -> None:
+    compiled = torch.compile(Shares().eval(), backend="quire", options={"kv_sharing_fast_prefill": True})
+    with pytest.raises(Exception, match="kv_sharing_fast_prefill is an option of quire.Engine"):
+        compiled(torch.tensor([[1, 2, 3]]), torch.arange(3)[None])
+
+
+def test_caches_that_share_and_that_do_not() -> None:
+    """A cache made by hand may keep the keys of both layers; one that shares other layers than the model is refused."""
+    model = Shares().eval()
+    paged = PagedModel(model, QuireOptions(compiler="eager", kv_sharing_fast_prefill=True))
+    ids, meta = torch.tensor([1, 2, 3, 4]), CommonAttentionMetadata.build([4], [4], [[1]], page_size=4)
+    with torch.no_grad():
+        want = model(ids[None], meta.positions[None])[0]
+    own = [dataclasses.replace(s, kv_source=None) for s in paged.sites]
+    for sites in (paged.sites, own):
+        cache = PagedKVCache.for_sites(sites, num_pages=2, page_size=4, device="cpu")
+        if sites is paged.sites:
+            torch.testing.assert_close(paged(Step(cache, meta), ids, meta.positions, torch.arange(4)), want)
+            last = dataclasses.replace(meta, logits_indices_padded=meta.logits_indices, num_logits_indices=1)
+            got = paged(Step(cache, last), ids, meta.positions, last.logits_indices_padded)
+            torch.testing.assert_close(got, want[-1:])
+            with pytest.raises(ValueError, match="give the model that tensor"):
+                paged(Step(cache, last), ids, meta.positions, torch.arange(4))
+    paged.close()
+    plain = PagedModel(model, QuireOptions(compiler="eager"))
+    torch.testing.assert_close(plain(Step(cache, meta), ids, meta.positions, torch.arange(4)), want)
+    plain.close()
+    paged = PagedModel(Shares("keys changed").eval(), QuireOptions(compiler="eager"))
+    shared = PagedKVCache.for_sites([own[0], dataclasses.replace(own[1], kv_source=0)], num_pages=2, page_size=4, device="cpu")
+    with pytest.raises(ValueError, match="has the keys and values of layer 0"):
+        paged(Step(shared, meta), ids, meta.positions, torch.arange(4))
+    paged.close()
+
+
+def test_cache_of_shared_layers() -> None:
+    """Pages are copied once, also in a chain, and a source must be an earlier layer of the same sizes."""
+    make: dict[str, Any] = dict(num_layers=2, num_pages=4, page_size=1, num_kv_heads=1, dtype=torch.float32, device="cpu")
+    cache = PagedKVCache(**make, head_dim=1, kv_sources={1: 0})
+    cache.k[0][:, 0, 0, 0] = torch.arange(4)
+    cache.copy_pages(torch.tensor([1, 2]), torch.tensor([2, 3]))
+    assert cache.k[1].flatten().tolist() == [0, 1, 1, 2] and cache.of_layer(1)[0] is cache.k[0]
+    for sources, dims in (({0: 1}, 1), ({1: 0}, [1, 2]), ({1: 5}, 1)):
+        with pytest.raises(ValueError, match="cannot have the keys and values of layer"):
+            PagedKVCache(**make, head_dim=dims, kv_sources=sources)

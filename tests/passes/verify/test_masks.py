@@ -1,0 +1,115 @@
+"""The mask proof, rule by rule: what a mask means, or why it is not known. ``tests/adversarial/test_masks.py`` serves such
+masks on all routes; here only the graph of the mask is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from quire.passes.fx import copy_graph, placeholders, value
+from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
+
+Tensor = torch.Tensor
+N = torch.arange(64)
+WIDTHS = torch.tensor([8, 8, 9, 8]).view(4, 1, 1)
+SLOPES = torch.rand(4, 1, 1)
+
+
+class _Traced(Exception):
+    """Raised in the place of running a graph."""
+
+
+def _stop(*inputs: Any) -> Any:
+    raise _Traced
+
+
+def kind_of(mask: Callable[[Tensor, Tensor], Tensor]) -> MaskKind:
+    """What the proof reads from a function of input_ids and position_ids, both (1, T)."""
+    torch._dynamo.reset()
+    found: list[tuple[fx.GraphModule, Any]] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        found.append((copy_graph(gm), inputs))
+        return _stop
+
+    def forward(input_ids: Tensor, position_ids: Tensor) -> Any:
+        torch._check(input_ids.shape[1] == position_ids.shape[1])
+        return mask(input_ids, position_ids)
+
+    ids, positions = torch.arange(23)[None] * 7 % 31, torch.arange(23)[None]
+    for tensor in (ids, positions):
+        torch._dynamo.mark_dynamic(tensor, 1)
+    with contextlib.suppress(_Traced):
+        torch.compile(forward, backend=keep, fullgraph=True)(ids, positions)
+    ((gm, inputs),) = found
+    nodes = placeholders(gm.graph)
+    sizes = [s for n in nodes if isinstance(value(n), Tensor) for s in value(n).shape if isinstance(s, torch.SymInt)]
+    output = gm.graph.output_node()
+    real = {n.name: x for n, x in zip(nodes, inputs, strict=True)}
+    return MaskProver(gm.graph, sizes[0], real).prove(output.args[0][0], output)  # type: ignore[index]
+
+
+def of(condition: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A mask from a condition on query positions (T, 1) and key positions (1, T), and causal."""
+    return lambda ids, p: (p[0][None] <= p[0][:, None]) & condition(p[0][:, None], p[0][None])
+
+
+def hidden(number: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda ids, p: torch.zeros(p.shape[1], p.shape[1]).masked_fill(p[0][None] > p[0][:, None], number)
+
+
+KINDS = {
+    "causal": (of(lambda i, j: j >= 0), MaskKind()),
+    "window": (of(lambda i, j: i - j < 8), MaskKind(window=8)),
+    "window by whole steps": (of(lambda i, j: ((i - j) / 8).int() <= 0), MaskKind(window=8)),
+    "chunk": (of(lambda i, j: i // 8 == j // 8), MaskKind(chunk=8)),
+    "all": (lambda ids, p: p[0][None] + p[0][:, None] >= 0, MaskKind(causal=False)),
+    "transposed": (lambda ids, p: (p[0][None] >= p[0][:, None]).mT, MaskKind()),
+    "-inf": (hidden(-math.inf), MaskKind()),
+}
+REFUSED = {
+    "bits of positions": (of(lambda i, j: (i & j) < 2), "it combines the bits of positions"),
+    "inverted bits": (of(lambda i, j: ~j > -40), "it inverts the bits of positions"),
+    "from the end": (lambda ids, p: (p[0][None] <= p[0][:, None]) & (p[:, -3:][:, :1] <= p[0][None]), "it is cut from the end"),
+    "the last position": (lambda ids, p: (p[0][None] <= p[0][:, None]) & (p[0][-1] - 20 <= p[0][None]), "the last position"),
+    "every other position": (lambda ids, p: (p[0][None] <= p[0][:, None]) & (p[:, ::2][:, :1] <= p[0][None]), "or with a step"),
+    "the largest position": (lambda ids, p: (p[0][None] <= p[0][:, None]) & (p.max() - 20 <= p[0][None]), "a maximum over"),
+    "a column overwritten": (lambda ids, p: hidden(-math.inf)(ids, p).index_fill_(1, torch.tensor([3]), 0.0), "index_fill_"),
+    "sums": (of(lambda i, j: (j > 2).cumsum(-1) < 40), "it sums over positions"),
+    "parts": (of(lambda i, j: i / 3 - j / 3 < 4), "it divides positions with rounding"),
+    "both infinities": (lambda ids, p: hidden(-math.inf)(ids, p) + hidden(math.inf)(ids, p), "infinities of both signs"),
+    "slopes": (lambda ids, p: hidden(-math.inf)(ids, p) + SLOPES * (p[0][None] - p[0][:, None]), "it multiplies positions"),
+    "in halves": (lambda ids, p: p[0].half()[None] <= p[0].half()[:, None], "is not exact for long sequences"),
+    "in int8": (lambda ids, p: p[0].to(torch.int8)[None] <= p[0].to(torch.int8)[:, None], "is not exact for long sequences"),
+    "one key": (of(lambda i, j: j != 37), "none of causal, sliding window, chunk"),
+    "later half": (of(lambda i, j: i - 2 * j <= 20), "how far into the sequence they are"),
+    "every second": (of(lambda i, j: (i - j) % 2 == 0), "it takes remainders of positions"),
+    "chunk and window": (of(lambda i, j: (i // 16 == j // 16) & (i - j < 8)), "none of causal, sliding window, chunk"),
+    "a key of a table": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & (N != 37)[p[0]][None], "none of causal"),
+    "window per head": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & (p[0][:, None] - p[0][None] < WIDTHS), "differs"),
+    "soft": (hidden(-2.0), "it adds a bias to the scores"),
+    "-1e4": (hidden(-1e4), "it adds a bias to the scores"),
+    "ids as positions": (lambda ids, p: ids[0][None] <= ids[0][:, None], "it depends on L.*input_ids.*, token ids"),
+    "unknown operator": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & ~torch.isin(ids, N[50:])[0][None], "it uses isin"),
+    "random": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & (torch.rand(4) < 0.9)[0], "it uses rand"),
+    "the length": (lambda ids, p: of(lambda i, j: i >= j)(ids, p) & (p[0][None] >= p.shape[1] - 9), "the number of tokens"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name: str) -> None:
+    mask, kind = KINDS[name]
+    assert kind_of(mask) == kind
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    mask, why = REFUSED[name]
+    with pytest.raises(Refusal, match=why):
+        kind_of(mask)
