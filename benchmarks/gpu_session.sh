@@ -40,6 +40,7 @@ pieces() {
     piece experts 240 measure experts
     piece mla 180 measure mla
     piece prefix 240 measure prefix
+    piece fast_prefill 200 measure fast_prefill
     piece grpo 300 measure grpo
     piece windows 420 measure windows
     piece updates 300 measure updates

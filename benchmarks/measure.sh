@@ -18,14 +18,15 @@
 # against   decode with triton, compared with benchmarks/results/h200_decode_triton.json (or $BEFORE); exits with 1 if slower
 # pieces    256 requests of mixed lengths with flashinfer, its steps with prompts captured in pieces, and not
 # composite decode with cascades and two half batches; sparse: with approximate attention at a long context ($CONTEXT, 32768)
-# prefix    time to first token of requests that begin equally; profile: GPU time by kernel
+# prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
+# profile   GPU time by kernel
 # experts   the experts' kernels; mla: MLA on the latent cache
 # windows   KV memory of window models and of models that mix windows and full layers; updates: of weights, and cast ones
 # kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: examples/grpo with quire and without
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
 # The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $KITS; others
-# in the place of the model and sizes: $WINDOW, $MIXED, $CAST.
+# in the place of the model and sizes: $WINDOW, $MIXED, $CAST, $FAST_PREFILL.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
@@ -67,6 +68,8 @@ for part in "$@"; do
         sparse)    bench h200_decode_sparse decode --attention triton,double_sparsity:2048:0:all --batch 1,8 \
                        --context "${CONTEXT:-32768}" ;;
         prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
+        fast_prefill) run h200_fast_prefill benchmarks/fast_prefill.py --json "$OUT/h200_fast_prefill.json" \
+                       ${FAST_PREFILL:---attention triton --hidden 2048 --layers 35 --shared 15 --prompt 4096} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
