@@ -13,6 +13,7 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generation_config import IN_LOCKSTEP, from_generation_config
 from quire.graph_runner.lockstep import DoesNotFit, Rows
 from quire.graph_runner.on_instance import OwnCopies
+from quire.graph_runner.own_forward import reads_inputs
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.training_mode import training_difference
 from quire.passes.capture.reads import is_code_of
@@ -22,6 +23,9 @@ from quire.passes.capture.reads import is_code_of
 _READ = frozenset(("input_ids", "inputs", "attention_mask", "position_ids", "generation_config", "streamer", "synced_gpus"))
 _MAKE_PROCESSORS = frozenset(("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"))
 _NO_EFFECT = frozenset(("tokenizer", "negative_prompt_ids", "negative_prompt_attention_mask"))  # beside their option
+# transformers' classes that the engine's sampling stands for.
+_STOOD_FOR = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "MaxLengthCriteria",
+              "EosTokenCriteria", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 _INTEGERS = ("eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
@@ -45,19 +49,20 @@ class Served:
     note: str | None = None
 
 
-def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Callable[[], Engine]) -> Served | str:
+def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forward: Any,
+               engine: Callable[[], Engine]) -> Served | str:
     """How to serve a call of ``generate``, or the reason why transformers' own code must.
 
     Args:
         kwargs: the arguments by name.
-        own_generate: a ``generate`` that the instance had before it was paged, or None.
+        own_generate, own_forward: of the instance before it was paged, or None.
         engine: returns the engine; called if nothing else prevents serving.
     """
     given = {k: v for k, v in kwargs.items() if v is not None}
     if "inputs" in given and "input_ids" in given:
         return "it was given both inputs and input_ids"
     ids = given.get("inputs", given.get("input_ids"))
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         return "it was not given input_ids of shape (batch, length)"
     if not ids.shape[0]:
         return "it was given an empty batch"
@@ -70,6 +75,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
             return (f"{method} is PEFT's: prompt tuning, p-tuning and prefix tuning give the model embeddings or keys, and an "
                     "engine takes token ids")
         return f"{method} is the model's own, and not transformers'"
+    if (found := reads_inputs(model, own_forward)) is not None:
+        return f"{found}, which an engine does not give it"
     if torch.is_autocast_enabled(model.device.type):
         return "torch.autocast is on, and an engine computes in the model's own dtypes"
     if given.get("synced_gpus"):
@@ -86,7 +93,7 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
         if not odd and all(v is None for v in (given.get("max_length"), getattr(base, "max_length", None), own.max_length)):
             config.max_length = None  # 20 by default, which counts new tokens, and not those of the prompt
         params, names = (None, []) if odd else from_generation_config(config, ids.shape[1])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     if config.cache_implementation == "paged":
         return "cache_implementation='paged' asks for generate_batch"
@@ -101,6 +108,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, engine: Ca
     if mask is None and pad is not None and pad not in eos and bool((ids == pad).any()):
         mask = ids != pad  # transformers infers the mask so
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if mask is not None and bool((mask != keep).any()):
+        return "the attention_mask has values beside 0 and 1, which transformers makes positions of"
     if not bool(keep.any(1).all()):
         return "all tokens of a prompt are masked"
     if "position_ids" in given and not _implied(given["position_ids"], keep):
@@ -161,7 +170,8 @@ def _implied(positions: Any, keep: torch.Tensor) -> bool:
 
 
 def own_method(model: torch.nn.Module, own_generate: Any) -> str | None:
-    """A method of transformers' GenerationMixin that the model, or a class of its own, has redefined; None if there is none."""
+    """A method of transformers' GenerationMixin, or of a class that sampling stands for, that is the user's own; or None."""
+    import transformers
     from transformers import GenerationMixin
 
     if own_generate is not None:
@@ -175,12 +185,14 @@ def own_method(model: torch.nn.Module, own_generate: Any) -> str | None:
             found = getattr(super(OwnCopies, type(model)), name, method)
         if not is_code_of(found, "transformers", "torch"):
             return name
-    return None
+    return next((f"{name}.__call__" for name in _STOOD_FOR
+                 if not is_code_of(getattr(transformers.generation, name).__call__, "transformers", "torch")), None)
 
 
 def _of_integers(x: Any) -> bool:
     """Whether ``x`` is None, an integer or a sequence of integers."""
-    return x is None or all(isinstance(each, int) for each in (x if isinstance(x, (list, tuple)) else [x]))
+    each = x if isinstance(x, (list, tuple)) else [x]
+    return x is None or bool(each) and all(type(i) is int for i in each)
 
 
 __all__ = ["Job", "Served", "own_method", "prompts_of", "understand"]

@@ -36,7 +36,6 @@ class LiveModel:
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig) -> None:
         self.model, self.config = model, loading.limited(config, model)
-        loading.check_model(model)
         self.adapters = False
         self._stale: str | None = None  # a change after which the model could not be traced
         self._trace()
@@ -48,8 +47,9 @@ class LiveModel:
         """Make the runner, again where another thread changed the model while it was traced.
 
         Raises:
-            RuntimeError: the model changed each time.
+            UnsupportedAttention: it cannot be served. RuntimeError: it changed each time.
         """
+        loading.check_model(self.model)
         changed: str | None = None
         self.cast: CastWeights | None
         for _ in range(_ATTEMPTS):
@@ -70,12 +70,11 @@ class LiveModel:
                 changed = seen
                 continue
             paged = self.runner.paged
-            if (changed := before.changed_meanwhile(paged.reads)) is None:
+            if (changed := before.changed_meanwhile(paged.reads.names)) is None:
                 if self.cast is not None:
                     paged.stand_ins = self.cast.stand_ins
                 self._guard = ModelGuard(
-                    self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads or None,
-                    of_modules=paged.reads_of_modules, versions=versions,
+                    self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads, versions=versions,
                     buffer_values=any(site.route != "interface" for site in self.runner.sites))
                 return
             self.runner.close()

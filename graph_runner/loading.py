@@ -84,6 +84,10 @@ def check_model(model: torch.nn.Module) -> None:
     if callable(can_generate) and callable(head) and not can_generate() and head() is None:
         raise UnsupportedAttention(f"{type(model).__name__} has no language-model head; quire serves causal LMs, such as a "
                                    "...ForCausalLM class of transformers")
+    empty = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
+    if empty is not None:
+        raise UnsupportedAttention(f"{empty} is on the meta device, so it has no values (weights that accelerate offloads to "
+                                   "the CPU or a disk are there too). Load the model whole onto one device")
 
 
 def limited(config: EngineConfig, model: torch.nn.Module) -> EngineConfig:

@@ -4,12 +4,11 @@ A traced graph has constants: the model's modules, hooks, settings and the code 
 it; other changes do not. So the engine compares: the whole model when it gets work after it was idle (``change``), and while it
 is busy a few modules per step (``next_change``). After a change it traces the model again.
 
-Compared is what the trace read, by the names in Dynamo's guards: attributes that are plain values, functions, or lists, dicts
-and sets of these; fields of the configs that modules hold; attributes of the classes; functions and plain values in the Python
-modules that the code reads. In addition the hooks, with what they read beside their arguments (closures, globals, the object of
-a bound method), which modules there are, dtypes and devices, addresses where a CUDA graph has captured them, and the versions
-of buffers whose values were read. Not compared: the inside of other objects, and tensors that are neither parameters nor
-buffers.
+Compared is what the trace read, by Dynamo's guards: attributes that are plain values, functions, or lists, dicts and sets of
+these; fields of the configs that modules hold; attributes of the classes; and what was read elsewhere, in Python modules,
+closures, and objects that modules or hooks hold. In addition the hooks, with what they read beside their arguments (closures,
+globals, the object of a bound method), which modules there are, dtypes and devices, addresses where a CUDA graph has captured
+them, and the versions of buffers whose values were read. Not compared: tensors that are neither parameters nor buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.nn.modules import module as global_hooks
 
 from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.hf_interface import NAME, functions_of
-from quire.passes.capture.reads import values_of
+from quire.passes.capture.reads import Reads
 from quire.passes.verify.quantized import addresses as addresses_of
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -187,19 +186,17 @@ class ModelGuard:
     Args:
         model: as it was traced.
         addresses: parameters and buffers must stay at their addresses (a captured CUDA graph reads them).
-        reads: names of the attributes that the trace read; None: all count.
-        of_modules: what its code read of Python modules (``globals_read``).
+        reads: what the trace read; None: every attribute counts.
         buffer_values: the values of all buffers were read, not only those of integer and bool buffers.
         versions: ``buffer_versions`` from before the model ran. Buffers that its forward updates are not compared.
     """
 
-    def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Collection[str] | None = None,
-                 of_modules: Collection[tuple[str, str]] = (), buffer_values: bool = False,
+    def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Reads | None = None, buffer_values: bool = False,
                  versions: Mapping[int, int] | None = None) -> None:
         self._model, self._addresses, self._buffer_values = model, addresses, buffer_values
         now = buffer_versions(model)
         self._updated = {key for key, version in (versions or {}).items() if now.get(key, version) != version}
-        self._reads, self._of_modules = None if reads is None else frozenset(reads), tuple(of_modules)
+        self._reads = reads if reads is not None and reads.names else None
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
         self._next = 0
@@ -220,7 +217,7 @@ class ModelGuard:
         self._tied = [group for group in uses.values() if len(group) > 1]
 
     def _read(self, name: str) -> bool:
-        return self._reads is None or name in self._reads
+        return self._reads is None or name in self._reads.names
 
     def _facts(self, module: torch.nn.Module) -> dict[str, Any]:
         own = vars(module)
@@ -252,11 +249,12 @@ class ModelGuard:
                               and (f := _fact(v)) is not _OTHER}) for cls in self._classes),
             ("torch", _global_hooks()),
             ("transformers", self._attention_functions()),
-            ("the code", {name: _fact(v) for name, v in values_of(self._of_modules).items()})]
+            ("the code", {name: _fact(v) for name, v in (self._reads.values() if self._reads else {}).items()})]
 
     def _attention_functions(self) -> dict[str, Any]:
         """Those that the implementations of the configs meant at the trace, which quire's attention stands for."""
-        return {what: _Same(f) for name in self._implementations for what, f in functions_of(name, self._model).items()}
+        return {what: (_Same(f), _reached(f)) for name in self._implementations
+                for what, f in functions_of(name, self._model).items()}
 
     def _is_field(self, name: str, value: Any) -> bool:
         if name in _IMPLEMENTATIONS:

@@ -25,7 +25,6 @@ from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
 from quire.graph_runner.buckets import decode_buckets, token_buckets
-from quire.graph_runner.by_itself import by_itself
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -38,6 +37,7 @@ from quire.graph_runner.pool_sizes import MemoryPlan, PoolSizes
 from quire.graph_runner.request import ScheduledBatch
 from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
+from quire.graph_runner.thread_state import isolated
 from quire.graph_runner.window_pages import Reach
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
@@ -103,7 +103,7 @@ class ModelRunner:
         UnsupportedAttention: the model cannot be served.
     """
 
-    @by_itself
+    @isolated
     @torch.inference_mode(False)  # its tensors outlive the caller's mode
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, config: EngineConfig, adapters: bool = False) -> None:
@@ -374,7 +374,7 @@ class ModelRunner:
                 layers = [s.layer for s in self.sites if s.bounded == bounded or not windows]
                 self.cache.copy_pages(pages[:, 0], pages[:, 1], layers)
 
-    @by_itself
+    @isolated
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, batch: ScheduledBatch) -> Launched:
@@ -411,7 +411,7 @@ class ModelRunner:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    @by_itself
+    @isolated
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits_of(self, batch: ScheduledBatch) -> torch.Tensor:

@@ -139,7 +139,7 @@ def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
     another expert for the last bit.)"""
     weights = [*paged.model.parameters(), *paged.model.buffers()]
     # By device: torch.get_float32_matmul_precision() raises an error where one of these was set.
-    products = torch.backends.cuda.matmul if weights[0].is_cuda else torch.backends.mkldnn.matmul
+    products = (torch.backends.cuda if weights[0].is_cuda else torch.backends.mkldnn).matmul
     if dtype not in _ROUNDING or products.fp32_precision not in ("none", "ieee"):
         return False
     floats = [v for n in paged.graph.raised.graph.nodes if isinstance(v := value(n), torch.Tensor) and v.is_floating_point()]

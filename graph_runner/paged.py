@@ -141,7 +141,8 @@ class PagedGenerate(OnInstance):
         given = self._bound(args, kwargs)
         if given is None:
             return self._fall_back("its arguments do not fit the signature of generate", args, kwargs)
-        call = understand(self.model, given, self._original, lambda: self.engine)
+        forward = vars(self.model).get("forward")
+        call = understand(self.model, given, self._original, getattr(forward, "original", forward), lambda: self.engine)
         if isinstance(call, str):
             return self._fall_back(call, args, kwargs)
         if call.note is not None:

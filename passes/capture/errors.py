@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
 
+#: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
+_MEANS = {
+    r"logging\.Logger": "it writes to a log. Remove the logging, or what it warns of",
+    r"call_function ConstantVariable\(NoneType": "it calls None: a module that it needs was set to None or removed",
+    r"torch\.jit": "it calls a TorchScript module. Put the Python module in its place",
+    r"qualname: disable|marked as skipped|skip_dynamo|in skipfiles": (
+        "it calls a function that is kept out of torch.compile (torch.compiler.disable, as in accelerate's hooks for offloaded "
+        "weights). Load the model whole onto one device, or remove the hooks"),
+    r"GetAttrVariable\(TensorVariable": "it stores a tensor on a module each time. Make it a buffer when the module is made",
+    r"backwards? hooks": "backward hooks for all modules are registered (register_module_full_backward_hook). Remove them",
+}
 
-def unwrapped(error: Exception, model: Any) -> Exception:
-    """Our own error from inside Dynamo's, or one that names the model."""
+
+def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None = None) -> Exception:
+    """Our own error from inside Dynamo's, or one that names the model.
+
+    Args:
+        by_itself: runs the model's own forward; where that fails, its error is the reason.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedAttention):
@@ -33,6 +50,12 @@ def unwrapped(error: Exception, model: Any) -> Exception:
             f"{name}'s forward reads values of tensors on the host, as a Python loop over the experts in use or a branch on "
             f"data does, so that its path depends on the batch and cannot be one graph{_reason(text)}. Compute all paths by "
             "tensor operations, or pass experts through transformers' experts interface.")
+    try:
+        _ = None if by_itself is None else by_itself()
+    except Exception as own:
+        said = str(own).strip().partition("\n")[0]
+        return UnsupportedAttention(f"{name}'s own forward fails on token ids and positions: {type(own).__name__}: "
+                                    f"{said[:200]}. It must run on these before it can be traced")
     fails = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
     if type(error).__name__ == "TorchRuntimeError" and fails is not None:
         return UnsupportedAttention(
@@ -44,8 +67,11 @@ def unwrapped(error: Exception, model: Any) -> Exception:
     hint = "" if not adapters else (
         f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA of embeddings or quantized "
         "weights, target_parameters, trainable tokens): merge the adapter with merge_adapter(), or disable it")
-    return UnsupportedAttention(
-        f"{name} could not be traced into one graph: {type(error).__name__}: {first}{_reason(text)}{hint}")
+    means = next((meaning for sign, meaning in _MEANS.items() if re.search(sign, text)), None)
+    if means is None:
+        met = type(error).__name__
+        means = f"torch.compile does not support this: {first}" if met == "Unsupported" else f"{met}: {first}"
+    return UnsupportedAttention(f"{name} could not be traced into one graph: {means}{_reason(text, means)}{hint}")
 
 
 def is_first_read(error: Exception) -> bool:
@@ -53,9 +79,9 @@ def is_first_read(error: Exception) -> bool:
     return "RLock" in str(error) and "SETUP_WITH" in str(error)
 
 
-def _reason(text: str) -> str:
-    """What helps in Dynamo's further lines: what it met, and where in the user's code."""
-    met = re.search(r"Developer debug context: *(\S.*)", text)
+def _reason(text: str, means: str = "") -> str:
+    """What helps in Dynamo's further lines: what it met, unless ``means`` says it, and where in the user's code."""
+    met = None if means in _MEANS.values() else re.search(r"Developer debug context: *(\S.*)", text)
     places = [re.sub(r'"[^"]*[/\\]site-packages[/\\]', '"', place)
               for place in re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)]
     found = [part for part in (met and met[1].strip()[:200], places and places[-1][-90:]) if part]

@@ -1,4 +1,4 @@
-"""Evaluation mode while a model is traced, whatever other threads set meanwhile."""
+"""Evaluation mode while a model is traced, whatever other threads set meanwhile; and no hooks for gradients."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ class ChangedWhileTraced(RuntimeError):
 
 
 class _Train:
-    """Stands for ``model.train`` for a while, and notes the modes that are asked for. A copy of the model has a copy of it,
-    which works as the method does."""
+    """Stands for the ``train`` of a module for a while, and notes the modes that are asked for (``eval`` calls it too). A copy
+    of the module has a copy of it, which works as the method does."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
         self.modes: list[bool] = []
 
     def __call__(self, mode: bool = True) -> torch.nn.Module:
         self.modes.append(mode)
-        return type(self.model).train(self.model, mode)
+        return type(self.module).train(self.module, mode)
 
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, no module of the model is in training mode: no dropout. The modes come back, unless another thread has
-    called the model's ``train`` or ``eval`` meanwhile: then its choice stays.
+    """While inside, no module of the model is in training mode: no dropout. The modes come back, except of modules whose
+    ``train`` or ``eval`` another thread has called meanwhile: its choice stays.
 
     Raises:
         ChangedWhileTraced: on leaving, if another thread put a module into training mode.
     """
-    noted, own = _Train(model), "train" in vars(model)
-    if not own:
-        object.__setattr__(model, "train", noted)
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
+    modules = dict(model.named_modules())
+    noted = {name: _Train(m) for name, m in modules.items() if "train" not in vars(m)}
+    for name, stand_in in noted.items():
+        object.__setattr__(modules[name], "train", stand_in)
+    training = [name for name, m in modules.items() if m.training]
+    for name in training:
+        modules[name].training = False
 
     def leave() -> ChangedWhileTraced | None:
-        if not own:
-            vars(model).pop("train", None)
-        seen = next((name or type(model).__name__ for name, m in model.named_modules() if m.training), None)
-        if not noted.modes:
-            for module in training:
-                module.training = True
-        if seen is None and True not in noted.modes:
+        seen = [name for name, m in model.named_modules() if m.training]
+        for name in noted:
+            modules[name].__dict__.pop("train", None)
+        for name in training:
+            if name not in noted or not noted[name].modes:
+                modules[name].training = True
+        seen += [name for name, stand_in in noted.items() if True in stand_in.modes]
+        if not seen:
             return None
-        return ChangedWhileTraced(f"{seen or type(model).__name__}.training: False -> True, by another thread while the model "
-                                  "was traced; try again")
+        return ChangedWhileTraced(f"{seen[0] or type(model).__name__}.training: False -> True, by another thread while the "
+                                  "model was traced; try again")
 
     try:
         yield
@@ -62,4 +64,20 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         raise changed
 
 
-__all__ = ["ChangedWhileTraced", "evaluating"]
+@contextlib.contextmanager
+def without_backward(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, the modules of the model have no backward hooks, which torch.compile does not trace. Without gradients they
+    have no effect. Hooks that another thread registers meanwhile stay."""
+    held = [(own, name, own[name]) for m in model.modules() for own in [m.__dict__]
+            for name in ("_backward_hooks", "_backward_pre_hooks") if own.get(name)]
+    for own, name, hooks in held:
+        own[name] = type(hooks)()
+    try:
+        yield
+    finally:
+        for own, name, hooks in held:
+            hooks.update(own[name])
+            own[name] = hooks
+
+
+__all__ = ["ChangedWhileTraced", "evaluating", "without_backward"]

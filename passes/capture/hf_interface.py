@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
@@ -24,6 +25,7 @@ from quire.passes.capture.reads import is_code_of
 from quire.passes.eager import paged_eager
 
 NAME = "quire"
+_LOOK_UPS = ("get_interface", "__getitem__")  # methods of the tables of functions
 _EAGER = "eager_attention_forward"  # the name, in transformers' files, of what "eager" means there
 #: Whether this thread is inside ``interface_active``.
 ACTIVE: ContextVar[bool] = ContextVar("quire_interface_active", default=False)
@@ -97,11 +99,18 @@ def _chunk(module: Any, layer: int) -> int | None:
 
 
 def register() -> None:
-    """Register the name with transformers; without a mask function, so that no mask is built."""
+    """Register the name with transformers; without a mask function, so that no mask is built.
+
+    Raises:
+        UnsupportedAttention: the user gave the name another meaning.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
+    if ALL_ATTENTION_FUNCTIONS[NAME] is not attention_function:
+        raise UnsupportedAttention(f"the name {NAME!r} in transformers' ALL_ATTENTION_FUNCTIONS is quire's own, and now means "
+                                   f"{getattr(ALL_ATTENTION_FUNCTIONS[NAME], '__qualname__', 'something else')}; use another")
 
 
 def uses_interface(model: torch.nn.Module) -> bool:
@@ -128,6 +137,10 @@ def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict
 
     tables = {"attention": ALL_ATTENTION_FUNCTIONS, "mask": ALL_MASK_ATTENTION_FUNCTIONS}
     found = {f"{kind} function {name!r}": table[name] for kind, table in tables.items() if name in table}
+    found |= {f"{type(table).__name__}.{method}": found_method for table in tables.values() for method in _LOOK_UPS
+              if (found_method := getattr(type(table), method, None)) is not None}
+    if name == "sdpa":
+        found["torch.nn.functional.scaled_dot_product_attention"] = F.scaled_dot_product_attention
     if name == "eager" and model is not None:
         files = {type(module).__module__ for module in model.modules()}
         found |= {f"{file}.{_EAGER}": vars(sys.modules[file])[_EAGER] for file in sorted(files)
@@ -150,8 +163,9 @@ def check_implementation(name: str | None, model: torch.nn.Module | None = None)
         raise UnsupportedAttention(f"the model's attention implementation {name!r} is registered by the user: {foreign[0]} is "
                                    "not transformers' own, and quire's attention would replace it. Put transformers' back.")
     if not known:
+        registered = any(repr(name) in what for what in functions)
         raise UnsupportedAttention(
-            f"the model's attention implementation {name!r} is " + ("registered by the user" if functions else "unknown")
+            f"the model's attention implementation {name!r} is " + ("registered by the user" if registered else "unknown")
             + ", and quire's attention would replace it; set_attn_implementation('sdpa') lets quire serve the model.")
 
 

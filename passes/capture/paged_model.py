@@ -28,12 +28,13 @@ from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import Selection, select_latent_or_dense
 from quire.attn_ops.step import Step, current_step, running
 from quire.passes.capture.errors import is_first_read, unwrapped
-from quire.passes.capture.evaluating import evaluating
+from quire.passes.capture.evaluating import evaluating, without_backward
 from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.lora import adapters_per_token
-from quire.passes.capture.reads import globals_read, names_read
+from quire.passes.capture.own_masks import check_masks
+from quire.passes.capture.reads import Reads
 from quire.passes.capture.retrace import TRACED_TOKENS, Traced
 from quire.passes.capture.side_effects import check_side_effects
 from quire.passes.capture.traced import TracedGraph
@@ -86,7 +87,7 @@ class PagedModel:
         if missing:
             raise UnsupportedAttention(
                 f"{type(model).__name__}.forward takes no {' and no '.join(missing)}; a ragged batch cannot be given to it. "
-                "quire serves causal LMs whose forward takes input_ids and position_ids.")
+                f"quire serves causal LMs whose forward takes input_ids and position_ids{_wrapped(model)}.")
         needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
                   and p.kind is not p.VAR_POSITIONAL and p.name not in ("input_ids", "position_ids", "logits_to_keep")]
         if needed:
@@ -94,8 +95,7 @@ class PagedModel:
                                        "a model token ids and positions.")
         self._keep_name = "logits_to_keep" if "logits_to_keep" in parameters else None
         self._use_cache = "use_cache" in parameters or (takes_any and self.config is not None)
-        self.reads: set[str] = set()  # names of the attributes that the trace read
-        self.reads_of_modules: set[tuple[str, str]] = set()  # what its code read of Python modules; see ``globals_read``
+        self.reads = Reads()  # what the trace read
         self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
         self._ahead, self._closed = ahead, False
@@ -103,8 +103,10 @@ class PagedModel:
         try:
             with timed("trace"), evaluating(model):
                 self._compiled = self._trace()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, UnsupportedAttention) and self.config is None and (hint := _wrapped(model)):
+                raise UnsupportedAttention(str(error).rstrip(".") + hint) from error
             raise
 
     # -- tracing ------------------------------------------------------------------------------------------------------
@@ -112,12 +114,11 @@ class PagedModel:
     def _trace(self) -> Any:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. ``raise_graph`` refuses a trace whose guards mattered.
-        forward = types.MethodType(with_own_code(type(self)._forward), self)
-        reads, of_modules = self.reads, self.reads_of_modules
+        forward, found = types.MethodType(with_own_code(type(self)._forward), self), weakref.ref(self)
 
         def drop(guards: Sequence[Any]) -> list[bool]:
-            reads.update(names_read(guards))
-            of_modules.update(globals_read(guards))
+            if (traced := found()) is not None:
+                traced.reads.add(guards, traced, forward.__func__.__globals__)
             return [False] * len(guards)
 
         compiled = torch.compile(forward, backend=_weakly(self._capture), fullgraph=True,
@@ -133,7 +134,7 @@ class PagedModel:
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         adapters = adapters_per_token(self.model, self.adapters)
-        with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad():
+        with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(), without_backward(self.model):
             try:
                 try:
                     compiled(ids, positions, keep, *sampling)
@@ -145,13 +146,19 @@ class PagedModel:
             except Traced:
                 pass
             except Exception as error:
-                raise unwrapped(error, self.model) from error
+                raise unwrapped(error, self.model, lambda: self.by_itself(ids[0], positions[0])) from error
+        if by_interface:
+            check_masks(self.model, self.reads.values())
         _ = self.sites  # verified here, not at the first step
         check_logits(self.model, self.num_logits)
         return compiled
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
                  *sampling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not torch.compiler.is_compiling():  # the model's own code would run, without the cache
+            raise UnsupportedAttention(
+                "torch.compile is switched off here (torch.compiler.set_stance('force_eager'), TORCH_COMPILE_DISABLE, a "
+                "TorchDispatchMode that is active), and quire runs models that it traces; switch it on")
         options: dict[str, Any] = {}
         if self._use_cache:
             options["use_cache"] = False
@@ -298,6 +305,12 @@ def _logits_of(out: Any) -> torch.Tensor:
     if not hasattr(out, "logits"):
         raise UnsupportedAttention("the model has no language-model head: its result has no logits")
     return out.logits
+
+
+def _wrapped(model: torch.nn.Module) -> str:
+    """Names the transformers model inside a module that is none, such as ``nn.DataParallel``, for messages."""
+    found = next(((n, type(m).__name__) for n, m in model.named_modules() if n and hasattr(type(m), "generate")), None)
+    return "" if found is None else f". Its module {found[0]!r} is a {found[1]}: give quire that one"
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,17 +3,85 @@
 from __future__ import annotations
 
 import re
-import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: A guard on what an imported module holds: the module, and the attributes from there on.
-_GLOBAL = re.compile(r"G\['__import_(\w+)'\]((?:\.\w+|\['\w+'\])+)")
-_STEP = re.compile(r"\.?(\w+)|\['(\w+)'\]")
+#: Guards on one attribute of a module, of its class, or of a config: whoever compares modules compares these.
+_PART = r"self\._call(\._modules\['[^']*'\])*"
+_OF_MODULE = re.compile(rf"{_PART}|{_PART}\.\w+(\['\w+'\])?|{_PART}\.\w*config\b.*|dict\(type\({_PART}\)\.__dict__\).*|"
+                        rf"type\({_PART}\)(\.\w+)?|{_PART}\._(forward|backward|state)\w*hooks\w*")
+#: An imported module, and Python modules that no user patches, whose state changes by itself.
+_IMPORT = re.compile(r"G\['__import_(\w+)'\]")
+_OURS = re.compile(r"G\['(__import_(quire_dot_|torch_dot__|builtins)|__builtins_dict|(?!__import_))")
 _PLAIN = frozenset((bool, int, float, str))
-#: Modules that no user patches, and whose state changes by itself.
-_OURS = ("quire_dot_", "torch_dot__", "builtins")
+_ABSENT, _KEYS = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_KEYS", "MAPPING_KEYS", "SET_CONTAINS")  # types of guards
+
+
+class Reads:
+    """What a trace read.
+
+    Attributes:
+        names: every attribute name and key.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._sources: dict[tuple[str, str], types.CodeType] = {}  # by (Python expression, what of it)
+        self._scope: dict[str, Any] = {}
+
+    def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
+        """Note the guards of a trace, as ``guard_filter_fn`` gets them.
+
+        Args:
+            owner: ``self`` of the traced method. scope: its globals, to which Dynamo adds the modules that the trace read.
+        """
+        guards = list(guards)
+        self.names |= names_read(guards)
+        self._scope = {"self": owner, "G": scope}
+        for guard in guards:
+            source = re.sub(r"L\['self'\]", "self", guard.name)
+            if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source):
+                continue
+            try:
+                code = compile(source, "<guard>", "eval")
+            except SyntaxError:  # what Dynamo says of no variable
+                continue
+            if guard.guard_type == _ABSENT:
+                self._sources.update({(source, f" has {name}"): code for name in _arguments(guard)})
+            else:
+                self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = code
+
+    def values(self) -> dict[str, Any]:
+        """What was read outside modules and configs means now, by its name for users: plain values, functions, classes of other
+        objects, lengths and keys of containers, and whether an object has an attribute."""
+        found: dict[str, Any] = {}
+        for (source, what), code in self._sources.items():
+            try:
+                held = eval(code, dict(self._scope))
+            except Exception:  # it is gone
+                continue
+            name = readable(source) + what
+            if what.startswith(" has "):
+                found[name] = what[5:] in getattr(held, "__dict__", ())
+            elif isinstance(held, (list, tuple)):
+                found[name + " length"] = len(held)
+            elif isinstance(held, (dict, set, frozenset)):
+                found |= {name: list(held)} if what else {}
+            elif not isinstance(held, types.ModuleType):
+                found[name] = held if held is None or callable(held) or type(held) in _PLAIN else type(held)
+        return found
+
+
+def readable(source: str) -> str:
+    """Dynamo's name of an object for users: ``L['self']._call._modules['layers']`` is ``model.layers``."""
+    where, hook, rest = source.partition("._forward_")
+    where = re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^(dict\(type\()?(L\['self'\]|self)(\._call\b)?", "model", where))
+    where = _IMPORT.sub(lambda match: match[1].replace("_dot_", "."), where)
+    if not hook:
+        return re.sub(r"^G\['(\w+)'\]", r"\1", where)
+    attribute = re.findall(r"(?:\.(?!__)|\[')(\w+)", rest)
+    return f"what a hook of {where} holds" + (f" ({attribute[-1]})" if attribute and attribute[-1] not in ("keys", "_") else "")
 
 
 def is_code_of(function: Any, *packages: str) -> bool:
@@ -34,32 +102,15 @@ def names_read(guards: Iterable[Any]) -> set[str]:
     found: set[str] = set()
     for guard in guards:
         found.update(re.findall(r"[A-Za-z_]\w*", guard.name))
-        create = getattr(getattr(guard, "orig_guard", None), "create_fn", None)  # a partial: names that were looked up in vain
-        arguments = (*getattr(create, "args", ()), *(getattr(create, "keywords", None) or {}).values())
-        found.update(value for value in arguments if isinstance(value, str))
+        found |= _arguments(guard)
     return found
 
 
-def globals_read(guards: Iterable[Any]) -> set[tuple[str, str]]:
-    """What the traced code read of modules: (name of the module, path in it), as ("torch.nn.modules.sparse", "F.silu")."""
-    found: set[tuple[str, str]] = set()
-    for guard in guards:
-        match = _GLOBAL.fullmatch(guard.name)
-        if match is not None and not match[1].startswith(_OURS):
-            found.add((match[1].replace("_dot_", "."), match[2][1:]))
-    return found
+def _arguments(guard: Any) -> set[str]:
+    """The names in the arguments of a guard, such as those that were looked up in vain."""
+    create = getattr(getattr(guard, "orig_guard", None), "create_fn", None)  # a partial
+    arguments = (*getattr(create, "args", ()), *(getattr(create, "keywords", None) or {}).values())
+    return {value for value in arguments if isinstance(value, str)}
 
 
-def values_of(reads: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """What these names mean now, by "module.name", where that is a function, a class or a plain value."""
-    found: dict[str, Any] = {}
-    for module, path in reads:
-        held: Any = sys.modules.get(module)
-        for attribute, key in _STEP.findall(path):
-            held = getattr(held, attribute, None) if attribute else held.get(key) if isinstance(held, dict) else None
-        if (callable(held) or type(held) in _PLAIN) and not isinstance(held, types.ModuleType):
-            found[f"{module}.{path}"] = held
-    return found
-
-
-__all__ = ["globals_read", "is_code_of", "names_read", "values_of"]
+__all__ = ["Reads", "is_code_of", "names_read", "readable"]

@@ -11,6 +11,7 @@ from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.capture.reads import readable
 
 #: What transformers' rotary embeddings of some types set on themselves in each forward, behind a layer type or not. Those whose
 #: frequencies follow from it are refused by their config.
@@ -81,7 +82,7 @@ def _changed(output: Any) -> list[tuple[str, Any]]:
         return []
     written = {_name(var): var for var in getattr(output.side_effects, "id_to_variable", {}).values()}
     sources = [str(source) for source in output.get_replayed_side_effect_source_refs()]
-    return [(_readable(s), written.get(s)) for s in sources if not _is_transformers_own(s, written.get(s), output)]
+    return [(readable(s), written.get(s)) for s in sources if not _is_transformers_own(s, written.get(s), output)]
 
 
 def _name(variable: Any) -> str:
@@ -120,14 +121,6 @@ def _resolve(source: str, output: Any) -> Any:
 
 def _of_transformers(found: Any) -> bool:
     return type(found).__module__.startswith("transformers.")
-
-
-def _readable(source: str) -> str:
-    """Dynamo's name of an object for users: ``L['self']._call._modules['layers']`` is ``model.layers``."""
-    where, hook, _ = source.partition("._forward_")
-    where = re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^L\['self'\](\._call\b)?", "model", where))
-    where = re.sub(r"^G\['(\w+)'\]", r"\1", re.sub(r"^G\['__import_\w+'\]\.", "", where))
-    return f"what a hook of {where} holds" if hook else where
 
 
 __all__ = ["check_changes", "check_side_effects", "note_changes"]

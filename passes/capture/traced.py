@@ -233,6 +233,7 @@ class TracedGraph:
     @functools.cached_property
     def _raised(self) -> tuple[fx.GraphModule, list[AttentionSite]]:
         check_changes(self.gm)
+        check_whole(self.gm.graph)
         return raise_graph(self.gm, self.inputs, self.config, self.any_shape, row_data=self.row_data,
                            max_length=self.options.max_model_len)
 

@@ -24,8 +24,9 @@ def check_whole(graph: fx.Graph) -> None:
     broken = getattr(graph.owning_module, "meta", {}).get(_KEY)
     if broken:
         raise UnsupportedAttention(
-            f"the model is compiled in parts ({broken}), and what runs between them cannot be checked; remove what breaks the "
-            "graph (torch._dynamo.explain, or fullgraph=True, says where)")
+            f"the model is compiled in parts: torch.compile cuts its graph ({broken}), and what runs between the parts cannot "
+            "be checked. quire.paged and quire.Engine trace the whole model, where they can; or remove what breaks the graph "
+            "(torch._dynamo.explain, or fullgraph=True, says where)")
 
 
 def check_names(graph: fx.Graph) -> None:

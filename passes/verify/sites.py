@@ -174,7 +174,7 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
         raise UnsupportedAttention(
             f"{found}The rest either attends in a way that quire does not see (attention written out by hand, outside "
             "transformers' attention interface and F.scaled_dot_product_attention) or is not attention (SSM, convolution, "
-            "linear attention).")
+            "linear attention); or, if layers were added or removed, the config does not say so.")
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap and any(s.softcap is None for s in sites):
         raise UnsupportedAttention(f"{kind} is configured with attn_logit_softcapping={cap}, but this version of transformers "

@@ -129,6 +129,14 @@ def test_another_forward_when_compiled(trial) -> None:
         trial(compiled_only)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_path_for_one_token(dtype, trial) -> None:
+    """No trace shows a branch on a length of 1, and a prompt may be one token."""
+    with pytest.raises(UnsupportedAttention, match="something else for a row of one token"):
+        trial(lambda x, positions: x * 2 if x.shape[1] == 1 else x, dtype)
+    trial(lambda x, positions: x.contiguous() if x.shape[1] == 1 else x, dtype)
+
+
 @pytest.mark.parametrize("backend", ["mkldnn", "cuda"])
 def test_products_of_one_backend_in_tf32(backend, trial) -> None:
     """torch.get_float32_matmul_precision() raises an error then, and no engine would start."""
@@ -141,14 +149,6 @@ def test_products_of_one_backend_in_tf32(backend, trial) -> None:
                 trial(compiled_only)
     finally:
         products.fp32_precision = before
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_another_path_for_one_token(dtype, trial) -> None:
-    """No trace shows a branch on a length of 1, and a prompt may be one token."""
-    with pytest.raises(UnsupportedAttention, match="something else for a row of one token"):
-        trial(lambda x, positions: x * 2 if x.shape[1] == 1 else x, dtype)
-    trial(lambda x, positions: x.contiguous() if x.shape[1] == 1 else x, dtype)
 
 
 @pytest.mark.parametrize("options", [dict(max_model_len=2), dict(vocab_size=1)])

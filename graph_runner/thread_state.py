@@ -1,4 +1,4 @@
-"""Methods of a runner, whatever is set in the thread that calls them."""
+"""What a thread has set in torch does not reach the runner's steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 
-def by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the method of a runner, which has a ``device``, or its ``__init__``, whose first argument is the model.
+def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method of a runner without what the caller's thread has set.
 
-    Autocast is off: a step holds requests of several threads, and what is compiled or captured under autocast stays so. The
-    model's GPU is the current one, on whose stream events are recorded.
+    Autocast is off: a step holds requests of several threads, and what is compiled or captured under autocast stays so. The GPU
+    of the model (``device`` of the runner; in its constructor, of the first argument's parameters) is the current one, on whose
+    stream events are recorded.
     """
 
     @functools.wraps(method)
@@ -31,4 +32,4 @@ def by_itself(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-__all__ = ["by_itself"]
+__all__ = ["isolated"]
