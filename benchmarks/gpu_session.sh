@@ -26,20 +26,22 @@ KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/
      tests/gpu/test_small_linear_gpu.py tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py"
 
 measure() { benchmarks/measure.sh "$@"; }
+suite() { TESTS="$*" measure tests; }
 
 # name, seconds that it may take, command
 pieces() {
-    piece suite-new 530 env TESTS="$NEW" benchmarks/measure.sh tests
+    piece suite-new 530 suite $NEW
     piece decode 300 measure against
-    piece suite-models 530 env TESTS="$MODELS_TESTS" benchmarks/measure.sh tests
-    piece suite-kernels 400 env TESTS="$KERNELS_TESTS" benchmarks/measure.sh tests
-    piece suite-kit 530 env TESTS=tests/gpu/test_conformance_gpu.py benchmarks/measure.sh tests
+    piece suite-models 530 suite $MODELS_TESTS
+    piece suite-kernels 400 suite $KERNELS_TESTS
+    piece suite-kit 530 suite tests/gpu/test_conformance_gpu.py
     piece start 240 measure start
     piece rivals 480 measure rivals
     for i in 1 2 3; do piece "matrix$i" 520 matrix "matrix$i"; done
     piece experts 240 measure experts
     piece mla 180 measure mla
     piece prefix 240 measure prefix
+    piece fast_prefill 200 measure fast_prefill
     piece grpo 300 measure grpo
     piece windows 420 measure windows
     piece updates 300 measure updates
@@ -53,7 +55,7 @@ pieces() {
 
 # These two go on with what earlier calls have measured.
 matrix() { NAME=$1 RESUME=$(earlier 'matrix*.json') DEADLINE=$((DEADLINE - SECONDS - 10)) benchmarks/matrix.sh; }
-grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((DEADLINE - SECONDS - 40)) measure kernels; }
+grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((LIMIT - 40)) measure kernels; }
 
 earlier() {  # files of that pattern
     local folder
@@ -77,8 +79,8 @@ piece() {
     elif ! seen "$name"; then
         if ((SECONDS + seconds > DEADLINE)); then left+=("$name"); return 0; fi
         echo "==== $name, at $SECONDS s"
-        LIMIT=${LIMIT:-$((seconds - 10))} "$@"; code=$?
-        [[ $name == suite-* ]] && for log in "$OUT"/tests_*.log; do mv "$log" "$OUT/$name${log#"$OUT"/tests}"; done
+        LIMIT=$((seconds - 10)) TOTAL=$((seconds - 10)) "$@"; code=$?
+        [[ $name == suite-* ]] && for log in "$OUT"/tests_*.log; do [[ -f $log ]] && mv "$log" "$OUT/$name${log#"$OUT"/tests}"; done
         echo "$code" > "$OUT/$name.done"
     fi
 }

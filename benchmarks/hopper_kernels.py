@@ -12,6 +12,7 @@ import torch
 from benchmarks.hopper import Compiled, compiling
 from quire.attn_ops.backends import triton as backend
 from quire.attn_ops.backends.double_sparsity import LayerLabels, Options, decode_triton
+from quire.attn_ops.backends.dual_chunk.vertical_slash import Lines, Listed, attend_triton, kernel_block
 from quire.attn_ops.backends.flashinfer import pages
 from quire.attn_ops.backends.triton.plan import Batch
 from quire.attn_ops.kernels import host
@@ -150,6 +151,14 @@ def tree(heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype) ->
     tree_attention_state_triton(q, k, k, torch.zeros(5, **INTS), mask, scale=0.1, softcap=None)
 
 
+def lines(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Sparse prefill of dual_chunk."""
+    q, k = torch.zeros(256, heads, dim, dtype=dtype), torch.zeros(512, kv_heads, dim, dtype=dtype)
+    chosen = Lines(*(torch.zeros(heads, 512, dtype=torch.bool) for _ in range(2)))
+    block = kernel_block(q, dim)
+    attend_triton(q, k, k, 256, 0, chosen, scale=0.1, softcap=None, listed=Listed.of(chosen, block))
+
+
 def sparse(heads: int, kv_heads: int, dim: int, rows: int, channels: int, dtype: torch.dtype) -> None:
     caches = [torch.zeros(2, 16, kv_heads, dim, dtype=dtype) for _ in range(2)]
     labels = LayerLabels(torch.zeros(2, 16, kv_heads, channels, dtype=dtype), torch.zeros(kv_heads, channels, **INTS), True)
@@ -210,6 +219,8 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"tree {width} of {dim} {dtype}", lambda a=(heads, kv_heads, dim, width, dtype): tree(*a)
     for (heads, kv_heads, dim), channels, dtype in itertools.product(((32, 8, 128), (16, 8, 256)), (16,), (half, full)):
         yield f"sparse {channels} of {dim} {dtype}", lambda a=(heads, kv_heads, dim, 32, channels, dtype): sparse(*a)
+    for (heads, kv_heads, dim), dtype in itertools.product(((28, 4, 128), (16, 8, 256)), (half, full)):
+        yield f"lines of {dim} {dtype}", lambda a=(heads, kv_heads, dim, dtype): lines(*a)
     for (name, sizes, residual), (rank, tokens) in itertools.product(
             (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), False), ("down", (4096,), True)),
             ((4, 1), (16, 8), (64, 32), (128, 32))):

@@ -18,14 +18,16 @@
 # against   decode with triton, compared with benchmarks/results/h200_decode_triton.json (or $BEFORE); exits with 1 if slower
 # pieces    256 requests of mixed lengths with flashinfer, its steps with prompts captured in pieces, and not
 # composite decode with cascades and two half batches; sparse: with approximate attention at a long context ($CONTEXT, 32768)
-# prefix    time to first token of requests that begin equally; profile: GPU time by kernel
+# prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
+# profile   GPU time by kernel
 # experts   the experts' kernels; mla: MLA on the latent cache
 # windows   KV memory of window models and of models that mix windows and full layers; updates: of weights, and cast ones
 # kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: examples/grpo with quire and without
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
+# LIMIT     seconds for each command (300); TOTAL: for all of them (any)
 # The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $KITS; others
-# in the place of the model and sizes: $WINDOW, $MIXED, $CAST.
+# in the place of the model and sizes: $WINDOW, $MIXED, $CAST, $FAST_PREFILL.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
@@ -34,6 +36,11 @@ export PYTHONUNBUFFERED=1
 "$PY" -m pip install -q --no-index --no-deps --no-build-isolation -e . || exit
 worst=0
 
+allowed() {  # seconds that the next command may take
+    local left=$((${TOTAL:-1000000} - SECONDS))
+    echo $((left > LIMIT ? LIMIT : left > 1 ? left : 1))
+}
+
 bench() {  # name, arguments of quire bench
     local name=$1; shift
     run "$name" -m quire.graph_runner.cli bench "$@" --model "$MODEL" --out "$OUT/$name.json" ${BENCH:-}
@@ -41,7 +48,7 @@ bench() {  # name, arguments of quire bench
 
 run() {  # name, arguments of python
     local name=$1 code; shift
-    timeout "$LIMIT" "$PY" "$@" > "$OUT/$name.log" 2>&1; code=$?
+    timeout "$(allowed)" "$PY" "$@" > "$OUT/$name.log" 2>&1; code=$?
     ((code == 0)) || worst=$code
     echo "== $name: exit $code"; grep -vE '^\s*$' "$OUT/$name.log" | tail -"${LINES_SHOWN:-14}" | cut -c1-200
 }
@@ -67,6 +74,8 @@ for part in "$@"; do
         sparse)    bench h200_decode_sparse decode --attention triton,double_sparsity:2048:0:all --batch 1,8 \
                        --context "${CONTEXT:-32768}" ;;
         prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
+        fast_prefill) run h200_fast_prefill benchmarks/fast_prefill.py --json "$OUT/h200_fast_prefill.json" \
+                       ${FAST_PREFILL:---attention triton --hidden 2048 --layers 35 --shared 15 --prompt 4096} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
@@ -79,11 +88,11 @@ for part in "$@"; do
         kits)      run h200_kits -m quire.attn_ops.conformance --backend all --json "$OUT/h200_kits.json" ${KITS:-} ;;
         grpo)      run h200_grpo examples/grpo/train.py --steps "${STEPS:-15}" --out "$OUT/h200_grpo.png" ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
-        linears)   timeout "$LIMIT" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
+        linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
                        > "$OUT/linears.log" 2>&1; tail -"${LINES_SHOWN:-60}" "$OUT/linears.log" ;;
         kernels)   "$PY" benchmarks/attention_grid.py --out "$OUT/${NAME:-h200_attention_grid}.json" --resume ${RESUME:-} \
-                       --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$LIMIT" ${GRID:-} > "$OUT/kernels.log" 2>&1
+                       --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$(allowed)" ${GRID:-} > "$OUT/kernels.log" 2>&1
                    tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;
         tests)
             read -ra tests <<< "${TESTS:-tests/gpu tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py}"
@@ -91,7 +100,7 @@ for part in "$@"; do
             alike=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 QUIRE_COMPILE_WORKERS=0)  # not for later parts
             for alone in "not alone" alone; do
                 many=(); [[ $alone == alone ]] || many=(-n "${JOBS:-8}" --dist worksteal)
-                timeout "$LIMIT" env "${alike[@]}" "$PY" -m pytest -vv --show-capture=no -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" \
+                timeout "$(allowed)" env "${alike[@]}" "$PY" -m pytest -vv --show-capture=no -p no:cacheprovider -m "$alone${MARK:+ and ($MARK)}" \
                     "${many[@]}" "${tests[@]}" -rfE --durations=15 > "$OUT/tests_${alone// /_}.log" 2>&1
                 code=$?; ((code == 0 || code == 5)) || worst=$code  # 5: no test was chosen
                 echo "== tests, $alone: exit $code"; tail -"${LINES_SHOWN:-30}" "$OUT/tests_${alone// /_}.log" | cut -c1-200

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,3 +16,23 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_script_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
     assert callable(runpy.run_path(str(path), run_name="loaded").get("main")) or path.stem == "hopper"
+
+
+def test_a_session_runs_every_gpu_test_once(tmp_path: Path) -> None:
+    """In pieces, of which a later call leaves out those that are done."""
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
+    python.chmod(0o755)
+
+    def session() -> str:
+        env = {**os.environ, "PY": str(python), "OUT": str(tmp_path / "out")}
+        return subprocess.run([BENCHMARKS / "gpu_session.sh"], env=env, capture_output=True, text=True, check=True).stdout
+
+    assert session().endswith("left: nothing\n")
+    calls = [line for line in log.read_text().splitlines() if "pip install" not in line]
+    for path in (BENCHMARKS.parent / "tests" / "gpu").glob("test_*.py"):
+        assert sum(f"tests/gpu/{path.name}" in call for call in calls) == 2, path  # many at a time, and alone
+    for path in sorted({word for call in calls for word in call.split() if word.endswith(".py")}):
+        assert (BENCHMARKS.parent / path).is_file(), path
+    log.write_text("")
+    assert session() == "==== left: nothing\n" and not log.read_text()

@@ -30,6 +30,7 @@ from tests.tiny import (
     unchanged,
     with_other_weights,
 )
+from tests.zoo.configs import SERVED, build
 
 pytestmark = [
     pytest.mark.gpu,
@@ -354,6 +355,19 @@ def test_mixed_steps_in_pieces(compiler, half, prompts) -> None:
         assert not stats.fell_back and {b.num_tokens for b in stats.replays} & {16, 64}
     for prompt, found in zip(prompts, outs, strict=True):
         check_likely(half, prompt, found)
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_layers_without_keys_of_their_own(compiler) -> None:
+    """Gemma 3n: the last layers run on the rows whose logits are wanted, in captured steps too."""
+    model = build(SERVED["gemma3n"]).cuda()
+    mixed = [[3, 1, 4, 1, 5], [7 + i for i in range(23)], [9, 9, 2], [60 - i for i in range(31)]]
+    options = dict(attention=need("triton"), compiler=compiler, page_size=4, num_pages=81, max_num_seqs=4, max_model_len=60,
+                   max_num_batched_tokens=12, cudagraph_capture_sizes=[4], cudagraph_token_sizes=[12])
+    want = [hf_greedy(model, p, 10, eos_token_id=None) for p in mixed]
+    with Engine(model, **options, kv_sharing_fast_prefill=True, cudagraph_debug=True) as engine:
+        assert tokens(engine.generate(mixed, replace(GREEDY, max_tokens=10, ignore_eos=True))) == want
+        assert {b.num_tokens for b in engine.runner.graphs.stats.replays} == {4, 12}
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -331,7 +332,7 @@ def device() -> torch.device:
 def test_a_new_device_is_one_class(device) -> None:
     r = CudaGraphRunner(lambda s: torch.full((s.num_reqs,), float(s.num_tokens)), shapes(1, 4), device)
     r.capture()
-    assert RecordingGraphs.log == [("warm up", 2), "pool", "record", ("warm up", 1), "record"]
+    assert RecordingGraphs.log == ["release", ("warm up", 2), "pool", "record", ("warm up", 1), "record"]
     assert r.stats.capture_bytes == 50
     one = r.replay(BatchShape(1, 1))
     assert one.tolist() == [1] and r.replay(BatchShape(4, 4)).tolist() == [4] * 4
@@ -377,30 +378,38 @@ def test_engine_options(options) -> None:
 
 
 class MeasuredGraphs(RecordingGraphs):
-    """Of each pool the first graph takes 100 bytes, and each further one 7."""
+    """Of each pool the first graph takes 100 bytes, and each further one 7. What steps before it left is there until
+    ``release``, which recording does too."""
 
-    used = 0
+    left, pools = 0, list[weakref.ref]()
+
+    def new_pool(self):
+        pool = super().new_pool()
+        self.pools.append(weakref.ref(pool))
+        return pool
 
     def record(self, run, pool) -> Recorded:
-        MeasuredGraphs.used += 7 if pool.sum() else 100
+        self.release()
         pool += 1
         return super().record(run, pool)
 
     def free_bytes(self) -> int:
-        return 1000 - MeasuredGraphs.used
+        graphs = [int(pool()[0]) for pool in self.pools if pool() is not None]
+        return 1000 - self.left - sum(93 + 7 * n for n in graphs if n)
 
     def release(self) -> None:
-        MeasuredGraphs.used = 0
+        MeasuredGraphs.left = 0
 
 
 def test_memory_is_estimated_from_two_graphs() -> None:
     """Before the KV cache takes all that is left: what the capture then takes is what was said, and nothing stays behind."""
     register_device_graphs("meta", MeasuredGraphs)
-    MeasuredGraphs.used = 0
+    MeasuredGraphs.left, MeasuredGraphs.pools = 50, []
     r = CudaGraphRunner(lambda s: torch.zeros(s.num_reqs), shapes(1, 2, 4, 8, 16), torch.device("meta"))
-    assert r.estimate() == r.stats.estimated_bytes == 128 and MeasuredGraphs.used == 0
+    assert r.estimate() == r.stats.estimated_bytes == 128 and MeasuredGraphs(torch.device("meta")).free_bytes() == 1000
     with pytest.raises(RuntimeError, match="was not captured"):
         r.replay(BatchShape(16, 16))
+    MeasuredGraphs.left = 50
     r.capture()
     assert (r.stats.captured, r.stats.capture_bytes, r.stats.estimated_bytes) == (5, 128, 128)
     assert CudaGraphRunner(lambda s: None, shapes(), torch.device("meta")).estimate() == 0
