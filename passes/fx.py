@@ -204,12 +204,17 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), lon
     return found
 
 
+#: Where operators choose by sizes how a result lies in memory, or the kernel that computes it: file of torch, part of a name.
+_CHOICES = (("/torch/_prims_common/__init__.py", "contiguous"), ("/torch/_subclasses/fake_impls.py", "conv"),
+            ("/torch/functional.py", "cdist"))
+
+
 def _of_layout(guard: Any) -> bool:
-    """Whether an operator's meta function made the guard to tell whether a tensor is contiguous. It says how a result lies in
-    memory (a slice that takes all of a stored tensor does), not what is computed."""
+    """Whether an operator made the guard to choose a layout (a slice that takes all of a stored tensor does) or a kernel. What
+    is computed is the same, and the operator chooses again when it runs."""
     made_by: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
-    return (Path(getattr(made_by, "filename", "")).parts[-2:] == ("_prims_common", "__init__.py")
-            and "contiguous" in made_by.name)
+    path = Path(getattr(made_by, "filename", "")).as_posix()
+    return any(path.endswith(file) and name in made_by.name for file, name in _CHOICES)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
