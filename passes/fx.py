@@ -129,8 +129,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     else:
         name = target_name(node)
         plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
-        in_place = name in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
-        written = [node.args[0]] if in_place and node.args else []
+        bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name  # x.__iadd__(y)
+        in_place = bare in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
+        first = node.args[:1] if in_place else ()
+        written = [*first[0]] if first and isinstance(first[0], (list, tuple)) else [*first]  # torch._foreach_add_([x], ...)
         written.append(node.kwargs.get("out"))
     return [x for x in written if isinstance(x, fx.Node)]
 
