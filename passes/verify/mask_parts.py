@@ -85,16 +85,6 @@ def _narrow(p: MaskProver, node: fx.Node, x: Any, dim: int, start: Any, length: 
     return RULES["getitem"](p, node, x, tuple(items))
 
 
-@rule("fill_diagonal_")
-def _fill_diagonal(p: MaskProver, node: fx.Node, x: Any, fill_value: Any) -> Any:
-    if value(x).dim() != 2:
-        raise Unprovable("it fills the diagonal of several dimensions")
-    here, element = formula.compare(formula.var(-1), "eq", formula.var(-2)), p.element(x)
-    if formula.is_condition(element):
-        return formula.select(here, p.condition(fill_value), element)
-    return formula.choose(here, p.term(fill_value), element)
-
-
 def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
     tensors = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else list(node.args)
     if any(value(x).dim() != 1 for x in tensors):

@@ -208,10 +208,6 @@ def packed(m, ids, p):
     return (causal(m, *pair(p)) & (pair(document)[0] == pair(document)[1]))[:, None]
 
 
-def filled_diagonal(m, ids, p):
-    return square(p).tril(-1).bool().fill_diagonal_(True)
-
-
 def kept(m, ids, p):
     if getattr(m, "kept", None) is None:
         m.kept = torch.ones(REACH, REACH, dtype=torch.bool).tril()
@@ -245,7 +241,6 @@ MORE_EXACT = {
     "grid": (lambda m, ids, p: torch.ge(*torch.meshgrid(p[0], p[0], indexing="ij")), {}),
     "grid, x first": (lambda m, ids, p: torch.le(*torch.meshgrid(p[0], p[0], indexing="xy")), {}),
     "packed sequences, of which there is one": (packed, {}),
-    "diagonal filled": (filled_diagonal, {}),
     "narrowed": (lambda m, ids, p: m.t.narrow(0, 0, p.shape[1]).narrow(1, 0, p.shape[1]), {"t": AHEAD <= 0}),
     "stored, least number": (cut("t"), {"t": torch.full((REACH, REACH), MIN).triu(1)}),
     "kept from an earlier call": (kept, {}),
