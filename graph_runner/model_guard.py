@@ -167,7 +167,7 @@ def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> st
         if a != b:
             if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
                 return f"{where}.{name}: another tensor, or moved in memory"
-            return f"{where}.{name}: {_text(a)} -> {_text(b)}"
+            return f"{where}.{name}: {_text(a)} -> {_text(b)}".removeprefix(".")
     return None
 
 
@@ -249,7 +249,7 @@ class ModelGuard:
                               and (f := _fact(v)) is not _OTHER}) for cls in self._classes),
             ("torch", _global_hooks()),
             ("transformers", self._attention_functions()),
-            ("the code", {name: _fact(v) for name, v in (self._reads.values() if self._reads else {}).items()})]
+            ("", {name: _fact(v) for name, v in (self._reads.values() if self._reads else {}).items()})]
 
     def _attention_functions(self) -> dict[str, Any]:
         """Those that the implementations of the configs meant at the trace, which quire's attention stands for."""
