@@ -70,7 +70,7 @@ def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, ca
     mlp.register_forward_hook(hook)
     with Engine(model, **OPTIONS) as engine:
         seen = [expected(model)]
-        for holder, name, value in ((hook.settings, "factor", 4.0), (mlp.act_fn.options, "slope", -3.0), (factors, 0, -2.0)):
+        for holder, name, value in ((hook.settings, "factor", 4.0), (mlp.act_fn.options, "slope", -3.0), (factors, 0, 0.1)):
             assert tokens(engine.generate(IDS, SHORT)) == [seen[-1]]
             if isinstance(holder, list):
                 holder[0] = value
@@ -82,7 +82,7 @@ def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, ca
             seen.append(expected(model))
         assert len({tuple(t) for t in seen}) == len(seen)
         # What the forward does not read may change.
-        runner, hook.note, mlp.act_fn.options.note = engine.runner, 3, [1]
+        runner, hook.settings.note, mlp.act_fn.options.note = engine.runner, 3, [1]
         assert tokens(engine.generate(IDS, SHORT)) == [seen[-1]] and engine.runner is runner
         assert_idle(engine)
 
