@@ -32,6 +32,7 @@ sinks              (H,) or None
 prepared           what ``prepare`` returned; [] without it
 scale, ...         as in ``attention.py``
 =================  ==================================================================================================
+
 Rules:
 
 * Declare only what the kernels honour. What a model needs and no backend declares is refused with the reasons. The op itself
