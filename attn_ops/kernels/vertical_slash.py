@@ -1,4 +1,4 @@
-"""The kernel of ``attn_ops/backends/dual_chunk/vertical_slash.py``."""
+"""Prefill attention over vertical columns and slash diagonals (MInference, Jiang et al., 2024)."""
 
 from __future__ import annotations
 
