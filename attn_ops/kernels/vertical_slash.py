@@ -1,4 +1,4 @@
-"""The kernel of ``attn_ops/backends/dual_chunk/vertical_slash.py``."""
+"""Kernel of sparse prefills: causal attention of each head over chosen keys and over keys at chosen distances."""
 
 from __future__ import annotations
 
