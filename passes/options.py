@@ -45,7 +45,7 @@ class QuireOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attention", attention_name(self.attention))
-        if self.attention != "auto":
+        if isinstance(self.attention, str) and self.attention != "auto":
             get_backend(self.attention)
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
