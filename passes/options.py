@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.composite import attention_name
 from quire.attn_ops.kv_cache import Layout
 from quire.attn_ops.registry import get_backend
@@ -49,8 +51,9 @@ class QuireOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attention", attention_name(self.attention))
-        if self.attention != "auto":
-            get_backend(self.attention)
+        if isinstance(self.attention, str) and self.attention != "auto":
+            with contextlib.suppress(UnsupportedAttention):  # selection raises it, where the layers are known
+                get_backend(self.attention)
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
         if self.page_size is not None and self.page_size < 1:

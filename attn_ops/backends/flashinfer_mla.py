@@ -26,6 +26,7 @@ from quire.attn_ops.step import Step, StepLimits, current_step
 from quire.attn_ops.vendor import missing, no_compiler, too_old
 
 NAME = "flashinfer_mla"
+LIBRARY = "flashinfer.mla"
 WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
 RANK, ROPE = 512, 64
 
@@ -43,7 +44,7 @@ class State:
     """Workspace, page numbers and plans of one engine. Plans are by (heads, scale, dtype), wrappers by that and the graph."""
 
     def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
-        self.wrapper: Any = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
+        self.wrapper: Any = importlib.import_module(LIBRARY).BatchMLAPagedAttentionWrapper
         self.page_size, self.device, self.limits = cache.page_size, cache.k[0].device, limits
         pinned = self.device.type == "cuda"
         pages = max(1, limits.max_num_seqs) * max(1, limits.max_pages_per_seq)
@@ -138,8 +139,9 @@ def mla_paged_attention(
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    return (missing("flashinfer", "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
-            or no_compiler("flashinfer", "flashinfer-jit-cache"))
+    package = LIBRARY.partition(".")[0]
+    return (missing(package, "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
+            or no_compiler(package, "flashinfer-jit-cache"))
 
 
 BACKEND = AttentionBackend(

@@ -1,4 +1,4 @@
-"""Prefill attention over vertical columns and slash diagonals (MInference, Jiang et al., 2024)."""
+"""Kernel of sparse prefills: causal attention of each head over chosen keys and over keys at chosen distances."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import quire
 from quire.attn_ops.ops.experts import expert_swiglu
 from quire.attn_ops.step import current_step
 from quire.passes.backend import quire_backend
+from quire.passes.options import QuireOptions
 from tests.steps import serve
 from tests.tiny import assert_unchanged, small_llama, snapshot
 
@@ -335,8 +336,8 @@ def test_unknown_and_unfit_backends(model, cache) -> None:
     with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
         with quire.step(cache, metadata(5), attention="nope"):
             raise AssertionError("entered")
-    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):  # when it is given, not when a model is traced
-        torch.compile(model, backend="quire", options={"attention": "nope"})
+    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):  # before a model is loaded or traced
+        QuireOptions(attention="nope")
     with pytest.raises(quire.UnsupportedAttention, match="flashinfer.* cannot"):
         with quire.step(cache, metadata(5), attention="flashinfer"):
             run(model, 5)
