@@ -256,7 +256,7 @@ def _of_constants(name: str, function: Callable[..., float]) -> None:
 
         def one(leaf: Form | Infinite) -> Term:
             if isinstance(leaf, Form) and not leaf.is_const:
-                raise Unprovable(f"it takes {name} of positions")
+                raise Unprovable(f"it takes {name} of positions, which is not known to be exact")
             at = float(leaf.const) if isinstance(leaf, Form) else math.inf if leaf.positive else -math.inf
             try:
                 result = function(at, *more)
