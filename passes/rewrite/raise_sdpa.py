@@ -101,8 +101,8 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         raise Refusal(f"dropout {dropout:g} (call model.eval())")
     missing = 4 - value(q).dim()
     if missing < 0 or any(value(x).dim() != value(q).dim() for x in (k, v)):
-        raise Refusal(f"query, key and value have {value(q).dim()}, {value(k).dim()} and {value(v).dim()} dimensions, need "
-                      "(B, H, S, D), (H, S, D) or (S, D)")
+        raise Refusal(f"query has {value(q).dim()} dimensions, need (B, H, S, D), (H, S, D) or (S, D), and as many of key and "
+                      "value")
     q_shape, k_shape = (torch.Size([1] * missing) + value(x).shape for x in (q, k))
     if str(q_shape[2]) != str(k_shape[2]):
         raise Refusal(f"{k_shape[2]} keys for {q_shape[2]} queries: a KV cache in the graph (call with use_cache=False)")

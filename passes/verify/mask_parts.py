@@ -86,7 +86,7 @@ def _narrow(p: MaskProver, node: fx.Node, x: Any, dim: int, start: Any, length: 
 
 
 def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
-    tensors = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else list(node.args)
+    tensors: Any = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args
     if any(value(x).dim() != 1 for x in tensors):
         raise Unprovable("it makes a grid of something else than rows")
     at = index - len(tensors)
@@ -97,7 +97,8 @@ def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
 
 def _broadcast(p: MaskProver, node: fx.Node, index: int) -> Any:
     tensors: Any = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.args
-    return p.element(tensors[index])
+    found: fx.Node = tensors[index]
+    return p.element(found)
 
 
 PARTS |= {"meshgrid": _meshgrid, "broadcast_tensors": _broadcast}
@@ -249,13 +250,13 @@ def _nan_to_num(p: MaskProver, node: fx.Node, x: Any, nan: Any = 0.0, posinf: An
 # infinite, 0, 1 or -1; of square roots and squares, whole.
 
 
-def _of_constants(name: str, function: Callable[[float], float]) -> None:
+def _of_constants(name: str, function: Callable[..., float]) -> None:
     def apply(p: MaskProver, node: fx.Node, x: Any, *numbers: Any) -> Any:
         more = [float(p.constant(n)) for n in numbers]
 
         def one(leaf: Form | Infinite) -> Term:
             if isinstance(leaf, Form) and not leaf.is_const:
-                raise Unprovable(f"it takes {name} of positions")
+                raise Unprovable(f"it takes {name} of positions, which is not known to be exact")
             at = float(leaf.const) if isinstance(leaf, Form) else math.inf if leaf.positive else -math.inf
             try:
                 result = function(at, *more)
@@ -275,9 +276,11 @@ def _log(x: float) -> float:
     return -math.inf if x == 0 else math.log(x)
 
 
-for _name, _function in {"log": _log, "log2": lambda x: -math.inf if x == 0 else math.log2(x), "log1p": lambda x: _log(1 + x),
-                         "exp": math.exp, "exp2": lambda x: 2.0**x,
-                         "sqrt": math.sqrt, "square": lambda x: x * x, "pow": operator.pow, "round": round}.items():
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "log": _log, "log2": lambda x: -math.inf if x == 0 else math.log2(x), "log1p": lambda x: _log(1 + x), "exp": math.exp,
+    "exp2": lambda x: 2.0**x, "sqrt": math.sqrt, "square": lambda x: x * x, "pow": operator.pow, "round": round,
+}
+for _name, _function in _FUNCTIONS.items():
     _of_constants(_name, _function)
 
 
