@@ -1,4 +1,4 @@
-"""The kernel of ``attn_ops/backends/dual_chunk/vertical_slash.py``."""
+"""Kernel of causal attention to some keys and to some distances (vertical and slash lines)."""
 
 from __future__ import annotations
 
