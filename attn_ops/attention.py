@@ -86,7 +86,7 @@ class AttentionSite:
     @property
     def dense(self) -> AttentionSite:
         """The site served from the keys and values of all heads."""
-        return replace(self, latent=None)
+        return self if self.latent is None else replace(self, latent=None)
 
     def needs(self) -> str:
         """The features as text, for ``explain`` and error messages."""

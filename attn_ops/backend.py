@@ -91,7 +91,8 @@ class AttentionCapabilities:
         dtypes: of q, k and v.
         kv_dtypes: of the cache, besides the dtype of q.  kv_dtypes_note: why no others, for messages.
         min_kv_compute_capability: of a CUDA device, for some of kv_dtypes.
-        head_dims: predicate on (D, Dv).  mla_dims: on (rank, R).  page_sizes: on tokens per page.  *_note: for messages.
+        head_dims: predicate on (D, Dv).  heads: on (H, Hkv).  mla_dims: on (rank, R).  page_sizes: on tokens per
+            page.  *_note: for messages.
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
@@ -110,6 +111,8 @@ class AttentionCapabilities:
     min_kv_compute_capability: Mapping[torch.dtype, tuple[int, int]] = field(default_factory=dict, hash=False)
     head_dims: Callable[[int, int], bool] = lambda d, dv: True
     head_dims_note: str = "any"
+    heads: Callable[[int, int], bool] = lambda heads, kv_heads: True
+    heads_note: str = "any"
     mla_dims: Callable[[int, int], bool] = lambda rank, rope: True
     mla_dims_note: str = "any"
     page_sizes: Callable[[int], bool] = lambda p: True
@@ -136,12 +139,10 @@ class AttentionCapabilities:
         if device.type not in self.devices:
             why.append(f"runs on {listed(self.devices)}, not {device.type}")
         kv_dtype = kv_dtype or site.dtype
-        if device.type == "cuda" and device.type in self.devices and torch.cuda.is_available():
-            have = torch.cuda.get_device_capability(device)
-            for what, need in (("", self.min_compute_capability), (f"KV cache dtype {dtype_name(kv_dtype)} ", (
-                    self.min_kv_compute_capability.get(kv_dtype, (0, 0))))):
-                if have < need:
-                    why.append(f"{what}needs compute capability {need[0]}.{need[1]}, the GPU has {have[0]}.{have[1]}")
+        if old := self.reason_against_gpu(device):
+            why.append(old)
+        if old := self._too_old(device, self.min_kv_compute_capability.get(kv_dtype, (0, 0))):
+            why.append(f"KV cache dtype {dtype_name(kv_dtype)} {old}")
         if site.dtype not in self.dtypes:
             why.append(f"dtype {dtype_name(site.dtype)} (has {listed(map(dtype_name, self.dtypes))})")
         if kv_dtype not in (site.dtype, *self.kv_dtypes):
@@ -157,6 +158,8 @@ class AttentionCapabilities:
                 why.append(f"no latent cache of {dtype_name(kv_dtype)}")
         elif not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
+        if not self.heads(site.num_heads, site.num_kv_heads):
+            why.append(f"{site.num_heads} query heads and {site.num_kv_heads} key heads (has {self.heads_note})")
         if page_size is not None and not self.page_sizes(page_size):
             why.append(f"page size {page_size} (has {self.page_sizes_note})")
         if layout is not None and layout not in self.layouts:
@@ -169,6 +172,16 @@ class AttentionCapabilities:
         if not site.causal and not self.non_causal:
             why.append("no non-causal attention")
         return why
+
+    def reason_against_gpu(self, device: torch.device) -> str | None:
+        """Why this CUDA device is too old, or None."""
+        return self._too_old(device, self.min_compute_capability)
+
+    def _too_old(self, device: torch.device, need: tuple[int, int]) -> str | None:
+        if device.type != "cuda" or device.type not in self.devices or not torch.cuda.is_available():
+            return None
+        have = torch.cuda.get_device_capability(device)
+        return f"needs compute capability {need[0]}.{need[1]}, the GPU has {have[0]}.{have[1]}" if have < need else None
 
 
 @dataclass(frozen=True)
@@ -203,6 +216,8 @@ class AttentionBackend:
         every_step: it keeps data about the cached keys, so another backend cannot take some of the steps.
         page_bytes: (site, page_size) -> bytes that it keeps of each page of that layer in ``PagedKVCache.beside``: an engine
             counts them when it sizes the KV cache. With ``every_step``.
+        plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
+            these may have page numbers of their own. Without a plan that needs nothing.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
     """
@@ -225,6 +240,7 @@ class AttentionBackend:
     approximate: str = ""
     every_step: bool = False
     page_bytes: Callable[[AttentionSite, int], int] | None = None
+    plans_windows: bool = False
     unrotated: bool = False
 
     def __post_init__(self) -> None:

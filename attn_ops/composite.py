@@ -77,14 +77,16 @@ def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support
         f.name: all(getattr(c, f.name) for c in caps) for f in dataclasses.fields(AttentionCapabilities) if f.type == "bool"}
     for name in ("devices", "dtypes", "kv_dtypes", "layouts"):
         both[name] = frozenset.intersection(*(getattr(c, name) for c in caps))
-    for name in ("head_dims_note", "page_sizes_note", "kv_dtypes_note"):
+    for name in ("head_dims_note", "heads_note", "page_sizes_note", "kv_dtypes_note"):
         both[name] = "; ".join(dict.fromkeys(note for c in caps if (note := getattr(c, name)) not in ("", "any"))) or (
             "" if name == "kv_dtypes_note" else "any")
     both["mla"] = both["lse"] = False
     needs = [item for c in caps for item in c.min_kv_compute_capability.items()]
     return CompositeCapabilities(
         **{**both, **features}, min_kv_compute_capability={d: max(n for k, n in needs if k == d) for d, _ in needs},
-        head_dims=lambda d, dv: all(c.head_dims(d, dv) for c in caps), page_sizes=lambda p: all(c.page_sizes(p) for c in caps),
+        head_dims=lambda d, dv: all(c.head_dims(d, dv) for c in caps),
+        heads=lambda heads, kv_heads: all(c.heads(heads, kv_heads) for c in caps),
+        page_sizes=lambda p: all(c.page_sizes(p) for c in caps),
         min_compute_capability=max(c.min_compute_capability for c in caps), cudagraph_support=support, serving=serving)
 
 
@@ -188,6 +190,7 @@ class Composite:
             packages=tuple(dict.fromkeys(p for part in self.parts for p in part.packages)),
             verified=all(part.verified for part in self.parts), route=route,
             approximate="; ".join(f"{part.name} {part.approximate}" for part in self.parts if part.approximate),
+            plans_windows=all(part.plan is None or part.plans_windows for part in self.parts),
             every_step=any(part.every_step for part in self.parts),
             page_bytes=self.page_bytes if any(part.page_bytes is not None for part in self.parts) else None,
             unrotated=any(part.unrotated for part in self.parts))

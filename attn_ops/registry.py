@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -66,7 +67,9 @@ class Registry:
         if family is None:
             why = f"; {name} {broken[name]}" if name in broken else ""
             forms = "".join(f", {f.usage.partition(': ')[0]}" for f in self._families.values())
-            raise ValueError(f"unknown attention backend {name!r}; there are: auto, {listed(backends)}{forms}{why}")
+            close = difflib.get_close_matches(name.partition(":")[0], ["auto", *backends, *self._families], 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"unknown attention backend {name!r}{hint}; there are: auto, {listed(backends)}{forms}{why}")
         if name not in self._made:
             self._made[name] = family.make(name, self.get)
         return self._made[name]
@@ -169,7 +172,8 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     for name, backend in loaded.items():
         caps = backend.capabilities
         reason = None if where.type in caps.devices else f"runs on {listed(caps.devices)}"
-        rows.append(BackendRow(name, reason or backend.available(where), (backend.priority or {}).get(where.type), caps,
+        reason = reason or backend.available(where) or caps.reason_against_gpu(where)
+        rows.append(BackendRow(name, reason, (backend.priority or {}).get(where.type), caps,
                                backend.verified))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]

@@ -117,7 +117,7 @@ def select_backend(
     if not auto:
         can = [n for n, b in all_backends().items() if n != name and not refusal(b)[0]]
         others = "\n" + (f"Can serve it here: {listed(can)} (or attention='auto')." if can else
-                         "No other backend here can serve it.")
+                         "No other backend here can serve it. Change what the reasons name.")
     at = f" attention site {refused.layer} ({refused.name or 'unnamed'}) needs {refused.needs()}." if refused else ""
     listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
     raise UnsupportedAttention(

@@ -27,8 +27,12 @@ def missing(module: str, install: str) -> str | None:
     return None if found else f"{module} is not installed: {install}"
 
 
-def too_old(distribution: str, oldest: str) -> str | None:
-    """None if the installed version of ``distribution`` is ``oldest`` or newer, or unknown; else how to get a newer one."""
+def too_old(distribution: str, oldest: str, install: str | None = None) -> str | None:
+    """None if the installed version of ``distribution`` is ``oldest`` or newer, or unknown; else how to get a newer one.
+
+    Args:
+        install: how to install it, where other distributions have a module of the same name: then one must be of this.
+    """
 
     def numbers(version: str) -> tuple[int, ...]:
         return tuple(int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n)  # type: ignore[index]
@@ -36,7 +40,7 @@ def too_old(distribution: str, oldest: str) -> str | None:
     try:
         have = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return None if install is None else f"the module that is installed is not that of {distribution}: {install}"
     if numbers(have) >= numbers(oldest):
         return None
     return f"{distribution} {have} is installed, its calls are those of {oldest} or newer: pip install -U {distribution}"

@@ -39,6 +39,7 @@ class BlockTable:
 
     Attributes:
         host: (max_num_seqs, width) int32 array.
+        known: pages of each slot in ``host``.
         device: (max_num_seqs + 1, width) int32 tensor.
         rows: (max_num_reqs, width) int32 tensor; ``update`` fills its first rows, where the step reads its block table.
     """
@@ -48,7 +49,7 @@ class BlockTable:
         self.host = np.zeros((max_num_seqs, width), np.int32)
         self.device = torch.full((max_num_seqs + 1, width), NULL_PAGE, dtype=torch.int32, device=device)
         self.rows = torch.full((max_num_reqs, width), NULL_PAGE, dtype=torch.int32, device=device)
-        self._known = [0] * max_num_seqs  # pages of each slot in ``host``
+        self.known = [0] * max_num_seqs
         self._sent = np.zeros(max_num_seqs, np.int64)  # and in ``device``
         # Leading pages of each slot that were given back: in ``host``, and in ``device``.
         self._cleared, self._cleared_sent = np.zeros((2, max_num_seqs), np.int64)
@@ -56,7 +57,7 @@ class BlockTable:
 
     def new_holder(self, slot: int) -> None:
         """Assign the slot to another request, none of whose pages are known."""
-        self._sent[slot] = self._known[slot] = 0
+        self._sent[slot] = self.known[slot] = 0
         self._cleared[slot] = self._cleared_sent[slot] = 0
 
     def clear(self, slot: int, count: int) -> None:
@@ -67,10 +68,10 @@ class BlockTable:
 
     def note(self, slot: int, pages: list[int]) -> None:
         """Copy the new entries of ``pages`` into the host table."""
-        known = self._known[slot]
+        known = self.known[slot]
         if known != len(pages):
             self.host[slot, known : len(pages)] = pages[known:]
-            self._known[slot] = len(pages)
+            self.known[slot] = len(pages)
 
     def pack(self, slots: np.ndarray, num_pages: np.ndarray, at: np.ndarray, page: np.ndarray) -> None:
         """Write the changes of a step into ``at`` (capacity,) int64, flat positions in the table, and ``page`` (capacity,)

@@ -247,7 +247,7 @@ def mlp_sync_padding(global_num_tokens: Sequence[int], attn_tp_size: int = 1, in
 
 @dataclass(eq=False)
 class PPProxyTensors:
-    """Named tensors that one pipeline stage gives the next. Equal if the names, dtypes and all numbers are."""
+    """Named tensors that one pipeline stage gives the next. Equal if the names, devices, dtypes and all numbers are."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 

@@ -74,7 +74,8 @@ class LiveModel:
                 if self.cast is not None:
                     paged.stand_ins = self.cast.stand_ins
                 self._guard = ModelGuard(
-                    self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads, versions=versions,
+                    self.model, addresses=self.runner.device.type == "cuda", reads=paged.reads.names or None,
+                    elsewhere=paged.reads.values, versions=versions,
                     buffer_values=any(site.route != "interface" for site in self.runner.sites))
                 return
             self.runner.close()

@@ -17,7 +17,7 @@ import dis
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ from torch.nn.modules import module as global_hooks
 
 from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.hf_interface import NAME, functions_of
-from quire.passes.capture.reads import Reads
 from quire.passes.verify.quantized import addresses as addresses_of
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -167,7 +166,7 @@ def _difference(where: str, before: dict[str, Any], after: dict[str, Any]) -> st
         if a != b:
             if isinstance(a, _Tensor) and isinstance(b, _Tensor) and repr(a) == repr(b):
                 return f"{where}.{name}: another tensor, or moved in memory"
-            return f"{where}.{name}: {_text(a)} -> {_text(b)}"
+            return f"{where}.{name}: {_text(a)} -> {_text(b)}".removeprefix(".")
     return None
 
 
@@ -186,17 +185,19 @@ class ModelGuard:
     Args:
         model: as it was traced.
         addresses: parameters and buffers must stay at their addresses (a captured CUDA graph reads them).
-        reads: what the trace read; None: every attribute counts.
+        reads: names of the attributes that the trace read; None: all count.
+        elsewhere: gives what was read outside the modules, as it is now (``Reads.values``).
         buffer_values: the values of all buffers were read, not only those of integer and bool buffers.
         versions: ``buffer_versions`` from before the model ran. Buffers that its forward updates are not compared.
     """
 
-    def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Reads | None = None, buffer_values: bool = False,
+    def __init__(self, model: torch.nn.Module, *, addresses: bool, reads: Collection[str] | None = None,
+                 elsewhere: Callable[[], Mapping[str, Any]] = dict, buffer_values: bool = False,
                  versions: Mapping[int, int] | None = None) -> None:
         self._model, self._addresses, self._buffer_values = model, addresses, buffer_values
         now = buffer_versions(model)
         self._updated = {key for key, version in (versions or {}).items() if now.get(key, version) != version}
-        self._reads = reads if reads is not None and reads.names else None
+        self._reads, self._elsewhere_read = None if reads is None else frozenset(reads), elsewhere
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
         self._next = 0
@@ -217,7 +218,7 @@ class ModelGuard:
         self._tied = [group for group in uses.values() if len(group) > 1]
 
     def _read(self, name: str) -> bool:
-        return self._reads is None or name in self._reads.names
+        return self._reads is None or name in self._reads
 
     def _facts(self, module: torch.nn.Module) -> dict[str, Any]:
         own = vars(module)
@@ -249,7 +250,7 @@ class ModelGuard:
                               and (f := _fact(v)) is not _OTHER}) for cls in self._classes),
             ("torch", _global_hooks()),
             ("transformers", self._attention_functions()),
-            ("the code", {name: _fact(v) for name, v in (self._reads.values() if self._reads else {}).items()})]
+            ("", {name: _fact(v) for name, v in self._elsewhere_read().items()})]
 
     def _attention_functions(self) -> dict[str, Any]:
         """Those that the implementations of the configs meant at the trace, which quire's attention stands for."""

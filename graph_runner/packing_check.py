@@ -9,9 +9,9 @@ A model that computes in float32 throughout must also give what its own forward 
 (``_is_precise``), and its own forward must give a first token the same logits with and without tokens after it.
 
 Equal kernels on equal shapes give equal bits, so that in any dtype the logits of a sequence beside another neighbour of its
-length are the same to the last bit. Where the order of sums depends on other rows (a mixture of experts gathers tokens by
-expert), or on the shape, the difference is rounding: it is measured against what the changed tokens did to the logits of their
-own sequence, which is what a leak would be like.
+length, and of tokens before others, are the same to the last bit: a bfloat16 model needs no float32 copy for that. Where the
+order of sums depends on other rows (a mixture of experts gathers tokens by expert), or on the shape, a difference is rounding:
+it is measured against what the changed tokens did to the logits of their own sequence, which is what a leak would be like.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
     }
     for what, difference in found.items():
         share = difference.max().item() / effect
-        if not share <= (0 if exact and difference is beside else limit):
+        if not share <= (0 if exact and what != "its place in the batch" else limit):
             raise UnsupportedAttention(
                 f"a trial batch of two short sequences shows that a token's logits depend on {what}: they change by "
                 f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "

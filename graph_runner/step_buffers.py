@@ -199,13 +199,14 @@ class StepBuffers:
     def _columns(self, batch: ScheduledBatch) -> list[np.ndarray]:
         """Per row: slot, start position, number of pages, and first token id, -1 if it is still on the device. The only loop
         over rows; it also registers new requests of slots, and new pages."""
-        holder, note, windows = self._holder, self.table.note, self.window_table
+        holder, table, windows = self._holder, self.table, self.window_table
         slots, start, num_pages, first_id = [], [], [], []
         for request, begin, *_ in batch.rows:
             slot, pages, ids = request.slot, request.pages, request.token_ids
             if holder[slot] is not pages:  # each request gets a new list with its slot, also after a preemption
                 self._new_holder(request)
-            note(slot, pages)
+            if table.known[slot] != len(pages):
+                table.note(slot, pages)
             if request.num_behind:
                 self.table.clear(slot, request.num_behind)
             if windows is not None:

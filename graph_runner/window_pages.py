@@ -6,9 +6,9 @@ numbers the request must not read, not even to multiply them by a weight of zero
 the null page there.
 
 Where some layers have a window and others see everything (gemma3, gpt_oss, llama4), those with a window have page numbers, a
-block table and slots of their own (``WindowPages``), from which pages are freed; the others keep all of a request's pages. Only
-backends that plan nothing on the host can do so, since a plan is made of one block table; with the others all layers of such a
-model share one table, and all pages are kept.
+block table and slots of their own (``WindowPages``), from which pages are freed; the others keep all of a request's pages. A
+backend that plans on the host must plan with both tables (``AttentionBackend.plans_windows``); with one that does not, all
+layers of such a model share one table, and all pages are kept.
 """
 
 from __future__ import annotations

@@ -130,8 +130,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     else:
         name = target_name(node)
         plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
-        in_place = name in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
-        written = [node.args[0]] if in_place and node.args else []
+        bare = name[2:-2] if name.startswith("__") and name.endswith("__") else name  # x.__iadd__(y)
+        in_place = bare in _IN_PLACE or (name.endswith("_") and not plain) or bool(_inplace(node))
+        first = node.args[:1] if in_place else ()
+        written = [*first[0]] if first and isinstance(first[0], (list, tuple)) else [*first]  # torch._foreach_add_([x], ...)
         written.append(node.kwargs.get("out"))
     return [x for x in written if isinstance(x, fx.Node)]
 
@@ -205,12 +207,17 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), lon
     return found
 
 
+#: Where operators choose by sizes how a result lies in memory, or the kernel that computes it: file of torch, part of a name.
+_CHOICES = (("/torch/_prims_common/__init__.py", "contiguous"), ("/torch/_subclasses/fake_impls.py", "conv"),
+            ("/torch/functional.py", "cdist"))
+
+
 def _of_layout(guard: Any) -> bool:
-    """Whether an operator's meta function made the guard to tell whether a tensor is contiguous. It says how a result lies in
-    memory (a slice that takes all of a stored tensor does), not what is computed."""
+    """Whether an operator made the guard to choose a layout (a slice that takes all of a stored tensor does) or a kernel. What
+    is computed is the same, and the operator chooses again when it runs."""
     made_by: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
-    return (Path(getattr(made_by, "filename", "")).parts[-2:] == ("_prims_common", "__init__.py")
-            and "contiguous" in made_by.name)
+    path = Path(getattr(made_by, "filename", "")).as_posix()
+    return any(path.endswith(file) and name in made_by.name for file, name in _CHOICES)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:

@@ -10,6 +10,7 @@ import torch
 
 from quire.attn_ops.composite import attention_name
 from quire.attn_ops.kv_cache import Layout
+from quire.attn_ops.registry import get_backend
 from quire.passes.compile.inductor import COMPILERS
 from quire.passes.fusions.registry import fusion_names
 
@@ -27,12 +28,13 @@ class QuireOptions:
         page_size, kv_cache_dtype, layout: of the cache. None: those of each step; else every step must have them.
         max_model_len: longest sequence; some models can be served only up to a length. (For ``PagedModel`` only.)
         window_tables: in a model that has both kinds of layers, those with a window or chunk take slots and a block table of
-            their own, if the backend plans nothing on the host. (For ``PagedModel`` only; see ``Step.window_metadata``.)
+            their own, if the backend plans nothing on the host or plans with both. (For ``PagedModel`` only; see
+            ``Step.window_metadata``.)
         kv_sharing_fast_prefill: make a second graph for steps whose metadata have ``logits_indices_padded``, in which layers
             that share earlier layers' keys and values run on those tokens alone. (For ``PagedModel`` only.)
 
     Raises:
-        ValueError: an unknown compiler, layout or fusion, or a page size below 1.
+        ValueError: an unknown backend, compiler, layout or fusion, or a page size below 1.
     """
 
     attention: str | Mapping[str, str] = "auto"
@@ -47,6 +49,8 @@ class QuireOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attention", attention_name(self.attention))
+        if self.attention != "auto":
+            get_backend(self.attention)
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}; got {self.compiler!r}")
         if self.page_size is not None and self.page_size < 1:

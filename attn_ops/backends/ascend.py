@@ -67,9 +67,9 @@ def paged_attention(
 
 
 def available(device: torch.device) -> str | None:
-    if why := missing("torch_npu", "pip install torch-npu, of the version of your torch, after CANN"):
-        return why
-    return None if device.type == "npu" else f"runs on npu, not {device.type}"
+    if device.type != "npu":
+        return f"runs on npu, not {device.type}"
+    return missing("torch_npu", "pip install torch-npu, of the version of your torch, after CANN")
 
 
 BACKEND = AttentionBackend(

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, UnsupportedAttention
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.kv_quant import write
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import by_token, define_by_token, missing, wrong_gpu
+from quire.attn_ops.vendor import by_token, define_by_token, missing, too_old, wrong_gpu
 
 NAME, PAGE_SIZE, RANK, ROPE, HEADS = "cutlass_mla", 128, 512, 64, 128
 LIBRARY = "sgl_kernel"
@@ -30,8 +30,6 @@ def mla_paged_attention(
 ) -> torch.Tensor:
     """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
     tokens, heads, nope = q.shape[0], q.shape[1], q.shape[2] - ROPE
-    if heads > HEADS:
-        raise UnsupportedAttention(f"the {NAME} backend has up to {HEADS} query heads, this layer has {heads}")
     write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
     w_uk, w_uv = split_weight(kv_b, heads, nope)
     if not tokens:
@@ -62,14 +60,16 @@ def _make_state(sites: Any, cache: Any, limits: StepLimits) -> torch.Tensor:
 
 
 def available(device: torch.device) -> str | None:
-    return wrong_gpu(device, 10) or missing(LIBRARY, "pip install sgl-kernel, of the version for your torch and CUDA")
+    return (wrong_gpu(device, 10) or missing(LIBRARY, "pip install sgl-kernel, of the version for your torch and CUDA")
+            or too_old("sgl-kernel", "0.3.21"))
 
 
 BACKEND = AttentionBackend(
     name=NAME,
     capabilities=AttentionCapabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16, torch.float16}), head_dims=lambda d, dv: False,
-        head_dims_note="MLA only", mla=True, mla_dims=lambda rank, rope: (rank, rope) == (RANK, ROPE),
+        head_dims_note="MLA only", heads=lambda heads, kv_heads: heads <= HEADS, heads_note=f"up to {HEADS} query heads",
+        mla=True, mla_dims=lambda rank, rope: (rank, rope) == (RANK, ROPE),
         mla_dims_note=f"{RANK}+{ROPE}", page_sizes=lambda p: p == PAGE_SIZE, page_sizes_note=f"{PAGE_SIZE}",
         layouts=frozenset({"NHD"}), min_compute_capability=(10, 0), cudagraph_support=CudagraphSupport.ALWAYS,
     ),

@@ -2,7 +2,7 @@
 
 =====  ====================  =====================================  ==================================================
 FA3    flash_attn_interface  compute capability 8.x and 9.x         built from source (hopper/ in FlashAttention's tree)
-FA4    flash_attn.cute       9.0 and newer                          pip install --pre flash-attn-4
+FA4    flash_attn.cute       9.0; newer, pages of 128 tokens        pip install --pre flash-attn-4
 FA2    flash_attn            8.0 and newer, pages of 256 tokens     pip install flash-attn
 =====  ====================  =====================================  ==================================================
 
@@ -30,8 +30,8 @@ from quire.attn_ops.vendor import missing, wrong_gpu
 
 NAME = "flash_attention"
 #: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
-VARIANTS = (("FA3", "flash_attn_interface", (8, 9), 1), ("FA4", "flash_attn.cute", (9, 10, 11, 12), 1),
-            ("FA2", "flash_attn", (8, 9, 10, 11, 12), 256))
+VARIANTS = (("FA3", "flash_attn_interface", (8, 9), 1), ("FA4", "flash_attn.cute", (9,), 1),
+            ("FA4", "flash_attn.cute", (10, 11, 12), 128), ("FA2", "flash_attn", (8, 9, 10, 11, 12), 256))
 INSTALL = ("pip install flash-attn (FA2), pip install --pre flash-attn-4 (FA4), or build hopper/ of FlashAttention's source "
            "tree (FA3)")
 
@@ -126,7 +126,7 @@ BACKEND = AttentionBackend(
         head_dims=lambda d, dv: d == dv and d % 8 == 0 and d <= 256,
         head_dims_note="multiples of 8 up to 256, the same for values",
         page_sizes=lambda p: p % (found[2] if (found := _installed()) else 1) == 0,
-        page_sizes_note="any; multiples of 256 with FA2", layouts=frozenset({"NHD"}),
+        page_sizes_note="any; multiples of 256 with FA2, of 128 with FA4 on Blackwell", layouts=frozenset({"NHD"}),
         kv_dtypes_note="its kernels take one scale per sequence and head, and quire's caches have one for each token",
         min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
         cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,

@@ -3,7 +3,7 @@
 One kernel serves prefill, decode and mixed batches. FlashInfer divides a batch's work among the processors on the host:
 ``plan`` does it once per step for each kind of layer (query heads and scale), and the op stores the latent vectors and runs the
 plan. Only batches of one token per sequence are captured in CUDA graphs; a graph's kernel reads buffers that ``plan`` refills
-before each replay. Not yet run on a GPU; its calls are tested against the signature of flashinfer-python 0.6.18.
+before each replay. Its calls are those of flashinfer-python 0.6.18.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.attn_ops.kv_quant import write
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import missing, no_compiler
+from quire.attn_ops.vendor import missing, no_compiler, too_old
 
 NAME = "flashinfer_mla"
 WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
@@ -138,7 +138,8 @@ def mla_paged_attention(
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    return missing("flashinfer", "pip install 'quire[flashinfer]'") or no_compiler("flashinfer", "flashinfer-jit-cache")
+    return (missing("flashinfer", "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
+            or no_compiler("flashinfer", "flashinfer-jit-cache"))
 
 
 BACKEND = AttentionBackend(

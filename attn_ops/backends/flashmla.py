@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 
 import torch
 
@@ -18,7 +17,9 @@ from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, Cuda
 from quire.attn_ops.kv_quant import write
 from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
+from quire.attn_ops.vendor import missing, too_old, wrong_gpu
 
+INSTALL = "pip install sgl-flash-mla (torch 2.14.1 or newer, CUDA 13)"
 NAME, PAGE_SIZE, RANK, ROPE = "flashmla", 64, 512, 64
 
 
@@ -69,14 +70,10 @@ def _import_error() -> str | None:
 
 
 def available(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"runs on cuda, not {device.type}"
-    if importlib.util.find_spec("flash_mla") is None:
-        return "FlashMLA is not installed: pip install sgl-flash-mla (torch 2.14.1 or newer, CUDA 13)"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
-        return f"its dense kernels are for compute capability 9.0, the GPU has {torch.cuda.get_device_capability(device)}"
+    if why := wrong_gpu(device, 9) or missing("flash_mla", INSTALL) or too_old("sgl-flash-mla", "1.0.0", INSTALL):
+        return why
     error = _import_error()
-    return None if error is None else f"flash_mla does not load with torch {torch.__version__}: {error}"
+    return None if error is None else f"flash_mla does not load with torch {torch.__version__} ({error}): {INSTALL}"
 
 
 BACKEND = AttentionBackend(

@@ -21,6 +21,7 @@ from quire.attn_ops.kv_quant import write
 from quire.attn_ops.vendor import missing
 
 NAME = "intel_amx"
+INSTALL = "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pyproject_cpu.toml)"
 SPLITS = 8  # of the keys of a query, in the decode kernel
 
 
@@ -68,14 +69,24 @@ def available(device: torch.device) -> str | None:
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if not has_amx():
         return "the processor has no AMX (Intel Xeon of the 4th generation and newer have it)"
-    return missing("sgl_kernel", "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pyproject_cpu.toml)")
+    return missing("sgl_kernel", INSTALL) or _no_kernels()
+
+
+def _no_kernels() -> str | None:
+    """Why the installed package has no kernels for CPUs: another build of it is for GPUs."""
+    try:
+        importlib.import_module("sgl_kernel")
+    except Exception as error:
+        return f"sgl_kernel does not load ({type(error).__name__}: {error}): {INSTALL}"
+    found = all(hasattr(torch.ops.sgl_kernel, name) for name in ("decode_attention_cpu", "extend_attention_cpu"))
+    return None if found else f"the sgl_kernel that is installed has no kernels for CPUs: {INSTALL}"
 
 
 BACKEND = AttentionBackend(
     name=NAME,
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu"}), dtypes=frozenset({torch.bfloat16, torch.float16}), layouts=frozenset({"NHD"}),
-        head_dims=lambda d, dv: d % 32 == 0 and dv % 32 == 0 and d <= 256, head_dims_note="multiples of 32 up to 256",
+        head_dims=lambda d, dv: d % 32 == 0 and dv % 32 == 0 and max(d, dv) <= 256, head_dims_note="multiples of 32 up to 256",
         softcap=True, cudagraph_support=CudagraphSupport.NEVER,
     ),
     available=available,

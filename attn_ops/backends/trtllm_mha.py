@@ -22,7 +22,7 @@ from quire.attn_ops.backend import (
 from quire.attn_ops.kv_quant import write
 from quire.attn_ops.library import define_op
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import by_token, missing, no_compiler, wrong_gpu
+from quire.attn_ops.vendor import by_token, missing, no_compiler, too_old, wrong_gpu
 
 NAME = "trtllm_mha"
 LIBRARY = "flashinfer.decode"
@@ -84,7 +84,8 @@ def _make_state(sites: Any, cache: Any, limits: Any) -> torch.Tensor:
 
 def available(device: torch.device) -> str | None:
     package = LIBRARY.partition(".")[0]
-    return wrong_gpu(device, 9, 12) or missing(package, INSTALL) or no_compiler(package, "flashinfer-jit-cache")
+    return (wrong_gpu(device, 9, 12) or missing(package, INSTALL) or too_old("flashinfer-python", "0.6.18")
+            or no_compiler(package, "flashinfer-jit-cache"))
 
 
 BACKEND = AttentionBackend(

@@ -81,6 +81,7 @@ class Kit:
             ("pages in another order", self.permuted),
             ("a batch in parts", lambda: sweeps.parts(self, list(MIXED))),
             ("decode steps made ahead", lambda: sweeps.drafts(self)),
+            *([("the last tokens of a step", lambda: sweeps.last_tokens(self))] if self.backend.any_batch else []),
             ("strided q, k, v", lambda: self.exact(DECODE, MIXED, strided=True)),
             *self.frame_checks(),
         ]

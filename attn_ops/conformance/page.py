@@ -1,7 +1,9 @@
 """docs/backends.md from runs of the kit: backend by feature.
 
     python -m quire.attn_ops.conformance --backend all --json FILE.json       # on each device
-    python -m quire.attn_ops.conformance.page FILE.json ... > docs/backends.md
+    python -m quire.attn_ops.conformance.page FILE.json ... [docs/backends.md] > page.md
+
+Files of one device, date and set of versions make one table. Of an earlier page the tables of other devices stay.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def checked(record: dict[str, Any]) -> list[str]:
     for kind, chosen in (("", [r for r in runs if r["backend"] != "ops"]), ("ops", [r for r in runs if r["backend"] == "ops"])):
         if not chosen:
             continue
-        heads = [f"`{r['backend']}`" + "".join(f" {r[key]}" for key in ("dtype", "kv_dtype") if r[key]) for r in chosen]
+        heads = [f"`{r['backend']}`" + "".join(f" {r[key]}" for key in ("dtype", "kv_dtype") if r[key])
+                 + (", quick" if r.get("quick") else "") for r in chosen]
         rows: dict[str, list[str]] = {}
         for i, run in enumerate(chosen):
             for name, results in _grouped(run["results"]).items():
@@ -81,21 +84,39 @@ def _cell(results: Sequence[dict[str, Any]]) -> str:
     return f"ok{count}" + (f", {max(errors):.1e}" if errors else "")
 
 
-def page(records: Sequence[dict[str, Any]]) -> str:
-    """The page."""
+def joined(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records, those of one environment as one."""
+    found: list[dict[str, Any]] = []
+    for record in records:
+        same = next((r for r in found if r["environment"] == record["environment"]), None)
+        if same is None:
+            found.append({**record, "runs": list(record["runs"])})
+        else:
+            same["runs"] += record["runs"]
+    return found
+
+
+def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
+    """The page. ``earlier``: a page whose tables of other devices stay as they are."""
     backends = sorted(all_backends().values(), key=lambda b: (not b.verified, b.name))
     made = [f"- `{form}`: {what}." for form, _, what in (usage.partition(": ") for usage in REGISTRY.usages)]
     lines = [INTRODUCTION, "## Declared", "", *declared(backends), "",
              "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "", *made, "",
              "## Checked", "",
              "Cells hold the largest error of an output; the bound is twice the rounding of the dtype "
-             "(`attn_ops/conformance/__init__.py`). \"refused\": not declared, and refused.", ""]
-    for record in records:
-        lines += [*checked(record), ""]
+             "(`attn_ops/conformance/__init__.py`). \"refused\": not declared, and refused. \"quick\": without the large "
+             "batches.", ""]
+    tables = ["\n".join(checked(record)).rstrip() for record in joined(records)]
+    new = {table.partition("\n")[0] for table in tables}
+    kept = [f"### {table}".rstrip() for table in earlier.split("\n### ")[1:]]
+    for table in [*tables, *(table for table in kept if table.partition("\n")[0] not in new)]:
+        lines += [table, "", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    print(page([json.loads(Path(name).read_text()) for name in sys.argv[1:]]), end="")
+    given = [(name, Path(name).read_text()) for name in sys.argv[1:]]
+    print(page([json.loads(text) for name, text in given if not name.endswith(".md")],
+               next((text for name, text in given if name.endswith(".md")), "")), end="")
 
 __all__ = ["checked", "declared", "page"]

@@ -35,9 +35,9 @@ class Result:
 
 
 def run_record(backend: str, device: str, dtype: torch.dtype | None, kv_dtype: torch.dtype | None, results: Sequence[Result],
-               reason: str | None = None) -> dict[str, Any]:
-    """One backend's results as JSON. ``reason``: why it was not checked."""
-    return {"backend": backend, "device": device, "dtype": dtype and dtype_name(dtype),
+               reason: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """One backend's results as JSON. ``reason``: why it was not checked. ``quick``: without the large batches."""
+    return {"backend": backend, "quick": quick, "device": device, "dtype": dtype and dtype_name(dtype),
             "kv_dtype": kv_dtype and dtype_name(kv_dtype), "reason": reason, "results": [asdict(r) for r in results]}
 
 

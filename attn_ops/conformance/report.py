@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 runs.append(run_record(name, device, None, None, [], why))
                 continue
             results = check_backend(backend, device, used, given.only, kv_dtype=kv_dtype, quick=given.quick)
-        runs.append(run_record(name, device, used, kv_dtype, results))
+        runs.append(run_record(name, device, used, kv_dtype, results, quick=given.quick))
         print_table(f"attention backend {name} on {device}" if name != "ops" else f"ops on {device}", results)
     if given.json:
         write_record(given.json, runs)

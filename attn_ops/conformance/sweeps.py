@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attn_ops.conformance.batches import Batch, Failure, check, compare, run
+from quire.attn_ops.conformance.batches import Batch, Failure, check, compare, planned, prepared, run
 from quire.attn_ops.metadata import CommonAttentionMetadata, make_draft_metadata
 
 if TYPE_CHECKING:
@@ -123,6 +123,15 @@ def drafts(kit: Kit) -> None:
         tensors = {name: getattr(whole, name)[own] for name in ("q", "new_k", "new_v", "expected", "bound")}
         batch = dataclasses.replace(whole, metadata=meta, **tensors)
         compare(run(kit.backend, batch), batch)
+
+
+def last_tokens(kit: Kit) -> None:
+    """A backend that declares ``any_batch`` serves the last token of each sequence inside the step of all tokens."""
+    rows = [(30, 70), (1, 90), (5, 80)]
+    for features in ({}, kit.features):
+        last = kit.batch([(1, total) for _, total in rows], write=False, pad=(2, 2), **features)
+        with planned(kit.backend, kit.batch(rows)):
+            compare(kit.backend.op(*last.arguments(prepared(kit.backend, last)), **last.options), last)
 
 
 def reused(kit: Kit, rows: list[tuple[int, int]], later: list[tuple[int, int]]) -> None:

@@ -2,8 +2,9 @@
 
 Such layers write no cache, so a token that no later layer's logits need can be left out of them: their prefill runs on the
 last tokens only. The keys and values of all tokens are in the cache, written by the layer that owns them; the queries are the
-tokens whose logits are wanted. User: an engine that runs a model's shared layers on those rows. quire's own does not do that
-yet: it needs a pass that gathers the rows in the middle of the model.
+tokens whose logits are wanted. User: an engine that runs a model's shared layers on those rows. quire's own, with the option
+``kv_sharing_fast_prefill``, marks its steps by the same fields; its graph makes the tables on the device, where each sequence
+has one such token (``passes/rewrite/last_rows.py``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 
 #: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
 _MEANS = {
-    r"logging\.Logger": "it writes to a log. Remove the logging, or what it warns of",
+    r"logging\.Logger|LoggingLogger": "it writes to a log. Remove the logging, or what it warns of",
     r"call_function ConstantVariable\(NoneType": "it calls None: a module that it needs was set to None or removed",
     r"torch\.jit": "it calls a TorchScript module. Put the Python module in its place",
     r"qualname: disable|marked as skipped|skip_dynamo|in skipfiles": (
@@ -50,17 +50,17 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
             f"{name}'s forward reads values of tensors on the host, as a Python loop over the experts in use or a branch on "
             f"data does, so that its path depends on the batch and cannot be one graph{_reason(text)}. Compute all paths by "
             "tensor operations, or pass experts through transformers' experts interface.")
+    fails = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
+    if type(error).__name__ == "TorchRuntimeError" and fails is not None:
+        return UnsupportedAttention(
+            f"{name}'s forward fails on one row of token ids, as a ragged batch is given to it: {fails[1]}: {fails[3]}"
+            f"{_reason(text)}. It must take input_ids and position_ids of shape (1, tokens).")
     try:
         _ = None if by_itself is None else by_itself()
     except Exception as own:
         said = str(own).strip().partition("\n")[0]
         return UnsupportedAttention(f"{name}'s own forward fails on token ids and positions: {type(own).__name__}: "
                                     f"{said[:200]}. It must run on these before it can be traced")
-    fails = re.search(r"got (\w+)\((['\"])(.*?)\2\)", text)
-    if type(error).__name__ == "TorchRuntimeError" and fails is not None:
-        return UnsupportedAttention(
-            f"{name}'s forward fails on one row of token ids, as a ragged batch is given to it: {fails[1]}: {fails[3]}"
-            f"{_reason(text)}. It must take input_ids and position_ids of shape (1, tokens).")
     first = text.strip().splitlines()[0] if text.strip() else ""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     adapters = sorted({type(m).__name__ for m in modules if type(m).__module__.startswith("peft.")})

@@ -57,7 +57,8 @@ def attention_function(
     if attention_mask is not None:
         raise UnsupportedAttention(
             f"{where} was given an attention_mask. A paged batch is ragged: pass no mask and no padding, but explicit "
-            "position_ids; masks that carry meaning of their own (image blocks, ALiBi) are not supported.")
+            "position_ids. If the model makes the mask, or a function put into it: those with meaning of their own (image "
+            "blocks, ALiBi, dynamic masks) are not supported.")
     if dropout:
         raise UnsupportedAttention(f"{where} has attention dropout {dropout}; call model.eval() first.")
     for name, val in kwargs.items():

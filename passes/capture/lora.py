@@ -84,11 +84,18 @@ def _unknown(layer: Any) -> str | None:
         kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in layer.lora_variant.values()})
         return f"has {' and '.join(kinds).replace('Dora', 'DoRA')}, and not LoRA alone"
     for name in layer.lora_A:
-        a, b = layer.lora_A[name], layer.lora_B[name]
-        if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
-            return f"has an adapter {name!r} that is more than two matrices"
-        if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b)):
-            return f"has an adapter {name!r} with hooks"
+        if (why := _more_than_matrices(layer, name)) is not None:
+            return f"has an adapter {name!r} {why}"
+    return None
+
+
+def _more_than_matrices(layer: Any, name: str) -> str | None:
+    """What A and B of an adapter do beside a product with their weights."""
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    if type(a) is not torch.nn.Linear or type(b) is not torch.nn.Linear or a.bias is not None or b.bias is not None:
+        return "that is more than two matrices"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (a, b)):
+        return "with hooks"
     return None
 
 
@@ -117,8 +124,8 @@ def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None) -> I
 
 def _dora_layers(layer: Any) -> dict[str, Any]:
     """The DoRA layers, by adapter, of a linear layer whose weight is not quantized."""
-    found = {name: dora for name, dora in getattr(layer, "lora_magnitude_vector", {}).items()
-             if type(dora).__name__ == "DoraLinearLayer" and "forward" not in vars(dora)}
+    found = {name: dora for name, dora in getattr(layer, "lora_magnitude_vector", {}).items() if type(dora).__name__ ==
+             "DoraLinearLayer" and "forward" not in vars(dora) and _more_than_matrices(layer, name) is None}
     return found if found and type(getattr(layer.get_base_layer(), "weight", None)) is torch.nn.Parameter else {}
 
 

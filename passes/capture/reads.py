@@ -81,7 +81,8 @@ def readable(source: str) -> str:
     if not hook:
         return re.sub(r"^G\['(\w+)'\]", r"\1", where)
     attribute = re.findall(r"(?:\.(?!__)|\[')(\w+)", rest)
-    return f"what a hook of {where} holds" + (f" ({attribute[-1]})" if attribute and attribute[-1] not in ("keys", "_") else "")
+    last = f" ({attribute[-1]})" if attribute and attribute[-1] not in ("keys", "_", "cell_contents") else ""
+    return f"what a hook of {where} holds{last}"
 
 
 def is_code_of(function: Any, *packages: str) -> bool:

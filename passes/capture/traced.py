@@ -327,8 +327,9 @@ class TracedGraph:
         if shared and selection.backend.every_step:
             raise ValueError(f"attention={selection.backend.name!r} keeps data about the keys of each layer, and layers of the "
                              "step's cache have theirs in common; use quire.Engine")
-        tables = options.window_tables and selection.backend.plan is None  # a plan on the host reads one table
-        return LoweringTarget(selection.backend, page_size, kv_dtype, layout, latent, tables, shared), selection
+        backend = selection.backend
+        tables = options.window_tables and (backend.plan is None or backend.plans_windows)
+        return LoweringTarget(backend, page_size, kv_dtype, layout, latent, tables, shared), selection
 
     def _sites_in(self, step: Step) -> list[AttentionSite]:
         """The sites as the step's cache holds them: MLA layers latent, or with the keys and values of all heads; layers that

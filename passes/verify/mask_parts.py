@@ -85,16 +85,6 @@ def _narrow(p: MaskProver, node: fx.Node, x: Any, dim: int, start: Any, length: 
     return RULES["getitem"](p, node, x, tuple(items))
 
 
-@rule("fill_diagonal_")
-def _fill_diagonal(p: MaskProver, node: fx.Node, x: Any, fill_value: Any) -> Any:
-    if value(x).dim() != 2:
-        raise Unprovable("it fills the diagonal of several dimensions")
-    here, element = formula.compare(formula.var(-1), "eq", formula.var(-2)), p.element(x)
-    if formula.is_condition(element):
-        return formula.select(here, p.condition(fill_value), element)
-    return formula.choose(here, p.term(fill_value), element)
-
-
 def _meshgrid(p: MaskProver, node: fx.Node, index: int) -> Any:
     tensors = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else list(node.args)
     if any(value(x).dim() != 1 for x in tensors):
@@ -178,12 +168,13 @@ def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> A
     if not all(isinstance(t, Form) and t.is_const and t.const.denominator == 1 for t in each) or not never(
             formula.both(beyond, formula.compare(element, "ne", last))):
         raise Unprovable("it sums over positions")
-    total = formula.times(last, places)
-    for k, at in enumerate(each):
-        if at != last:
-            more = formula.choose(formula.compare(formula.var(axis), "ge", formula.number(k)), formula.minus(at, last),
-                                  formula.number(0))
-            total = formula.add(total, more)
+    top = max((k for k, at in enumerate(each) if at != last), default=0)
+    sums = [each[0]]
+    for at in each[1 : top + 1]:
+        sums.append(formula.add(sums[-1], at))
+    total = formula.add(formula.times(last, formula.add(formula.var(axis), formula.number(-top))), sums[top])
+    for k in range(top - 1, -1, -1):
+        total = formula.choose(formula.compare(formula.var(axis), "lt", formula.number(k + 1)), sums[k], total)
     return total
 
 
@@ -254,8 +245,8 @@ def _nan_to_num(p: MaskProver, node: fx.Node, x: Any, nan: Any = 0.0, posinf: An
     return formula.map_leaves(p.term(x), finite)
 
 
-# Functions of numbers, where each of them is one of a few constants. The result must be whole, or infinite: then every
-# device computes it exactly.
+# Functions of numbers, where each of them is one of a few constants. The result must be one that every device computes exactly:
+# infinite, 0, 1 or -1; of square roots and squares, whole.
 
 
 def _of_constants(name: str, function: Callable[[float], float]) -> None:
@@ -270,7 +261,8 @@ def _of_constants(name: str, function: Callable[[float], float]) -> None:
                 result = function(at, *more)
             except (ValueError, OverflowError, ZeroDivisionError):
                 result = math.nan
-            if math.isfinite(result) and (result != int(result) or abs(result) > 2**20):
+            whole = name in ("sqrt", "square", "round") or (name == "pow" and more == [2.0])
+            if math.isfinite(result) and (result != int(result) or abs(result) > (2**20 if whole else 1)):
                 raise Unprovable(f"it computes with {name} of {at:g}, which is rounded")
             return formula.number(result)
 
@@ -284,7 +276,7 @@ def _log(x: float) -> float:
 
 
 for _name, _function in {"log": _log, "log2": lambda x: -math.inf if x == 0 else math.log2(x), "log1p": lambda x: _log(1 + x),
-                         "log10": lambda x: -math.inf if x == 0 else math.log10(x), "exp": math.exp, "exp2": lambda x: 2.0**x,
+                         "exp": math.exp, "exp2": lambda x: 2.0**x,
                          "sqrt": math.sqrt, "square": lambda x: x * x, "pow": operator.pow, "round": round}.items():
     _of_constants(_name, _function)
 

@@ -329,6 +329,11 @@ class MaskProver:
         return number
 
     @staticmethod
+    def name(node: fx.Node) -> str:
+        """``_name`` of a node."""
+        return _name(node)
+
+    @staticmethod
     def _is_one(size: Any) -> bool:
         return not symbolic(size) and size == 1
 

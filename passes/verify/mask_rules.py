@@ -312,7 +312,7 @@ def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any)
 @rule("getitem", "__getitem__")
 def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
     if not isinstance(value(x), torch.Tensor):
-        part = PARTS.get(str(getattr(x.target, "__name__", x.target)))
+        part = PARTS.get(p.name(x))
         if part is None or type(index) is not int:
             raise Unprovable("it uses a part of a tuple")
         return part(p, x, index)

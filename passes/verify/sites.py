@@ -20,6 +20,8 @@ from quire.passes.verify.positions import check_rope
 STATELESS_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 #: Those that attend to some of the keys, which they choose by content.
 _SPARSE = re.compile(r"index|sparse|compress")
+#: Those that keep state beside keys and values.
+_STATE = re.compile(r"linear|conv|mamba|ssm|recurrent|rwkv|delta|hybrid")
 
 
 def site_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -143,12 +145,14 @@ def check_config(config: Any) -> None:
     other = sorted(set(types) - STATELESS_LAYERS - {"attention", "full"})
     if other:
         sparse = list(filter(_SPARSE.search, other))
-        state = [t for t in other if t not in sparse]
+        state = [t for t in other if t not in sparse and _STATE.search(t)]
+        unknown = [t for t in other if t not in sparse and t not in state]
         raise UnsupportedAttention("; ".join([
             *([f"{kind} has layers of type {state}: they keep state that is not keys and values (SSM, convolution, linear "
                "attention), which a packed batch would leak between sequences"] if state else []),
             *([f"{kind} has layers of type {sparse}: each token chooses by their content the keys that it attends to (sparse "
                "or indexed attention), and no backend of quire does"] if sparse else []),
+            *([f"{kind} has layers of type {unknown}, of which quire does not know what they compute"] if unknown else []),
         ]) + f". quire serves {sorted(STATELESS_LAYERS)}.")
     if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": among tokens of images
         raise UnsupportedAttention(f"{kind} is configured with use_bidirectional_attention="

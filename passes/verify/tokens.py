@@ -124,12 +124,12 @@ class TokenPass:
             return CONST
         if is_traceable_wrapper_subclass(val):
             return CONST
-        own = is_module_tensor(node) or node.op == "get_attr"
+        own, sizes = is_module_tensor(node) or node.op == "get_attr", list[Any](val.shape)
         try:
             known = of_shape(self.sizes.tensor(val), self.axes)
             if isinstance(known, Rows) and own:
                 raise Mixes("a parameter or buffer as long as the row")
-            if isinstance(known, Const) and not own and any(symbolic(s) and s.node.expr.free_symbols for s in val.shape):
+            if isinstance(known, Const) and not own and any(symbolic(s) and s.node.expr.free_symbols for s in sizes):
                 # position_ids that no operation puts beside the tokens: nothing tells the trace that they are as long
                 raise Mixes("an input of a length that is not known to be that of the row of tokens")
         except Mixes as why:

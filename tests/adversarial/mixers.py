@@ -57,6 +57,11 @@ def kept_between_calls(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x if before is None else x + before.mean()
 
 
+def counts_calls(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    m.calls = getattr(m, "calls", 0) + 1
+    return x * m.calls
+
+
 @torch._dynamo.disable
 def hidden(x: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
@@ -391,6 +396,7 @@ MIXES = {
     "searchsorted among tokens": lambda m, x, p: x + torch.searchsorted(x[0, :, 0].sort()[0], x[0].T[1].clone())[:, None],
     "isin": lambda m, x, p: x + torch.isin(p, p[:, :1])[..., None],
     "padding by reflection": lambda m, x, p: x + F.pad(x.mT, (1, 1), mode="reflect").mT[:, 2:],
+    "counts calls": counts_calls,
 }
 
 SERVED = {

@@ -8,6 +8,7 @@ as is one without a red test, unless it says which other rule refuses the same.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -84,24 +85,23 @@ def red_test(mutant: Mutant, copy: Path) -> Seen:
 
 
 class _First:
-    """A pytest plugin that keeps the first failure."""
+    """A pytest plugin that reports the first failure, and ends the process."""
 
-    def __init__(self) -> None:
-        self.found = "", ""
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.found = "no test ran", str(report.longrepr).strip().splitlines()[-1]
+            _report(self.pipe, "no test ran", str(report.longrepr).strip().splitlines()[-1])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and not self.found[0]:
+        if report.failed:
             lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E  ")]
-            self.found = report.nodeid, next(iter(lines), "")
+            _report(self.pipe, report.nodeid, next(iter(lines), ""))
 
 
 def _child(mutant: Mutant, copy: Path, pipe: int) -> None:
     """Run pytest; never returns."""
-    code = 1
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -116,14 +116,18 @@ def _child(mutant: Mutant, copy: Path, pipe: int) -> None:
         import quire.passes
 
         assert Path(quire.passes.__path__[0]).resolve() == copy.resolve() / "passes"
-        first = _First()
-        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *mutant.arguments], plugins=[first])
-        if status not in (0, 1) and not first.found[0]:
-            first.found = ("no test ran", str(status))
-        os.write(pipe, json.dumps(first.found).encode())
-        code = 0
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of other packages take longer than the tests
+        plugins = ("pytest_timeout", "quire.graph_runner.pytest_plugin")
+        options = ["-q", "--assert=plain", "-p", "no:cacheprovider", *(f"-p{p}" for p in plugins)]
+        status = pytest.main([*options, *mutant.arguments], plugins=[_First(pipe)])
+        _report(pipe, "", "") if status == 0 else _report(pipe, "no test ran", str(status))
     finally:
-        os._exit(code)
+        os._exit(1)
+
+
+def _report(pipe: int, test: str, error: str) -> None:
+    os.write(pipe, json.dumps((test, error)).encode())
+    os._exit(0)
 
 
 def _preload() -> None:
@@ -144,6 +148,8 @@ def _preload() -> None:
 
     torch.compile(lambda x: (x @ x.mT).softmax(-1).sort()[0], backend="eager", dynamic=True)(torch.ones(3, 4))  # imports much
     torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()  # the children's collections need not walk through all this
 
 
 def problem(mutant: Mutant, seen: Seen) -> str | None:

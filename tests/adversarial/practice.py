@@ -53,6 +53,18 @@ def moving_row(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x - m.table[0]
 
 
+def added_by_method(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = x * 1
+    y.__iadd__(x.mean(1, keepdim=True))
+    return y
+
+
+def added_to_a_list(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = x * 1
+    torch._foreach_add_([y], [x.mean(1, keepdim=True).expand_as(x).contiguous()])
+    return y
+
+
 def expert_choice(m: Model, x: Tensor, p: Tensor) -> Tensor:
     gates, tokens = (x @ m.w[:, :4]).softmax(-1).topk(2, dim=1)
     y = torch.zeros_like(x)
@@ -157,6 +169,8 @@ MIXES = {
     "toggled": toggled,
     "moving average": moving_average,
     "moving row of a buffer": moving_row,
+    "added by a method": added_by_method,
+    "added to a list": added_to_a_list,
     "token shift": lambda m, x, p: torch.lerp(x, F.pad(x, (0, 0, 1, 0))[:, :-1], 0.3),
     "token shift by padding module": lambda m, x, p: x + nn.ZeroPad2d((0, 0, 1, -1))(x),
     "shift written": shift_written,

@@ -99,14 +99,13 @@ def differential(m: Model, ids: Tensor, p: Tensor) -> Tensor:
     return m.head(x + merge(sdpa(q, k, v, is_causal=True) - m.scale[0] * sdpa(k, q, v, is_causal=True)))
 
 
-def multihead(is_causal: bool) -> Callable[..., Tensor]:
+def multihead() -> Callable[..., Tensor]:
     torch.manual_seed(1)
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval().requires_grad_(False)
 
     def forward(m: Model, ids: Tensor, p: Tensor) -> Tensor:
         x = start(m, ids, p)
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if is_causal else None
-        return m.head(x + module(x, x, x, attn_mask=mask, is_causal=is_causal, need_weights=False)[0])
+        return m.head(x + module(x, x, x, need_weights=False)[0])
 
     return forward
 
@@ -157,7 +156,7 @@ MIXES = {
     "rotation by row numbers": rope(lambda x, p: torch.arange(x.shape[1])[:, None] * FREQUENCIES),
     "rotation by the longest": rope(lambda x, p: p[:, None, :, None] * FREQUENCIES / (p.max() / 4.0).clamp(min=1.0)),
     "with softcap by hand": by_hand,
-    "MultiheadAttention, not causal": multihead(False),
+    "MultiheadAttention, not causal": multihead(),
     "bigram": before(lambda m, ids, x: x + m.table[(ids * 7 + F.pad(ids, (1, 0))[:, :-1]) % 64]),
     "documents by ids": before(lambda m, ids, x: x + m.table[(ids == 3).cumsum(1)]),
     "any id": before(lambda m, ids, x: x * torch.where((ids == 31).any(), 2.0, 1.0)),
@@ -187,9 +186,7 @@ SERVED = {
     "queries by position": (one(lambda m, x, p, q, k, v: (q * (p + 2).float().log()[:, None, :, None], k, v)), (1, 4, 4)),
     "normalized": (one(lambda m, x, p, q, k, v: (F.rms_norm(q, (DIM,)), F.normalize(k, dim=-1), v)), (1, 4, 4)),
     "keys as values": (one(lambda m, x, p, q, k, v: (q, k, k)), (1, 4, 4)),
-    "causal unless one token": (lambda m, ids, p: one(is_causal=p.shape[1] > 1)(m, ids, p), (1, 4, 4)),
     "rotation": (rope(lambda x, p: p[:, None, :, None] * FREQUENCIES), (1, 4, 4)),
-    "MultiheadAttention": (multihead(True), (1, 4, 4)),
     "hash of ids": (before(lambda m, ids, x: x + m.table[(ids * 31 + 7) % 64] + m.table[ids ^ 5]), (1, 4, 4)),
     "a row for one id": (before(lambda m, ids, x: torch.where((ids == 3)[..., None], m.table[0], x)), (1, 4, 4)),
     "softcap of logits": (behind(lambda m, ids, y: 5 * (y / 5).tanh()), (1, 4, 4)),

@@ -194,8 +194,91 @@ REFUSED = {
 }
 
 
+def square(p, fill=1.0):
+    return torch.full((p.shape[1], p.shape[1]), fill)
+
+
+def stacked(*widths):
+    """A window for each head."""
+    return lambda m, ids, p: torch.stack([causal(m, *pair(p[0])) & (pair(p[0])[0] - pair(p[0])[1] < w) for w in widths])[None]
+
+
+def packed(m, ids, p):
+    document = (p == 0).cumsum(-1)
+    return (causal(m, *pair(p)) & (pair(document)[0] == pair(document)[1]))[:, None]
+
+
+def kept(m, ids, p):
+    if getattr(m, "kept", None) is None:
+        m.kept = torch.ones(REACH, REACH, dtype=torch.bool).tril()
+    return m.kept[: p.shape[1], : p.shape[1]]
+
+
+def toggled(m, ids, p):
+    m.even = not getattr(m, "even", False)
+    return (causal(m, *pair(p)) & (pair(p)[0] - pair(p)[1] < (8 if m.even else 16)))[:, None]
+
+
+#: Other spellings: of known kinds.
+MORE_EXACT = {
+    "logarithm": (lambda m, ids, p: square(p).tril().log(), {}),
+    "logarithm of a product": (lambda m, ids, p: (square(p).tril() * square(p).triu(-7)).log(), {}),
+    "filled twice": (lambda m, ids, p: (k := square(p).tril()).masked_fill(k == 0, -math.inf).masked_fill(k == 1, 0.0), {}),
+    "made finite": (lambda m, ids, p: square(p).tril().log().nan_to_num(neginf=MIN), {}),
+    "all of several": (lambda m, ids, p: torch.stack([square(p).tril(), square(p).triu(-7)]).bool().all(0), {}),
+    "least of several": (lambda m, ids, p: torch.stack([square(p).tril(), square(p).triu(-7)], -1).amin(-1) > 0, {}),
+    "product of several": (lambda m, ids, p: torch.stack([square(p).tril(), square(p).triu(-7)]).int().prod(0).bool(), {}),
+    "triangles subtracted": (lambda m, ids, p: (square(p).tril() - square(p).tril(-8)).bool(), {}),
+    "windows stacked, all the same": (stacked(8, 8, 8, 8), {}),
+    "joined heads": (lambda m, ids, p: torch.cat([square(p).tril().bool()[None]] * HEADS)[None], {}),
+    "repeated heads": (lambda m, ids, p: square(p).tril().bool()[None, None].repeat_interleave(HEADS, 1), {}),
+    "lower bits": (of(lambda m, i, j: (j <= i) & ((i & ~7) == (j & ~7))), {}),
+    "bits set": (of(lambda m, i, j: (j <= i) & ((i | 7) == (j | 7))), {}),
+    "remainder by bits": (of(lambda m, i, j: (j <= i) & (i - (i & 7) == j - (j & 7))), {}),
+    "shifted there and back": (of(lambda m, i, j: (j <= i) & ((i >> 3) << 3 <= j)), {}),
+    "rounded up": (of(lambda m, i, j: (j <= i) & (((i + 1) / 8).ceil() == ((j + 1) / 8).ceil())), {}),
+    "sign": (of(lambda m, i, j: (torch.sign(i - j) >= 0) & (torch.sign(i - j - 8) < 0)), {}),
+    "grid": (lambda m, ids, p: torch.ge(*torch.meshgrid(p[0], p[0], indexing="ij")), {}),
+    "grid, x first": (lambda m, ids, p: torch.le(*torch.meshgrid(p[0], p[0], indexing="xy")), {}),
+    "packed sequences, of which there is one": (packed, {}),
+    "narrowed": (lambda m, ids, p: m.t.narrow(0, 0, p.shape[1]).narrow(1, 0, p.shape[1]), {"t": AHEAD <= 0}),
+    "stored, least number": (cut("t"), {"t": torch.full((REACH, REACH), MIN).triu(1)}),
+    "kept from an earlier call": (kept, {}),
+}
+MORE_REFUSED = {
+    "windows stacked": (stacked(4, 8, 16, 32), {}),
+    "windows stacked, one other": (stacked(8, 8, 8, 9), {}),
+    "half of the heads": (lambda m, ids, p: torch.cat([square(p).tril().bool()[None].expand(2, -1, -1), square(p).tril().triu(
+        -7).bool()[None].expand(2, -1, -1)])[None], {}),
+    "any of several": (lambda m, ids, p: torch.stack([square(p).tril(), square(p).triu(3)]).bool().any(0), {}),
+    "other bits": (of(lambda m, i, j: (j <= i) & (((i - j) & 5) == 0)), {}),
+    "lower bits of the distance": (of(lambda m, i, j: (j <= i) & (((i - j) & 3) == 0)), {}),
+    "counted ids": (with_ids(lambda m, ids: (ids == 5).cumsum(-1) < 2), {}),
+    "counted positions": (of(lambda m, i, j: (j <= i) & ((j > 40).cumsum(-1) < 3)), {}),
+    "exponential of the distance": (of(lambda m, i, j: (j <= i) & (torch.exp((j - i).float()) > 1e-3)), {}),
+    "logarithm, soft": (lambda m, ids, p: (square(p).tril() + 0.5).log(), {}),
+    "made finite, too large": (lambda m, ids, p: square(p).tril().log().nan_to_num(neginf=-1e4), {}),
+    "diagonal cleared": (lambda m, ids, p: (square(p).tril().bool() | (pair(p[0])[0] == 0)).fill_diagonal_(False) | (
+        pair(p[0])[0] == 0), {}),
+    "stored, least number and others": (cut("t"), {
+        "t": torch.full((REACH, REACH), MIN).triu(1).masked_fill(AHEAD == 9, -1e30)}),
+    "block sparse": (of(lambda m, i, j: (j <= i) & ((i // 8 == j // 8) | (j % 8 == 7))), {}),
+    "growing window": (of(lambda m, i, j: (j <= i) & (i - j < 8 + i // 4)), {}),
+    "one ahead": (of(lambda m, i, j: j <= i + 1), {}),
+    "window in turn": (toggled, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, expected", [*((n, "exact") for n in MORE_EXACT), *((n, "refused") for n in MORE_REFUSED)])
+def test_other_spellings(name: str, expected: str) -> None:
+    routes = sorted(ROUTES)
+    route = "compile" if name == "window in turn" else routes[len(name) % len(routes)]
+    assert outcome(make(name), route).partition(":")[0] == expected
+
+
 def make(name: str) -> Model:
-    mask, tensors = (EXACT | REFUSED)[name]
+    mask, tensors = (EXACT | REFUSED | MORE_EXACT | MORE_REFUSED)[name]
     model = Model(mask, **tensors).eval()
     model.width = 8
     return model

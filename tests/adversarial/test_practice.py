@@ -15,8 +15,7 @@ from tests.adversarial.structures import Structure
 #: One sequence is a single token, which is a step of its own in the end.
 LENGTHS, STEPS = (5, 9, 1, 1), ((4, 3, 1, 0), (1, 6, 0, 0), (0, 0, 0, 1))
 #: Those that hold a rule of their own, and run in each test run: the others in slow ones, each on one route in turn.
-QUICK = {"counter", "global counter", "counter in a closure", "another path for one token", "sorted and copied back", "(S, D)",
-         "attention over heads", "attention to a memory", "vector quantized", "attention of columns"}
+QUICK = {"counter in a closure", "sorted and copied back", "(S, D)", "attention to a memory", "vector quantized"}
 
 
 class Decorated(Structure):
@@ -56,13 +55,13 @@ def test_attention_is_served(name: str, route: str) -> None:
     assert structure(name, route, mix, *cache) == "exact"
 
 
-@pytest.mark.parametrize("route", ["decorator", "compile"])
+@pytest.mark.parametrize("route", ["decorator", pytest.param("compile", marks=pytest.mark.slow)])
 def test_another_path_for_one_token(route: str) -> None:
     """No trace shows a branch on a length of 1; a decode step by hand compares. (An engine does in its trial.)"""
     assert "row of one token" in structure("", route, structures.MIXES["another path for one token"], 1, 4, 4)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [pytest.param(r, marks=[pytest.mark.slow] * (r != "compile")) for r in ROUTES])
 def test_a_forward_that_counts_its_calls_is_refused_by_name(route: str) -> None:
     found = outcome(lambda kind: kind(practice.MIXES["global counter"]), route)
     assert "changes what outlives the call: CALLS" in found, found

@@ -91,8 +91,7 @@ def test_define_paged_op() -> None:
 def test_a_record_that_contradicts_itself_is_refused() -> None:
     """At its definition, not when a model first runs through it."""
     base = get_backend("torch_native")
-    for change, message in (({"mla_op": None}, "declares mla and has no mla_op"),
-                            ({"state_op": None}, "declares lse and has no"),
+    for change, message in (({"mla_op": None}, "declares mla and has no mla_op"), ({"state_op": None}, "declares lse and has"),
                             ({"page_bytes": lambda site, page_size: 8}, "must see every step")):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(base, **change)

@@ -268,6 +268,9 @@ def test_blackwell_is_said_to_be_needed() -> None:
         assert not module.BACKEND.verified and module.BACKEND.priority is None
         assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]
     assert "page size 16 (has 32 and 64)" in trtllm_mla.BACKEND.capabilities.reasons_against(V3, device=CPU, page_size=16)
+    many = replace(V3, num_heads=256, num_kv_heads=256)
+    assert "256 query heads and 256 key heads (has up to 128 query heads)" in cutlass_mla.BACKEND.capabilities.reasons_against(
+        many, device=CPU)
     assert "page size 64 (has 128)" in cutlass_mla.BACKEND.capabilities.reasons_against(V3, device=CPU, page_size=64)
 
 

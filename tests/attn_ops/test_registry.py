@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from expecttest import assert_expected_inline
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.registry import BackendTable, all_backends, backends, get_backend, register_backend
 from quire.attn_ops.selection import select_backend
+from quire.attn_ops.tuning import attention as tuning
 from tests.attn_ops.cases import SITE, make_backend
 
 CPU = torch.device("cpu")
@@ -62,6 +64,20 @@ def test_unknown_name(empty) -> None:
         get_backend("three")
     with pytest.raises(ValueError, match="unknown attention backend 'three'"):
         select_backend("three", [SITE], device=CPU, page_size=16)
+    with pytest.raises(ValueError, match=r"backend 'tow' \(did you mean 'two'\?\); there are: auto, one, two$"):
+        get_backend("tow")
+
+
+def test_a_gpu_that_is_too_old_is_a_reason_in_the_table(empty, monkeypatch) -> None:
+    """As it is one for selection: a table that says "usable" sends a user into a refusal."""
+    backend = make_backend("new")
+    caps = dataclasses.replace(backend.capabilities, devices=frozenset({"cuda"}), min_compute_capability=(8, 0))
+    register_backend(dataclasses.replace(backend, capabilities=caps))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(tuning, "summary", lambda device: [])
+    (row,) = backends("cuda")
+    assert not row.usable and row.reason == "needs compute capability 8.0, the GPU has 7.5"
 
 
 WITHOUT = """

@@ -145,7 +145,8 @@ ARGUMENTS: dict[str, Row] = {
     "input_ids": same("the same; both is transformers' error"),
     "attention_mask": Row(DIFFERENT, None, (
         "padding on the left, holes, and 3 forms of dtype: same. Padding on the right: the row goes on where its prompt ends, "
-        "with a warning; transformers goes on from the padding. Holes in models with windows fall back")),
+        "with a warning; transformers goes on from the padding. Holes in models with windows, and values beside 0 "
+        "and 1, fall back")),
     "position_ids": same("those of the mask; others fall back"),
     "generation_config": same(""),
     "logits_processor": same("gets the whole batch, once a step; an error in it is the caller's, other requests go on", True,
@@ -182,8 +183,9 @@ def page() -> str:
         "Rows with equal prompts share the prompt's pages; beams share all pages that they have in common, and only a partial",
         "last page is copied.", "",
         "These calls always fall back: a model in training mode with dropout, `torch.autocast`, a model class with generation",
-        "methods of its own, embeddings as input, and sequences longer than the engine's `max_model_len`. They run in the",
-        "model's own dtype, also where the engine has another one (`quire.paged(model, dtype=...)`).", "",
+        "methods of its own or a forward that reads the mask or the cache, embeddings as input, and sequences longer than the",
+        "engine's `max_model_len`. They run in the model's own dtype, also where the engine has another one",
+        "(`quire.paged(model, dtype=...)`).", "",
         f"Of {len(rows)} fields {share:.0%} are *same*.", ""]
     for title, table in (("Fields of GenerationConfig", FIELDS), ("Arguments of generate", ARGUMENTS)):
         lines += [f"## {title}", "", "| | | |", "|---|---|---|"]

@@ -8,6 +8,7 @@ import torch
 import quire
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends import double_sparsity
+from quire.attn_ops.backends.dual_chunk import vertical_slash
 from quire.attn_ops.conformance.batches import lay_out, run
 from quire.graph_runner.loading import TINY_MODEL
 
@@ -30,6 +31,21 @@ def test_label_kernels_choose_as_their_definition() -> None:
     torch.testing.assert_close(out[1], out[0], atol=1e-4, rtol=0)  # scores near the last chosen may change places
 
 
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])  # a weight and an output rounded
+@pytest.mark.parametrize("dim, first_query, first_key, keys", [(128, 0, 0, 3000), (128, 1777, 300, 1200), (256, 130, 0, 131)])
+def test_the_kernel_of_sparse_prefills_sees_what_its_definition_does(dtype, error, dim, first_query, first_key, keys) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(n, h, dim, dtype=dtype, device="cuda", generator=generator)
+               for n, h in ((min(1000, 3000 - first_query), 8), (keys, 2), (keys, 2)))
+    weights = torch.rand(2, 8, 3000, device="cuda", generator=generator)
+    lines = vertical_slash.choose_lines(*weights, [40, 200, 31, 3000] * 2, [101, 130, 1500, 1] * 2)
+    listed = vertical_slash.Listed.of(lines, vertical_slash.kernel_block(q, dim))
+    found = vertical_slash.attend_triton(q, k, v, first_query, first_key, lines, scale=0.1, softcap=None, listed=listed)
+    wanted = vertical_slash.attend_eager(q, k, v, first_query, first_key, lines, scale=0.1, softcap=None)
+    torch.testing.assert_close(found[0], wanted[0], atol=error, rtol=0)
+    torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["double_sparsity:2048:0:all", "dual_chunk:1024:128"])
 def test_engines_are_exact_where_backends_say_so(name: str) -> None:
     params = quire.SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -44,7 +60,7 @@ def test_engines_are_exact_where_backends_say_so(name: str) -> None:
         assert max(abs(a - b) for (_, a), (_, b) in zip(dense, other, strict=True)) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["double_sparsity:16:0:all", "dual_chunk:64:16"])
+@pytest.mark.parametrize("name", ["double_sparsity:16:0:all", "dual_chunk:64:16", "dual_chunk:64:16:32:16:40:104"])
 def test_engines_decode_as_on_a_cpu(name: str) -> None:
     """Beyond the exact lengths too: the tokens of the plain PyTorch implementation, from the first on."""
     params = quire.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)

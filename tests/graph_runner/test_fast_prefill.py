@@ -44,23 +44,23 @@ def noted() -> None:
     quire.register_backend(NOTED)
 
 
-@pytest.mark.parametrize("name", ["gemma3n", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_exact(name) -> None:
     """Chunks of prompts beside decodes, in eager steps and in padded buckets whose padding is poisoned; prompt tokens that are
     scored go through all layers."""
     model = build(SERVED[name])
     want = [hf_greedy(model, p, 10, eos_token_id=None) for p in PROMPTS]
-    scored = dataclasses.replace(GREEDY, max_tokens=2, prompt_logprobs=0)
-    with quire.Engine(model, **SIZES) as engine:
-        plain = engine.generate(PROMPTS[1], scored)[0]
+    scored = dataclasses.replace(GREEDY, max_tokens=1, prompt_logprobs=0)
     with quire.Engine(model, **SIZES, kv_sharing_fast_prefill=True, cudagraph_debug=True, cudagraph_token_sizes=[8],
                       cudagraph_capture_sizes=[4]) as engine:
         assert tokens(engine.generate(PROMPTS, GREEDY)) == want
         assert engine.runner.graphs.stats.replayed > 0
-        found = engine.generate(PROMPTS[1], scored)[0]
-        assert found.token_ids == plain.token_ids
-        for one, other in zip(found.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
-            assert [x.logprob for x in one.values()] == pytest.approx([x.logprob for x in other.values()], abs=1e-5)
+        found = engine.generate(PROMPTS[1], scored)[0].prompt_logprobs
+    with torch.no_grad():
+        plain = model(input_ids=torch.tensor(PROMPTS[1:2]), use_cache=False).logits[0].log_softmax(-1)
+    for i, token in enumerate(PROMPTS[1][1:], start=1):  # sums over 64 terms in float32, as in the zoo
+        assert found[i][token].logprob == pytest.approx(plain[i - 1, token].item(), abs=1e-4)
 
 
 class Shares(nn.Module):
@@ -109,8 +109,17 @@ def test_only_last_tokens_pass_the_sharing_layers() -> None:
         assert cache.k[1] is cache.k[0] and cache.num_bytes == 2 * cache.k[0].nbytes
         seen.clear()
         outs = tokens(engine.generate(SHORT, dataclasses.replace(GREEDY, max_tokens=4)))
-        assert seen[:4] == [12, 2, 8, 2] and set(seen[4:]) == {2}
+        assert seen[:4] == [12, 2, 9, 2] and set(seen[4:]) <= {1, 2}  # the second step decodes one token too
         assert outs == [own_tokens(model, p, 4) for p in SHORT]
+
+
+@pytest.mark.slow
+def test_compiled_and_fused() -> None:
+    """By Inductor, with the fusions of a GPU."""
+    model = Shares().eval()
+    options = dict(SIZES, compiler="inductor", fusions="all", kv_sharing_fast_prefill=True)
+    with quire.Engine(model, **options) as engine, torch.no_grad():
+        assert tokens(engine.generate(SHORT, GREEDY)) == [own_tokens(model, p, 10) for p in SHORT]
 
 
 def test_keys_changed_in_between_are_not_shared() -> None:
@@ -136,6 +145,7 @@ def test_not_for_steps_by_hand() -> None:
         compiled(torch.tensor([[1, 2, 3]]), torch.arange(3)[None])
 
 
+@pytest.mark.slow
 def test_caches_that_share_and_that_do_not() -> None:
     """A cache made by hand may keep the keys of both layers; one that shares other layers than the model is refused."""
     model = Shares().eval()

@@ -178,15 +178,19 @@ def test_generate_with_a_processor(gemma, expected) -> None:
 
 
 @pytest.mark.slow
-def test_a_backend_that_plans_keeps_one_table(gemma, expected) -> None:
-    """A plan on the host is made of one block table: all layers then share one, and keep all pages."""
+@pytest.mark.parametrize("both", [False, True])
+def test_backends_that_plan(gemma, expected, both) -> None:
+    """A plan on the host is made of one block table, unless the backend says that it takes both: with one table all layers
+    share it, and keep all pages."""
     planned: list[Any] = []
     native = get_backend("torch_native")
-    quire.register_backend(dataclasses.replace(native, name="planned", priority=None,
-                                               plan=lambda meta, step: planned.append(meta)))
-    with quire.Engine(gemma, attention="planned", page_size=PAGE, num_pages=100, max_num_seqs=3, max_model_len=200) as engine:
-        assert engine.scheduler.windows is None and set(engine.runner.cache.layer_pages) == {100}
-        assert tokens(engine.generate(PROMPTS, LONG)) == expected and planned
+    quire.register_backend(dataclasses.replace(native, name=f"planned {both}", priority=None, plans_windows=both,
+                                               plan=lambda meta, step: planned.append(step.window_metadata)))
+    with quire.Engine(gemma, attention=f"planned {both}", page_size=PAGE, num_pages=100, max_num_seqs=3, max_model_len=200
+                      ) as engine:
+        assert (engine.scheduler.windows is None) == (not both) and set(engine.runner.cache.layer_pages) == {100}
+        assert tokens(engine.generate(PROMPTS, LONG)) == expected
+        assert planned and (planned[-1] is None) == (not both)
         assert_idle(engine)
 
 

@@ -53,9 +53,9 @@ def test_paged_twice_is_paged_once() -> None:
 
 
 def test_options_are_the_engines() -> None:
-    model = quire.paged(small(), attention="nope")
+    model = quire.paged(small())
     with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
-        generated(model)
+        quire.paged(model, attention="nope")
     with pytest.raises(TypeError, match="quire.Engine has no option atention; it has attention, page_size, "):
         quire.paged(model, atention="triton")
     assert isinstance(model.generate, PagedGenerate)  # refused before anything was changed

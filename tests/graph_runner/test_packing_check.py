@@ -107,6 +107,12 @@ def test_what_kind(mix, what, trial) -> None:
         trial(mix)
 
 
+def test_faint_looks_ahead_are_found_in_bfloat16(trial) -> None:
+    """Far below what rounding to bfloat16 does to logits between batches of other shapes."""
+    with pytest.raises(UnsupportedAttention, match="depend on tokens after it"):
+        trial(lambda x, positions: x + 2e-2 * F.pad(x, (0, 0, -1, 1)) * (positions < 3)[..., None], torch.bfloat16)
+
+
 @pytest.mark.parametrize("mix, ok", [(innocent, True), (shift, False), (centre, False)])
 def test_infinite_logits(mix, ok, trial) -> None:
     """Vocabulary that a model masks hides nothing."""

@@ -58,3 +58,16 @@ def test_the_commands(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     drift = [float(line.rpartition(" ")[2]) for line in lines]
     assert [line.partition(": p")[0] for line in lines] == names
     assert drift[0] == 0 and drift[1] < 1e-4 < 1e-2 < drift[2]
+
+
+@pytest.mark.slow
+def test_prefills_are_compared(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sparse prefill over all keys leaves the model's log probabilities; one key and one distance change them."""
+    text = tmp_path / "text"
+    text.write_text("Once upon a time, there was a fox who liked soup. " * 6)
+    names = ["torch_native", "dual_chunk:64:16:8:4:30:1", "dual_chunk:64:16:8:4:1:1"]
+    command = ["quality", "--prefill", "--text", str(text), "--length", "24"]
+    assert cli.main(command + [part for name in names for part in ("--attention", name)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    drift = [float(line.rpartition(" ")[2]) for line in lines]
+    assert all("prefilled positions" in line for line in lines) and drift[0] == 0 and drift[1] < 1e-4 < 1e-2 < drift[2]

@@ -64,7 +64,7 @@ def test_dora(kind) -> None:
             if name.endswith("bias"):
                 p.normal_()
     params = quire.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-    with quire.Engine(model, num_pages=20, max_num_seqs=2, max_model_len=50, cudagraph_capture_sizes=[]) as engine:
+    with quire.Engine(model, num_pages=20, max_num_seqs=2, max_model_len=50, fusions="all") as engine:
         runner, seen = engine.runner, []
         for seed in range(2):
             fill(peft, "default", seed)

@@ -335,6 +335,8 @@ def test_unknown_and_unfit_backends(model, cache) -> None:
     with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
         with quire.step(cache, metadata(5), attention="nope"):
             raise AssertionError("entered")
+    with pytest.raises(ValueError, match="unknown attention backend 'nope'"):  # when it is given, not when a model is traced
+        torch.compile(model, backend="quire", options={"attention": "nope"})
     with pytest.raises(quire.UnsupportedAttention, match="flashinfer.* cannot"):
         with quire.step(cache, metadata(5), attention="flashinfer"):
             run(model, 5)

@@ -169,7 +169,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         for row in batch.sparse:
             assert sparse is not None
             keys, values = (keys_of(c, block_table[row.row], row.total) for c in (k_cache, v_cache))
-            out[row.begin : row.begin + row.count] = sparse_attention(
+            out[row.begin : row.begin + row.queries] = sparse_attention(
                 row, rotated, far_query, keys, values, known.sizes_of(k_cache), sparse.last, scale=scale, softcap=softcap,
                 use_kernel=rotated.is_cuda if use_kernel is None else use_kernel)
         return out

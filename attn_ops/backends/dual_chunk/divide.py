@@ -22,12 +22,12 @@ class Part(NamedTuple):
 
 
 class SparseRow(NamedTuple):
-    """A sequence of ``total`` tokens whose last ``count``, from token ``begin`` of the batch on, are a sparse prefill. near,
+    """A sequence of ``total`` tokens whose last ``queries``, from token ``begin`` of the batch on, are a sparse prefill. near,
     far: as in ``pieces_of``."""
 
     row: int
     begin: int
-    count: int
+    queries: int
     total: int
     near: list[Piece]
     far: list[Piece]

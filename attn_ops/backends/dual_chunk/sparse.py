@@ -102,24 +102,24 @@ def sparse_attention(
         use_kernel: in a Triton kernel, else in plain PyTorch.
 
     Returns:
-        (count, H, Dv).
+        (queries, H, Dv).
     """
     def far(b: int, begin: int, end: int) -> torch.Tensor:
         return far_query(b, slice(row.begin + begin, row.begin + end))
 
-    rotated = rotated[row.begin : row.begin + row.count]
+    rotated = rotated[row.begin : row.begin + row.queries]
     lines = _lines(row, rotated, far, keys, sizes, last, scale, softcap)
     attend = attend_eager
     if use_kernel:
         listed = Listed.of(lines, kernel_block(rotated, values.shape[2]))
         attend = functools.partial(attend_triton, listed=listed)
-    first = row.total - row.count
+    first = row.total - row.queries
 
     def state(query: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         begin, _, key, end = piece
         return attend(query, keys[key:end], values[key:end], first + begin, key, lines, scale=scale, softcap=softcap)
 
-    out = rotated.new_empty(row.count, rotated.shape[1], values.shape[2])
+    out = rotated.new_empty(row.queries, rotated.shape[1], values.shape[2])
     lse = torch.empty(rotated.shape[:2], dtype=torch.float32, device=rotated.device)
     for piece in row.near:
         part = slice(*piece[:2])
@@ -133,10 +133,10 @@ def sparse_attention(
 def _lines(row: SparseRow, rotated: torch.Tensor, far_query: Callable[[int, int, int], torch.Tensor], keys: torch.Tensor,
            sizes: Sequence[tuple[int, int]], last: int, scale: float, softcap: float | None) -> Lines:
     """What the last queries choose, a few heads at a time."""
-    count, heads, total = min(last, row.count), rotated.shape[1], row.total
-    group, start = heads // keys.shape[1], row.count - count
+    count, heads, total = min(last, row.queries), rotated.shape[1], row.total
+    group, start = heads // keys.shape[1], row.queries - count
     near = rotated[start:]
-    far = [(max(0, begin - start), key, end, far_query(b, max(begin, start), row.count))
+    far = [(max(0, begin - start), key, end, far_query(b, max(begin, start), row.queries))
            for b, (begin, _, key, end) in enumerate(row.far)]
     later = torch.arange(total, device=keys.device) > torch.arange(total - count, total, device=keys.device)[:, None]
     found = []

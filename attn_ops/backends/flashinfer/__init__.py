@@ -33,7 +33,7 @@ from quire.attn_ops.backends.flashinfer.pages import PageTable, append, leading_
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step
-from quire.attn_ops.vendor import missing, no_compiler
+from quire.attn_ops.vendor import missing, no_compiler, too_old
 
 NAME = "flashinfer"
 MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
@@ -114,6 +114,7 @@ class FlashInferState:
         starts = metadata.query_start_loc_cpu.numpy()
         self.metadata, self.num_tokens, self.key, self.capturing = (
             metadata, metadata.num_tokens, step.graph_key, step.capturing)
+        self.window_metadata = step.window_metadata or metadata  # of layers with a window: the same but for the pages
         self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
         if self.key is not None:
             self._check_graph(int(starts[-1]), min(starts.shape[0] - 1, self.num_tokens))
@@ -146,7 +147,8 @@ class FlashInferState:
         table = self.tables[group.window]
         try:
             if group.window not in self.filled:
-                table.fill(self.metadata, self.rows, self.decodes, group.window)
+                metadata = self.metadata if group.window is None else self.window_metadata
+                table.fill(metadata, self.rows, self.decodes, group.window)
                 self.filled.add(group.window)
             n = self.decodes if self.key is None else self.rows
             segments = [(self._plan_decode(group, table, n), 0, n)] if n else []
@@ -268,7 +270,8 @@ def paged_attention(
 def available(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs on cuda, not {device.type}"
-    return missing("flashinfer", "pip install 'quire[flashinfer]'") or no_compiler("flashinfer", "flashinfer-jit-cache")
+    return (missing("flashinfer", "pip install 'quire[flashinfer]'") or too_old("flashinfer-python", "0.6.18")
+            or no_compiler("flashinfer", "flashinfer-jit-cache"))
 
 
 BACKEND = AttentionBackend(
@@ -282,7 +285,7 @@ BACKEND = AttentionBackend(
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     make_state=FlashInferState,
-    plan=plan,
+    plan=plan, plans_windows=True,
     priority={"cuda": 20},
     packages=("flashinfer-python", "triton"),
 )

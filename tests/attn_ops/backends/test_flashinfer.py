@@ -218,6 +218,19 @@ def test_layers_share_plans_and_groups_are_met_late(on_cpu) -> None:
     assert [w.plans for w in state.wrappers.values()] == [2, 2, 2, 2], "a group met late is planned with the others"
 
 
+def test_layers_with_a_window_on_pages_of_their_own(on_cpu) -> None:
+    """A user of gemma-like models: pages behind the window are freed, so windowed layers have another block table."""
+    make = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
+    local, full = make_case([1, 6], [40, 30], window=8, seed=1, **make), make_case([1, 6], [40, 30], **make)
+    assert not torch.equal(local.metadata.block_table_tensor, full.metadata.block_table_tensor)
+    state = state_for(full, local.site)
+    step = Step(full.cache, full.metadata, states={"flashinfer": state}, window_metadata=local.metadata)
+    BACKEND.plan(full.metadata, step)
+    with running(step):
+        for case in (local, full):
+            check_output(flashinfer.paged_attention(*case.arguments(), **case.options), case)
+
+
 def test_groups_of_one_window_share_its_page_table(on_cpu, monkeypatch) -> None:
     fills = []
     fill = flashinfer.PageTable.fill

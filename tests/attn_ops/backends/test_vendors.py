@@ -9,6 +9,8 @@ import importlib
 import importlib.metadata
 import inspect
 import math
+import re
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -326,6 +328,18 @@ def test_packages_of_the_wrong_version_are_named(monkeypatch) -> None:
     assert too_old("flashinfer-python", "0.6.18") is too_old("flashinfer-python", "0.6.9") is None
     monkeypatch.undo()
     assert too_old("no-such-distribution", "1.0") is None
+    assert too_old("no-such-distribution", "1.0", "pip install it") == (
+        "the module that is installed is not that of no-such-distribution: pip install it")
+
+
+def test_a_build_without_cpu_kernels_is_not_taken(monkeypatch) -> None:
+    """sgl-kernel's build for GPUs has the same name, and would fail in the middle of a step."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.setattr(intel_amx, "missing", lambda module, install: None)
+    for build, message in ((SimpleNamespace(), "has no kernels for CPUs: build sgl-kernel"),
+                           (None, r"sgl_kernel does not load \(ModuleNotFoundError")):
+        monkeypatch.setitem(sys.modules, "sgl_kernel", build)
+        assert re.search(message, intel_amx.BACKEND.available(CPU))
 
 
 def test_another_project_of_the_same_name_is_not_taken(monkeypatch, tmp_path) -> None:
@@ -347,11 +361,11 @@ def test_flash_attention_chooses_by_gpu_and_package(monkeypatch) -> None:
         flash_attention.variant.cache_clear()
         found = flash_attention.variant(major)
         flash_attention.variant.cache_clear()
-        return found and found[0]
+        return found and f"{found[0]}, pages of {found[2]}"
 
-    assert [variant(m) for m in (7, 8, 9, 10)] == [None, "FA3", "FA3", "FA4"]
+    assert [variant(m) for m in (7, 8, 9, 10)] == [None, "FA3, pages of 1", "FA3, pages of 1", "FA4, pages of 128"]
     installed.discard("flash_attn_interface")
-    assert [variant(m) for m in (8, 9)] == ["FA2", "FA4"]
+    assert [variant(m) for m in (8, 9)] == ["FA2, pages of 256", "FA4, pages of 1"]
 
 
 def test_recorders_have_all_that_is_passed() -> None:

@@ -15,6 +15,7 @@ from quire.attn_ops.conformance import ops, page
 from quire.attn_ops.conformance.report import check_backend, main, run_checks
 from quire.attn_ops.conformance.sweeps import SHAPES
 from quire.attn_ops.registry import get_backend
+from quire.attn_ops.step import current_step
 from tests.attn_ops.conformance.test_kit import NAMES, broken, failures
 
 NATIVE = get_backend("torch_native")
@@ -97,6 +98,20 @@ def test_batch_invariance_is_checked_where_it_is_declared() -> None:
     assert status == "FAIL" and detail.startswith("declared batch_invariant, and sequence 0")
 
 
+def test_any_batch_is_checked_where_it_is_declared() -> None:
+    """A backend that reads the lengths of the step and not of its tables."""
+    def op(given):
+        step = current_step()
+        longest = 1 if step is None or step.metadata.num_tokens == len(given["q"]) else step.metadata.max_query_len
+        return torch_native.paged_attention(**{**given, "scale": given["scale"] * longest})
+
+    def check(backend: AttentionBackend) -> list[str]:
+        return [result.status for result in check_backend(backend, only="the last tokens of a step")]
+
+    assert check(NATIVE) == ["ok"]
+    assert check(broken(op, any_batch=True)) == ["FAIL"]
+
+
 def test_buffers_used_again() -> None:
     """A backend that keeps the lengths of its first step."""
     kept: list[torch.Tensor] = []
@@ -159,3 +174,8 @@ def test_json_and_page(tmp_path, capsys) -> None:
     assert "- `flashinfer` was not run: runs on cuda" in text
     runs["torch_native"]["results"][0].update(status="FAIL", detail="wrong | numbers")
     assert "**FAIL**: wrong / numbers" in page.page([record])
+    quick = {**record, "runs": [{**runs["torch_native"], "backend": "another", "quick": True}]}
+    elsewhere = {**quick, "environment": {**record["environment"], "devices": {"cuda": "a GPU"}}}
+    text = page.page([record, quick], page.page([record, elsewhere]))  # one table for the CPU; the GPU's stays
+    assert text.count("### ") == 2 and text.count("`another` float32, quick |") == 2 and "### cuda: a GPU" in text
+    assert len(record["runs"]) == len(runs)

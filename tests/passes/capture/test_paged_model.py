@@ -161,7 +161,8 @@ def to_rope_parameters(model, seen):
 @pytest.mark.skipif(not hasattr(torch._dynamo.output_graph.OutputGraph, "get_replayed_side_effect_source_refs"),
                     reason="this torch cannot tell")
 @pytest.mark.parametrize("record, what", [
-    (to_closure, "what a hook of model.layers.0 holds[.] It runs"), (to_global, "RECORDED[.] It runs"),
+    (to_closure, "what a hook of model.layers.0 holds[.] It runs"),
+    (to_global, "tests.passes.capture.test_paged_model.RECORDED[.] It runs"),
     (to_module, "model.layers.0[.] It runs"),
     # Where transformers changes things itself.
     (to_rotary_closure, ""), (to_rotary, ""), (to_config, ""), (to_rope_parameters, ""),

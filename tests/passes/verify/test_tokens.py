@@ -288,6 +288,13 @@ REFUSED = {
     "added to what all share": (lambda x, p: x + torch.zeros(4, WIDTH).index_add(0, p[0] % 4, x[0])[0], "what all share"),
     "added by position": (lambda x, p: torch.zeros_like(x[0]).index_add(0, p[0], x[0]), "to the rows of others"),
     "columns filled by position": (lambda x, p: x[0].index_fill(1, p[0] % WIDTH, 0.5), "to the rows of others"),
+    "distances of columns": (lambda x, p: x + torch.cdist(x.mT, x.mT).sum((1, 2)), "it sums over the tokens"),
+    "on a diagonal": (lambda x, p: x + torch.diag_embed(x.mT).sum(-1).mT, "it puts the tokens on a diagonal"),
+    "attends over its features": (lambda x, p: F.scaled_dot_product_attention(x.mT, x.mT, x.mT).mT, "it attends over tokens"),
+    "a causal memory": (lambda x, p: F.scaled_dot_product_attention(x, TABLE[None], TABLE[None], is_causal=True),
+                        "it attends over tokens"),
+    "a memory with dropout": (lambda x, p: F.scaled_dot_product_attention(x, TABLE[None], TABLE[None], dropout_p=0.5),
+                              "it drops scores at random"),
     "histogram": (lambda x, p: x + torch.histc(x, 4, -2, 2)[0], "it counts the tokens"),
     "sorted rows joined in pairs": (pairs_of_sorted_rows, "sorted by expert are put into another shape"),
     # Experts by groups of rows.
@@ -338,6 +345,7 @@ SERVED = {
     "experts": lambda x, p: by_expert(x),
     "experts by counted ids": lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids).sum(0)),
     "attended": lambda x, p: attended(x),
+    "a memory": lambda x, p: F.scaled_dot_product_attention(x, TABLE[None], TABLE[None]),
 }
 
 

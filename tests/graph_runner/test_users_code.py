@@ -1,0 +1,266 @@
+"""What users put into a model, around it or in the place of its parts: followed, or refused with the true reason."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM, TemperatureLogitsWarper
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
+
+import quire
+from quire.attn_ops.backend import UnsupportedAttention
+from quire.graph_runner.engine import Engine
+from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
+from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, snapshot, tokens
+
+IDS = [3, 4, 5]
+SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
+OPTIONS: dict[str, Any] = dict(num_pages=40, max_num_seqs=4, cudagraph_capture_sizes=[])
+BATCH = dict(input_ids=torch.tensor([[0, 5, 6, 7], [9, 3, 11, 12]]), attention_mask=torch.tensor([[0, 1, 1, 1], [1] * 4]))
+FACTORS = [1.0]
+
+
+@pytest.fixture
+def model() -> Any:
+    return small_llama(0.3)
+
+
+def expected(model: Any) -> list[int]:
+    return hf_greedy(model, IDS, 8, eos_token_id=None)
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTORS[0]
+
+
+class Steering:
+    """A hook with settings in an object of an object, and in a global list that a function of its reads."""
+
+    def __init__(self) -> None:
+        self.settings = SimpleNamespace(factor=1.0)
+
+    def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return scaled(out) * self.settings.factor
+
+
+class Activation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = SimpleNamespace(slope=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) * self.options.slope
+
+
+def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    factors = [1.0]
+    monkeypatch.setitem(globals(), "FACTORS", factors)
+    mlp, hook = model.model.layers[0].mlp, Steering()
+    mlp.act_fn = Activation()
+    mlp.register_forward_hook(hook)
+    with Engine(model, **OPTIONS) as engine:
+        seen = [expected(model)]
+        for holder, name, value in ((hook.settings, "factor", 4.0), (mlp.act_fn.options, "slope", -3.0), (factors, 0, 0.1)):
+            assert tokens(engine.generate(IDS, SHORT)) == [seen[-1]]
+            if isinstance(holder, list):
+                holder[0] = value
+            else:
+                setattr(holder, name, value)
+            with caplog.at_level(logging.WARNING, "quire.graph_runner.live_model"):
+                assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+            assert f"{value}): tracing it again" in caplog.messages[-1]
+            seen.append(expected(model))
+        assert len({tuple(t) for t in seen}) == len(seen)
+        # What the forward does not read may change.
+        runner, hook.settings.note, mlp.act_fn.options.note = engine.runner, 3, [1]
+        assert tokens(engine.generate(IDS, SHORT)) == [seen[-1]] and engine.runner is runner
+        assert_idle(engine)
+
+
+def test_attention_functions_that_would_be_replaced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the engine is made, and while it is open: torch's function inside sdpa, the table's look-up, quire's own name."""
+    sdpa, table = F.scaled_dot_product_attention, type(ALL_ATTENTION_FUNCTIONS)
+    with Engine(model, **OPTIONS) as engine:
+        want = expected(model)
+        assert tokens(engine.generate(IDS, SHORT)) == [want]
+        for patch, named in ((lambda m: m.setattr(F, "scaled_dot_product_attention", lambda *a, **o: sdpa(*a, **o) * 2),
+                              r"torch.nn.functional.scaled_dot_product_attention is not transformers' own"),
+                             (lambda m: m.setattr(table, "get_interface", lambda *a: None), "get_interface is not")):
+            with monkeypatch.context() as patched:
+                patch(patched)
+                with pytest.raises(RuntimeError, match=f"changed after the engine traced it.*{named}"):
+                    engine.generate(IDS, SHORT)
+                with pytest.raises(UnsupportedAttention, match=named):
+                    Engine(copy.deepcopy(model), **OPTIONS)
+        assert tokens(engine.generate(IDS, SHORT)) == [want]
+    with monkeypatch.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS, "quire", lambda *args, **options: None)
+        with pytest.raises(UnsupportedAttention, match="the name 'quire' .* is quire's own, and now means"):
+            Engine(model, **OPTIONS)
+
+
+class Blocks(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        with_blocks = dict(and_mask_function=lambda b, h, q, k: k >= q - 500)
+        llama.create_causal_mask(self.config, self.model.embed_tokens(input_ids), None, None, **with_blocks)
+        return super().forward(input_ids=input_ids, **options)
+
+
+def test_masks_that_would_be_lost(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any reach: a trial sequence is too short to show the second."""
+    create = llama.create_causal_mask
+    model.__class__ = Blocks
+    with pytest.raises(UnsupportedAttention, match="Blocks.forward passes and_mask_function to transformers' mask functions"):
+        Engine(model, **OPTIONS)
+    model.__class__ = LlamaForCausalLM
+    monkeypatch.setattr(llama, "create_causal_mask",
+                        lambda *a, **o: create(*a, **o, and_mask_function=lambda b, h, q, k: k >= q - 500))
+    with pytest.raises(UnsupportedAttention, match="create_causal_mask was replaced by .*<lambda>, which is not transformers'"):
+        Engine(model, **OPTIONS)
+
+
+def test_compilation_switched_off(model: Any) -> None:
+    """The model's own code would run without the cache."""
+    with Engine(model, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+        with torch.compiler.set_stance("force_eager"):
+            with pytest.raises(UnsupportedAttention, match="torch.compile is switched off here .*force_eager"):
+                engine.generate(IDS, SHORT)
+            with pytest.raises(UnsupportedAttention, match="torch.compile is switched off here"):
+                Engine(copy.deepcopy(model), **OPTIONS)
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
+def test_backward_hooks(model: Any) -> None:
+    """They have no effect on a forward without gradients, and run again afterwards."""
+    seen: list[str] = []
+    model.model.layers[0].register_full_backward_hook(lambda module, before, after: seen.append("hook"))
+    model.model.layers[0].register_full_backward_pre_hook(lambda module, before: seen.append("pre-hook"))
+    before = snapshot(model)
+    with Engine(model, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+    assert snapshot(model)["attributes"] == before["attributes"]
+    model(torch.tensor([IDS])).logits.sum().backward()
+    assert seen == ["pre-hook", "hook"]
+
+
+def test_a_part_of_the_model_is_switched_while_it_is_traced() -> None:
+    """By another thread, which may also switch it back before the trace ends: the trace does not count, the choice stays."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)), nn.Dropout(0.5)).train()
+    model[2].eval()
+    with evaluating(model):
+        assert not any(m.training for m in model.modules())
+        model[1].eval()
+    assert [m.training for m in model] == [True, False, False] and not model[1][0].training
+    for mode in (True, False):
+        model.train()
+        with pytest.raises(ChangedWhileTraced, match=r"1.training: False -> True, by another thread"), evaluating(model):
+            model[1].train()
+            model[1].train(mode)
+        assert [m.training for m in model] == [True, mode, True]
+    assert not [m for m in model.modules() if "train" in vars(m)]
+
+
+def no_head(model: Any) -> Any:
+    model.lm_head = None
+    return model
+
+
+def scripted(model: Any) -> Any:
+    model.model.layers[0].mlp.act_fn = torch.jit.script(nn.ReLU())
+    return model
+
+
+logger = logging.getLogger("mine")
+
+
+class Logs(LlamaForCausalLM):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        logger.warning("a forward")
+        return super().forward(*args, **options)
+
+
+def logs(model: Any) -> Any:
+    model.__class__ = Logs
+    return model
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda m: m.to("meta"), "model.embed_tokens.weight is on the meta device, so it has no values"),
+    (nn.Sequential, "takes no input_ids and no position_ids.*Its module '0' is a LlamaForCausalLM: give quire that one"),
+    (nn.DataParallel, "Its module 'module' is a LlamaForCausalLM: give quire that one"),
+    (no_head, "own forward fails on token ids and positions: TypeError: 'NoneType' object is not callable"),
+    (scripted, "could not be traced into one graph: it calls a TorchScript module. Put the Python module in its place"),
+    (logs, "could not be traced into one graph: it writes to a log. Remove the logging"),
+], ids=["meta", "sequential", "parallel", "no head", "script", "logs"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_reasons(change: Callable[[Any], Any], reason: str, model: Any) -> None:
+    """In quire's words, and none of torch.compile's behind them."""
+    with pytest.raises(UnsupportedAttention, match=reason) as caught:
+        Engine(change(model), **OPTIONS)
+    assert "Unsupported" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+class Weighed(LlamaForCausalLM):
+    """Its logits follow from the attention mask, which an engine does not give it."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        out = super().forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+        if attention_mask is not None:
+            out.logits = out.logits + attention_mask.sum(-1)[:, None, None] * torch.arange(64.0)
+        return out
+
+
+class PassedOn(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **options: Any) -> Any:
+        out = super().forward(input_ids, attention_mask, past_key_values=past_key_values, **options)
+        out.logits = -out.logits
+        return out
+
+
+def weighed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.__class__ = Weighed
+
+
+def warped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TemperatureLogitsWarper, "__call__", lambda self, ids, scores: -scores)
+
+
+@pytest.mark.parametrize(("change", "options", "reason"), [
+    (None, dict(attention_mask=BATCH["attention_mask"] * 2), "values beside 0 and 1"),
+    (None, dict(attention_mask=BATCH["attention_mask"] * 0.5), "values beside 0 and 1"),
+    (weighed, {}, "Weighed.forward reads attention_mask"),
+    (warped, dict(do_sample=True, top_k=1, temperature=0.5), "TemperatureLogitsWarper.__call__ is the model's own"),
+], ids=["mask of 2", "mask of 0.5", "forward reads the mask", "a warper patched"])
+def test_generate_falls_back(change: Any, options: dict[str, Any], reason: str, model: Any, monkeypatch: pytest.MonkeyPatch
+                             ) -> None:
+    if change is not None:
+        change(model, monkeypatch)
+    call = BATCH | dict(max_new_tokens=6, do_sample=False) | options
+    want = model.generate(**call)
+    quire.paged(model, **OPTIONS)
+    with pytest.warns(UserWarning, match=f"transformers' own code, not paged, because .*{reason}"):
+        assert torch.equal(model.generate(**call), want)
+    model.generate.close()
+
+
+def test_generate_is_paged_where_a_forward_passes_its_inputs_on(model: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """And an end token that is no integer is read as transformers reads it."""
+    model.__class__ = PassedOn
+    call = BATCH | dict(max_new_tokens=6, do_sample=False)
+    calls = [call, call | dict(eos_token_id=True)]
+    want = [model.generate(**each) for each in calls]
+    quire.paged(model, **OPTIONS)
+    assert all(torch.equal(model.generate(**each), ids) for each, ids in zip(calls, want, strict=True))
+    assert not [w for w in recwarn if "not paged" in str(w.message)]
+    model.generate.close()
