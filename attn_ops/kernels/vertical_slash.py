@@ -1,4 +1,4 @@
-"""Kernel of causal attention to some keys and to some distances (vertical and slash lines)."""
+"""Prefill attention over vertical columns and slash diagonals (MInference, Jiang et al., 2024)."""
 
 from __future__ import annotations
 
