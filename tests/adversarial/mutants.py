@@ -384,7 +384,8 @@ MASK_MUTANTS = [
            "return True or re.match(",
            _in("passes/rewrite", "test_raise_sdpa", "test_a_mask_that_the_caller_passes_is_refused")),
     Mutant(MASK_PROOF, "one length only", "        if not symbolic(self.tokens):", "        if False:",
-           _in("passes/rewrite", "test_raise_sdpa", "test_static_trace_is_refused")),
+           _in("passes/rewrite", "test_raise_sdpa", "test_static_trace_is_refused"),
+           "the shape conditions in pipeline.py, which refuse one length as well"),
 ]
 
 SITES, BREAKS, QUANTIZED = (f"passes/verify/{n}.py" for n in ("sites", "breaks", "quantized"))
@@ -436,7 +437,7 @@ SITE_MUTANTS = [
     Mutant(BREAKS, "a model compiled in parts", "    if broken:\n", "    if False:\n",
            _in("adversarial", "test_mixers", "test_parts_of_a_model_are_refused")),
     Mutant(BREAKS, "a graph break", "if reason is not None and reason.graph_break:", "if False:",
-           _in("adversarial", "test_mixers", "test_parts_of_a_model_are_refused")),
+           _in("adversarial", "test_mixers", "test_a_break_at_the_end_is_refused")),
     Mutant(BREAKS, "a forward that Dynamo gave up", "elif (caller := _untraced_caller()) is not None:",
            "elif (caller := None) is not None:", _in("adversarial", "test_mixers", "test_parts_of_a_model_are_refused")),
     Mutant(BREAKS, "hooks around the compiled module", "(module._forward_hooks or module._forward_pre_hooks)", "False",
