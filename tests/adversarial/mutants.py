@@ -462,11 +462,9 @@ SITE_MUTANTS = [
     Mutant(RAISE, "as many keys as queries", "if str(q_shape[2]) != str(k_shape[2]):", "if False:",
            _in("passes/rewrite", "test_raise_sdpa", "test_keys_longer_than_queries_are_refused")),
     Mutant(RAISE, "queries of four dimensions", "    if missing < 0 or any(", "    if any(", _GROUPS),
-    Mutant(RAISE, "heads in groups", "if kv_heads != v_heads or heads % kv_heads:", "if False:", _GROUPS,
-           "F.scaled_dot_product_attention itself, when Dynamo traces it"),
+    Mutant(RAISE, "heads in groups", "if kv_heads != v_heads or heads % kv_heads:", "if False:", _GROUPS),
     Mutant(RAISE, "heads in groups by enable_gqa", "    if kv_heads not in (1, heads) and k is arg",
-           "    if False and k is arg", _GROUPS,
-           "F.scaled_dot_product_attention itself, when Dynamo traces it"),
+           "    if False and k is arg", _GROUPS),
     Mutant(RAISE, "repeated keys that are changed in place", "or is_changed(at) or is_changed(data)", "",
            _in("passes/rewrite", "test_raise_sdpa", "test_a_changed_copy_is_not_peeled") + "\n" +
            _in("adversarial", "test_masks", "test_a_repeat_that_is_changed_in_place_stays")),
