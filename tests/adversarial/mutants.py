@@ -286,7 +286,8 @@ TOKEN_MUTANTS = [
            "base is None or x is None", _tokens("adapters that follow from the tokens")),
     Mutant(INDEX, "drawing tokens: numbers are data of the row", "[as_data(call.known(t)) for t in call.tensors()]",
            "[k if isinstance(k := call.known(t), Rows) else None for t in call.tensors()]",
-           _tokens("tokens drawn by the numbers of others", test="test_rows_asked_for")),
+           _tokens("tokens drawn by the numbers of others", test="test_rows_asked_for"),
+           "numbers of rows are no data, whatever uses them (rows.py)"),
 ]
 
 
