@@ -83,6 +83,17 @@ def test_parts_of_a_model_are_refused() -> None:
     assert "compiled in parts" in compiled_outcome(model, model)
 
 
+class EndsInABreak(Model):
+    """No graph begins behind the break, so that only the one before it can tell."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return hidden(super().forward(input_ids, position_ids))
+
+
+def test_a_break_at_the_end_is_refused() -> None:
+    assert "compiled in parts" in compiled_outcome(EndsInABreak(), Model())
+
+
 class Behind(torch.nn.Module):
     def __init__(self, inner: torch.nn.Module, mix: Any) -> None:
         super().__init__()

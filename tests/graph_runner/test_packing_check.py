@@ -47,6 +47,10 @@ def rare(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # only wher
     return x * torch.where((x.abs().amax(-1) > 3.5).sum() >= 5, 2.0, 1.0)
 
 
+def rarer(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # more of them than tokens at random have
+    return x * torch.where((x.abs().amax(-1) > 3.5).sum() >= 8, 2.0, 1.0)
+
+
 def compiled_only(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # another forward when it is traced
     return x if torch.compiler.is_compiling() else x.tanh()
 
@@ -94,6 +98,11 @@ def test_leaks_are_found(mix, dtype, trial) -> None:
         pytest.skip("PyTorch has no bfloat16 Fourier transform")
     with pytest.raises(UnsupportedAttention, match="a trial batch of two short sequences"):
         trial(mix, dtype)
+
+
+def test_what_only_a_sequence_of_large_numbers_shows(trial) -> None:
+    with pytest.raises(UnsupportedAttention, match="depend on its neighbour in the batch"):
+        trial(rarer)
 
 
 def ahead_at_the_start(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # never into the next sequence

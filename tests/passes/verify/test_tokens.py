@@ -329,7 +329,7 @@ REFUSED_PICKS = {
     "place: rows asked for": (lambda x, p, k: x[0][k] * k[:, None], "with the places of the tokens"),
     "asked for among sorted rows": (lambda x, p, k: x[0][routed(x)][k], "rows are picked by numbers"),
     "written to the rows asked for": (lambda x, p, k: (x[0] * 1).index_put((k,), x[0][k] * 2), "to the rows of others"),
-    "tokens drawn by the numbers of others": (lambda x, p, k: sample_tokens(x[0][k], k.float(), k, k), "places of the tokens"),
+    "tokens drawn by the numbers of others": (lambda x, p, k: sample_tokens(x[0][k], x[0][k][:, 0], k, k), "with the places"),
 }
 SERVED = {
     "adapters of each token": lambda x, p: adapted(x),
