@@ -3,7 +3,7 @@
 A model of 32 equal layers has 33 pieces of three kinds: up to the first attention, from one attention to the next, and from the
 last to the logits. So the compiler sees three small graphs instead of one of 32 layers::
 
-    prepared = prepare(...)                           run as it is, before all pieces
+    prepared = prepare(...)                           run as it is, before all pieces, with what it is made of
     piece 0: embed, norm, q/k/v, rope, attention      compiled
     piece 1: o, residual, norm, mlp, residual, norm, q/k/v, rope, attention      compiled
     piece 2 to 31: the code of piece 1, given the weights and caches of other layers
@@ -102,14 +102,15 @@ _BEFORE = -1  # the place of what runs uncompiled, before all pieces
 def _places(lowered: Lowered) -> dict[fx.Node, int]:
     """The number of each node's piece. A part of a tuple goes where the tuple is made, so that only tensors cross."""
     place: dict[fx.Node, int] = {}
-    at = 0
+    prepare, at = lowered.target.backend.prepare, 0
+    before = {n for p in lowered.gm.graph.nodes if prepare is not None and p.target is prepare for n in ancestors(p)}
     for node in lowered.gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise _Whole(f"it holds a constant or a nested graph ({node.op} {node.target})")
         if node.op in ("placeholder", "output") or _is_size(node):
             continue
         source = node.args[0] if node.target is operator.getitem else None
-        if node.target is lowered.target.backend.prepare:
+        if node in before:
             place[node] = _BEFORE
         elif isinstance(source, fx.Node) and source in place and not isinstance(value(source), torch.Tensor):
             place[node] = place[source]

@@ -20,6 +20,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.passes.capture.paged_model import PagedModel, find_sites
+from quire.passes.compile.regions import compile_by_regions
 from quire.passes.options import QuireOptions
 from tests.tiny import hf_greedy, small_llama, tokens
 from tests.zoo.configs import SERVED, build
@@ -113,13 +114,22 @@ def test_only_last_tokens_pass_the_sharing_layers() -> None:
         assert outs == [own_tokens(model, p, 4) for p in SHORT]
 
 
-@pytest.mark.slow
-def test_compiled_and_fused() -> None:
-    """By Inductor, with the fusions of a GPU."""
-    model = Shares().eval()
-    options = dict(SIZES, compiler="inductor", fusions="all", kv_sharing_fast_prefill=True)
-    with quire.Engine(model, **options) as engine, torch.no_grad():
-        assert tokens(engine.generate(SHORT, GREEDY)) == [own_tokens(model, p, 10) for p in SHORT]
+def test_fused_and_cut_into_pieces() -> None:
+    """As the compiler gets it: with the fusions of a GPU, cut behind every attention op."""
+    model, ids = Shares().eval(), torch.tensor([1, 2, 3, 4, 5, 6])
+    paged = PagedModel(model, QuireOptions(compiler="eager", kv_sharing_fast_prefill=True))
+    cache = PagedKVCache.for_sites(paged.sites, num_pages=3, page_size=4, device="cpu")
+    meta = CommonAttentionMetadata.build([4, 2], [4, 2], [[1], [2]], page_size=4)
+    last = dataclasses.replace(meta, logits_indices_padded=meta.logits_indices, num_logits_indices=2)
+    compiled = paged.graph.compiled(Step(cache, last))
+    lowered, compiled.fused_last = paged.graph.lowered(compiled.lowered.target, "all", last_rows=True)
+    pieces: list[int] = []
+    compiled.run_last = compile_by_regions(lowered, lambda gm, inputs: (pieces.append(0), gm.forward)[1], always=True)
+    with torch.no_grad():
+        want = torch.stack([model(part[None], torch.arange(len(part))[None])[0, -1] for part in (ids[:4], ids[4:])])
+    torch.testing.assert_close(paged(Step(cache, last), ids, meta.positions, last.logits_indices_padded), want)
+    assert len(pieces) == 3
+    paged.close()
 
 
 def test_keys_changed_in_between_are_not_shared() -> None:
