@@ -68,6 +68,7 @@ def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, ca
     mlp, hook = model.model.layers[0].mlp, Steering()
     mlp.act_fn = Activation()
     mlp.register_forward_hook(hook)
+    mlp.register_forward_hook(Steering())  # settings of the same names
     with Engine(model, **OPTIONS) as engine:
         seen = [expected(model)]
         for holder, name, value in ((hook.settings, "factor", 4.0), (mlp.act_fn.options, "slope", -3.0), (factors, 0, 0.1)):
