@@ -196,20 +196,58 @@ def logs(model: Any) -> Any:
     return model
 
 
+class Reward(nn.Module):
+    """One number per token, and a config of a language model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.score = model.model, model.config, nn.Linear(32, 1)
+
+    def forward(self, input_ids: Any, position_ids: Any = None, **options: Any) -> Any:
+        return self.score(self.model(input_ids=input_ids, position_ids=position_ids, **options)[0])
+
+
+class Value(nn.Module):
+    """Logits, and a number made of hidden states."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.value = model, model.config, nn.Linear(32, 1)
+
+    def forward(self, input_ids: Any, position_ids: Any = None, **options: Any) -> Any:
+        out = self.model(input_ids=input_ids, position_ids=position_ids, output_hidden_states=True, **options)
+        return out.logits, self.value(out.hidden_states[-1])
+
+
 @pytest.mark.parametrize(("change", "reason"), [
+    (Reward, "Reward has no language-model head: it gives 1 logits per token, and its vocabulary has 64 tokens"),
+    (Value, "asks for hidden states or attentions, for which transformers installs hooks in a first call. Run the model once"),
     (lambda m: m.to("meta"), "model.embed_tokens.weight is on the meta device, so it has no values"),
     (nn.Sequential, "takes no input_ids and no position_ids.*Its module '0' is a LlamaForCausalLM: give quire that one"),
     (nn.DataParallel, "Its module 'module' is a LlamaForCausalLM: give quire that one"),
     (no_head, "own forward fails on token ids and positions: TypeError: 'NoneType' object is not callable"),
     (scripted, "could not be traced into one graph: it calls a TorchScript module. Put the Python module in its place"),
     (logs, "could not be traced into one graph: it writes to a log. Remove the logging"),
-], ids=["meta", "sequential", "parallel", "no head", "script", "logs"])
+], ids=["reward", "value", "meta", "sequential", "parallel", "no head", "script", "logs"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_reasons(change: Callable[[Any], Any], reason: str, model: Any) -> None:
     """In quire's words, and none of torch.compile's behind them."""
     with pytest.raises(UnsupportedAttention, match=reason) as caught:
         Engine(change(model), **OPTIONS)
     assert "Unsupported" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_explain_takes_no_path() -> None:
+    with pytest.raises(TypeError, match="explain takes a model, got 'some/path'; load it first"):
+        quire.explain("some/path")  # type: ignore[arg-type]
+
+
+def test_run_once_before(model: Any) -> None:
+    """As the refusal above advises."""
+    both = Value(model).eval()
+    both(torch.tensor([IDS]))
+    with Engine(both, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
 
 
 class Weighed(LlamaForCausalLM):
