@@ -42,8 +42,9 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     from safetensors import SafetensorError
 
+    loader: Any = AutoModelForCausalLM
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **kwargs)
+        loaded, report = loader.from_pretrained(str(path), output_loading_info=True, **kwargs)
     except SafetensorError as error:
         raise ValueError(f"the weights at {path} are incomplete or no safetensors file ({error})") from error
     if missing := sorted(report["missing_keys"]):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, TemperatureLogitsWarper
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, TemperatureLogitsWarper
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
@@ -108,6 +108,21 @@ def test_attention_functions_that_would_be_replaced(model: Any, monkeypatch: pyt
         patched.setitem(ALL_ATTENTION_FUNCTIONS, "quire", lambda *args, **options: None)
         with pytest.raises(UnsupportedAttention, match="the name 'quire' .* is quire's own, and now means"):
             Engine(model, **OPTIONS)
+
+
+def test_a_window_changed_in_the_config_only() -> None:
+    """transformers makes masks by the config; the modules, which quire asks, keep the window of their initialization."""
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=32, max_position_embeddings=256, sliding_window=8, layer_types=["sliding_attention"])).eval()
+    with Engine(model, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+        model.config.sliding_window = 4
+        with pytest.raises(RuntimeError, match="window: 8 -> 4.* attends with window 8, and transformers makes its mask"):
+            engine.generate(IDS, SHORT)
+        model.config.sliding_window = 8
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
 
 
 class Blocks(LlamaForCausalLM):
