@@ -22,7 +22,7 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
 
     Raises:
         FileNotFoundError: no folder at that path (quire loads from disk; it does not download).
-        ValueError: ``tokenizer`` has no ``decode``, or ``model`` no parameters.
+        ValueError: ``tokenizer`` has no ``decode``, ``model`` no parameters, or weights are missing or cut short.
         UnsupportedAttention: the checkpoint is not one of a causal LM.
     """
     if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
@@ -40,7 +40,16 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
 
     _check_checkpoint(path, AutoConfig.from_pretrained(str(path)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), **kwargs)
+    from safetensors import SafetensorError
+
+    loader: Any = AutoModelForCausalLM
+    try:
+        loaded, report = loader.from_pretrained(str(path), output_loading_info=True, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(f"the weights at {path} are incomplete or no safetensors file ({error})") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"the checkpoint at {path} lacks {len(missing)} of the weights of {type(loaded).__name__}, which "
+                         f"would be random: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}")
     loaded = loaded.to(device).eval()
     if tokenizer is None and any((path / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         tokenizer = AutoTokenizer.from_pretrained(str(path))
@@ -64,6 +73,7 @@ def _check_checkpoint(path: Path, config: Any) -> None:
         raise UnsupportedAttention(f"the model at {path} is a {config.model_type}, which transformers' AutoModelForCausalLM "
                                    "does not know; load the model yourself and pass it instead of the path")
     saved = config.architectures or []
+    saved = [saved] if isinstance(saved, str) else saved
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if saved and not any(name == known.__name__ or name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved):
         raise UnsupportedAttention(f"the model at {path} was saved as {', '.join(saved)}, without a language-model head; quire "

@@ -40,6 +40,8 @@ _CALLS = frozenset(("forward", "__call__", "__getattr__", "__getattribute__"))
 # Fields of a config without effect on the forward, some of which saving a model sets.
 _UNREAD_FIELDS = frozenset(("architectures", "auto_map", "dtype", "name_or_path", "torch_dtype", "transformers_version",
                             "use_cache"))
+# Fields that transformers makes masks of. A trace makes no masks, so it does not read them.
+_OF_MASKS = frozenset(("sliding_window", "attention_chunk_size", "layer_types", "is_causal", "use_bidirectional_attention"))
 # Fields that choose an implementation; quire sets them to its own name while it traces.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 # Hooks of transformers without effect on a forward of the engine: they record outputs when the caller asks for them
@@ -260,7 +262,8 @@ class ModelGuard:
     def _is_field(self, name: str, value: Any) -> bool:
         if name in _IMPLEMENTATIONS:
             return self._read(name)
-        return name[0] != "_" and name not in _UNREAD_FIELDS and not name.endswith("token_id") and self._read(name)
+        return name in _OF_MASKS or (name[0] != "_" and name not in _UNREAD_FIELDS and not name.endswith("token_id")
+                                     and self._read(name))
 
     def _elsewhere_changed(self) -> str | None:
         """Describes a change outside any single module, or None."""

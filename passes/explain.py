@@ -114,13 +114,16 @@ def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "aut
     """Trace ``model`` (nothing is computed) and show for each site how its attention would run, or why it is refused.
 
     Args:
-        model: as for ``quire.Engine``.
+        model: as for ``quire.Engine``, loaded.
         attention: as for ``quire.Engine``.
         page_size: tokens per page, which some backends restrict.
 
     Raises:
-        ValueError: an unknown backend, or a page size below 1.
+        ValueError: an unknown backend, or a page size below 1. TypeError: ``model`` is no module.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"explain takes a model, got {model!r:.60}; load it first, or use the command line: quire explain "
+                        "--model PATH")
     QuireOptions(page_size=page_size)  # checks it; the model is traced without one, so that nothing is compiled
     sites: list[AttentionSite] = []
     selection, error = None, None

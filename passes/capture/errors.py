@@ -13,7 +13,9 @@ from quire.attn_ops.backend import UnsupportedAttention
 #: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
 _MEANS = {
     r"logging\.Logger|LoggingLogger": "it writes to a log. Remove the logging, or what it warns of",
-    r"call_function ConstantVariable\(NoneType": "it calls None: a module that it needs was set to None or removed",
+    r"(?s)_WITH.*output_capturing": (
+        "it asks for hidden states or attentions, for which transformers installs hooks in a first call. Run the model once, "
+        "then give it to quire"),
     r"torch\.jit": "it calls a TorchScript module. Put the Python module in its place",
     r"qualname: disable|marked as skipped|skip_dynamo|in skipfiles": (
         "it calls a function that is kept out of torch.compile (torch.compiler.disable, as in accelerate's hooks for offloaded "
@@ -55,8 +57,9 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
         return UnsupportedAttention(
             f"{name}'s forward fails on one row of token ids, as a ragged batch is given to it: {fails[1]}: {fails[3]}"
             f"{_reason(text)}. It must take input_ids and position_ids of shape (1, tokens).")
+    means = next((meaning for sign, meaning in _MEANS.items() if re.search(sign, text)), None)
     try:
-        _ = None if by_itself is None else by_itself()
+        _ = by_itself() if means is None and by_itself is not None else None
     except Exception as own:
         said = str(own).strip().partition("\n")[0]
         return UnsupportedAttention(f"{name}'s own forward fails on token ids and positions: {type(own).__name__}: "
@@ -67,7 +70,6 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
     hint = "" if not adapters else (
         f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA of embeddings or quantized "
         "weights, target_parameters, trainable tokens): merge the adapter with merge_adapter(), or disable it")
-    means = next((meaning for sign, meaning in _MEANS.items() if re.search(sign, text)), None)
     if means is None:
         met = type(error).__name__
         means = f"torch.compile does not support this: {first}" if met == "Unsupported" else f"{met}: {first}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.passes.verify.sites import text_config
 
 #: Classes of checkpoints without the weights of a language-model head. ``GPT2LMHeadModel`` has them.
 _HEADLESS = re.compile(r".*(For(Token|Sequence)Classification|ForQuestionAnswering|ForMultipleChoice|RewardModel"
@@ -36,6 +37,8 @@ def check_logits(model: torch.nn.Module, width: int) -> None:
     """
     head, embedding = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_input_embeddings"))
     rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
+    if rows is None and (config := getattr(model, "config", None)) is not None:  # a module of the user's around a model
+        rows = getattr(text_config(config), "vocab_size", None)
     if getattr(model, "config", None) is not None and head is None and rows is not None and width != rows:
         raise UnsupportedAttention(f"{type(model).__name__} has no language-model head: it gives {width} logits per token, and "
                                    f"its vocabulary has {rows} tokens.")

@@ -63,13 +63,18 @@ class Reads:
                 continue
             name = readable(source) + what
             if what.startswith(" has "):
-                found[name] = what[5:] in getattr(held, "__dict__", ())
+                fact: Any = what[5:] in getattr(held, "__dict__", ())
             elif isinstance(held, (list, tuple)):
-                found[name + " length"] = len(held)
+                name, fact = f"{name} length", len(held)
             elif isinstance(held, (dict, set, frozenset)):
-                found |= {name: list(held)} if what else {}
-            elif not isinstance(held, types.ModuleType):
-                found[name] = held if held is None or callable(held) or type(held) in _PLAIN else type(held)
+                fact = list(held) if what else None
+            elif isinstance(held, types.ModuleType):
+                continue
+            else:
+                fact = held if held is None or callable(held) or type(held) in _PLAIN else type(held)
+            while name in found:  # two hooks of one module
+                name += "'"
+            found[name] = fact
         return found
 
 

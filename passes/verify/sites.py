@@ -195,6 +195,9 @@ def _verify_config(sites: Sequence[AttentionSite], config: Any) -> None:
         if kind_of == "sliding_attention" and s.window is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a sliding_attention layer, but its window did not "
                                        "reach the attention call")
+        if kind_of == "sliding_attention" and isinstance(window, int) and s.window != window and s.route == "interface":
+            raise UnsupportedAttention(f"layer {s.layer} ({s.name}) attends with window {s.window}, and transformers makes its "
+                                       f"mask by the config's sliding_window={window}; make both equal")
         if kind_of == "chunked_attention" and s.chunk is None:
             raise UnsupportedAttention(f"layer {s.layer} ({s.name}) is a chunked_attention layer, but its chunk is unknown")
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -97,9 +98,23 @@ def test_checkpoints_of_other_models(kind, architecture, message, tmp_path) -> N
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
+def test_weights_that_are_missing(tmp_path) -> None:
+    """transformers makes them random, and says so in a log."""
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    kept = {name: x for name, x in weights.items() if name not in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 2 of the weights .* random: lm_head.weight, model.layers.0.mlp.up"):
+        load(tmp_path, None)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="are incomplete or no safetensors file"):
+        load(tmp_path, None)
+
+
 def test_checkpoints_of_causal_lms(tmp_path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    for names in (None, ["MyOwnForCausalLM"], ["LlamaForCausalLM"]):
+    for names in (None, ["MyOwnForCausalLM"], ["LlamaForCausalLM"], "LlamaForCausalLM"):
         config = AutoConfig.from_pretrained(tmp_path)
         config.architectures = names
         config.save_pretrained(tmp_path)

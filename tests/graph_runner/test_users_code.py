@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, TemperatureLogitsWarper
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, TemperatureLogitsWarper
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
@@ -68,6 +68,7 @@ def test_settings_inside_objects(model: Any, monkeypatch: pytest.MonkeyPatch, ca
     mlp, hook = model.model.layers[0].mlp, Steering()
     mlp.act_fn = Activation()
     mlp.register_forward_hook(hook)
+    mlp.register_forward_hook(Steering())  # settings of the same names
     with Engine(model, **OPTIONS) as engine:
         seen = [expected(model)]
         for holder, name, value in ((hook.settings, "factor", 4.0), (mlp.act_fn.options, "slope", -3.0), (factors, 0, 0.1)):
@@ -107,6 +108,21 @@ def test_attention_functions_that_would_be_replaced(model: Any, monkeypatch: pyt
         patched.setitem(ALL_ATTENTION_FUNCTIONS, "quire", lambda *args, **options: None)
         with pytest.raises(UnsupportedAttention, match="the name 'quire' .* is quire's own, and now means"):
             Engine(model, **OPTIONS)
+
+
+def test_a_window_changed_in_the_config_only() -> None:
+    """transformers makes masks by the config; the modules, which quire asks, keep the window of their initialization."""
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=32, max_position_embeddings=256, sliding_window=8, layer_types=["sliding_attention"])).eval()
+    with Engine(model, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+        model.config.sliding_window = 4
+        with pytest.raises(RuntimeError, match="window: 8 -> 4.* attends with window 8, and transformers makes its mask"):
+            engine.generate(IDS, SHORT)
+        model.config.sliding_window = 8
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
 
 
 class Blocks(LlamaForCausalLM):
@@ -195,20 +211,58 @@ def logs(model: Any) -> Any:
     return model
 
 
+class Reward(nn.Module):
+    """One number per token, and a config of a language model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.score = model.model, model.config, nn.Linear(32, 1)
+
+    def forward(self, input_ids: Any, position_ids: Any = None, **options: Any) -> Any:
+        return self.score(self.model(input_ids=input_ids, position_ids=position_ids, **options)[0])
+
+
+class Value(nn.Module):
+    """Logits, and a number made of hidden states."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.value = model, model.config, nn.Linear(32, 1)
+
+    def forward(self, input_ids: Any, position_ids: Any = None, **options: Any) -> Any:
+        out = self.model(input_ids=input_ids, position_ids=position_ids, output_hidden_states=True, **options)
+        return out.logits, self.value(out.hidden_states[-1])
+
+
 @pytest.mark.parametrize(("change", "reason"), [
+    (Reward, "Reward has no language-model head: it gives 1 logits per token, and its vocabulary has 64 tokens"),
+    (Value, "asks for hidden states or attentions, for which transformers installs hooks in a first call. Run the model once"),
     (lambda m: m.to("meta"), "model.embed_tokens.weight is on the meta device, so it has no values"),
     (nn.Sequential, "takes no input_ids and no position_ids.*Its module '0' is a LlamaForCausalLM: give quire that one"),
     (nn.DataParallel, "Its module 'module' is a LlamaForCausalLM: give quire that one"),
     (no_head, "own forward fails on token ids and positions: TypeError: 'NoneType' object is not callable"),
     (scripted, "could not be traced into one graph: it calls a TorchScript module. Put the Python module in its place"),
     (logs, "could not be traced into one graph: it writes to a log. Remove the logging"),
-], ids=["meta", "sequential", "parallel", "no head", "script", "logs"])
+], ids=["reward", "value", "meta", "sequential", "parallel", "no head", "script", "logs"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_reasons(change: Callable[[Any], Any], reason: str, model: Any) -> None:
     """In quire's words, and none of torch.compile's behind them."""
     with pytest.raises(UnsupportedAttention, match=reason) as caught:
         Engine(change(model), **OPTIONS)
     assert "Unsupported" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_explain_takes_no_path() -> None:
+    with pytest.raises(TypeError, match="explain takes a model, got 'some/path'; load it first"):
+        quire.explain("some/path")  # type: ignore[arg-type]
+
+
+def test_run_once_before(model: Any) -> None:
+    """As the refusal above advises."""
+    both = Value(model).eval()
+    both(torch.tensor([IDS]))
+    with Engine(both, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
 
 
 class Weighed(LlamaForCausalLM):
