@@ -8,6 +8,7 @@ It is measured on the queries and keys that attention gets, after the rotary emb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def recorder(base: AttentionBackend, moments: ChannelMoments) -> AttentionBacken
             moments.tokens += len(slots)
         return out
 
-    capabilities = base.capabilities.__class__(**{**vars(base.capabilities), "cudagraph_support": CudagraphSupport.NEVER})
+    capabilities = replace(base.capabilities, cudagraph_support=CudagraphSupport.NEVER, mla=False, lse=False)  # op alone
     return AttentionBackend(name=name, capabilities=capabilities, available=base.available,
                             op=define_paged_op(name, paged_attention), make_state=make_state, prepare=base.prepare,
                             every_step=True)

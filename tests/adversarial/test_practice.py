@@ -64,4 +64,4 @@ def test_another_path_for_one_token(route: str) -> None:
 @pytest.mark.parametrize("route", [pytest.param(r, marks=[pytest.mark.slow] * (r != "compile")) for r in ROUTES])
 def test_a_forward_that_counts_its_calls_is_refused_by_name(route: str) -> None:
     found = outcome(lambda kind: kind(practice.MIXES["global counter"]), route)
-    assert "changes what outlives the call: CALLS" in found, found
+    assert "changes what outlives the call: tests.adversarial.practice.CALLS." in found, found

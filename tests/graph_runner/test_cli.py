@@ -215,11 +215,12 @@ def test_engine_options_are_as_good_as_those_of_their_own(options: list[str], sm
 
 
 @pytest.mark.parametrize(("file", "text", "message"), [
-    ("model.safetensors", None, "Error no file named model.safetensors"),
-    ("model.safetensors", "torn", "Error while deserializing header"),
-    ("config.json", "{nope", "It looks like the config file at "),
-    ("config.json", '{"model_type": "llama", "hidden_size": "many"}', "Validation error for field 'hidden_size'"),
-    ("tokenizer.json", "{nope", "Expecting property name"),
+    ("model.safetensors", None, "model at {} cannot be loaded: Error no file named model.safetensors"),
+    ("model.safetensors", "torn", "weights at {} are incomplete or no safetensors file (Error while deserializing header"),
+    ("config.json", "{nope", "model at {} cannot be loaded: It looks like the config file at "),
+    ("config.json", '{"model_type": "llama", "hidden_size": "many"}',
+     "model at {} cannot be loaded: Validation error for field 'hidden_size'"),
+    ("tokenizer.json", "{nope", "model at {} cannot be loaded: Expecting property name"),
 ])
 def test_a_model_that_cannot_be_loaded(file: str, text: str | None, message: str, tmp_path: Path,
                                        capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,12 +231,12 @@ def test_a_model_that_cannot_be_loaded(file: str, text: str | None, message: str
         (model / file).write_text(text)
     assert main(["generate", "hi", "--model", str(model)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"quire generate: error: the model at {model} cannot be loaded: {message}")
+    assert said.startswith(f"quire generate: error: the {message.format(model)}")
     assert said.count("\n") == 1
     if file == "config.json":
         assert main(["explain", "--config", str(model / file)]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"quire explain: error: the model at {model / file} cannot be loaded: {message}")
+        assert said.startswith(f"quire explain: error: the {message.format(model / file)}")
 
 
 def test_an_error_of_our_own_shows_where_it_came_from(small: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def build(config, kind=transformers.AutoModelForCausalLM):
     (dict(max_model_len=5000), "max_model_len=5000, but the model has 1024 positions"),
     (dict(kv_cache_dtype="bfloat16"), r"KV cache dtype bfloat16 \(has the model's own dtype, float8_e4m3fn, "),
     (dict(kv_cache_dtype="int16"), r"KV cache dtype int16 \(has the model's own dtype, float8_e4m3fn, "),
-    (dict(attention="nope"), "unknown attention backend 'nope'; there are: auto, .*torch_native"),
+    (dict(attention="nope"), "unknown attention backend 'nope'.*; there are: auto, .*torch_native"),
     (dict(attention="flashinfer"),
      "(?s)attention='flashinfer' cannot serve this model on cpu.*Can serve it here: .*torch_native"),
     (dict(max_num_seqs=4, cudagraph_capture_sizes=[8]), "batch size 8 in the list to capture is larger than any batch"),
