@@ -58,9 +58,10 @@ QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cached_fake_tensors() -> Iterator[None]:
-    """As users have it; see ``tests/conftest.py``."""
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
+def dynamo_for_many_models() -> Iterator[None]:
+    """Fake tensors are cached as users have them (``tests/conftest.py``). transformers' models share their outermost wrapper,
+    which Dynamo traces eight times at most, and then never again; the whole zoo is in this process."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=True, recompile_limit=1000, accumulated_recompile_limit=1000):
         yield
 
 
@@ -192,8 +193,6 @@ def test_packing_check(zoo: Specimen) -> None:
                   device=torch.device("cpu"), vocab_size=64, max_model_len=64)
 
 
-# transformers' models share their outermost wrapper, which Dynamo traces eight times at most; the whole zoo is in this process.
-@torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
 @pytest.mark.parametrize(("name", "prompt"), [
     *(pytest.param(n, 5, marks=[pytest.mark.slow] * (n not in QUICK_BY_HAND)) for n in SERVED if n not in CUT),
     *(pytest.param(n, 1, marks=pytest.mark.slow) for n in SHORT_BY_HAND)])
