@@ -56,7 +56,7 @@ type: setup  ## mypy
 models: setup  ## serve every class of transformers, shrunk, and write docs/models.md (20 minutes; options in ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.all_models $(ARGS)
 
-mutations: setup  ## break each rule of the proofs, and write the test that goes red (10 minutes; ARGS="--only row_rules")
+mutations: setup  ## break each rule of the proofs, and write the test that goes red (ARGS="--only row_rules")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.adversarial.mutations $(ARGS)
 
 soak: setup  ## threads that use one engine and change its model, for 10 minutes (ARGS="--minutes 60")

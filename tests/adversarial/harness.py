@@ -148,8 +148,6 @@ def refusal(error: BaseException) -> str | None:
             return str(at)
         at = getattr(at, "inner_exception", None) or at.__cause__ or at.__context__
     text = str(error)
-    if "the KV cache has no layer" in text:  # a drawn operation is attention of its own, and the cache by hand has one layer
-        return text
     if "UnsupportedAttention" in text:
         return text[text.index("UnsupportedAttention") :]
     if isinstance(error, torch._dynamo.exc.TorchDynamoException) and not isinstance(
