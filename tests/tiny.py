@@ -209,11 +209,13 @@ def check_padded_bucket(engine: Engine, prompts: Sequence[Sequence[int]], bucket
     padded = run_batch(engine, batch, bucket)
     assert (padded - plain).abs().max() <= tolerance * plain.abs().max()
     assert torch.equal(padded.argmax(-1), plain.argmax(-1))
-    size = cache.page_size
-    slots = {r.request.pages[r.start // size] * size + r.start % size for r in batch.rows}
-    live = torch.zeros(cache.num_pages * cache.page_size, dtype=torch.bool, device=plain.device)
-    live[list(slots)] = True
-    for now, old, want in zip([*cache.k, *cache.v], before, written, strict=True):
+    bounded = {site.layer for site in engine.runner.sites if site.bounded} if engine.runner.window_reach is not None else set()
+    for i, (now, old, want) in enumerate(zip([*cache.k, *cache.v], before, written, strict=True)):
+        own = cache.layer_ids[i % len(cache.k)] in bounded  # a layer with page numbers of its own
+        live = torch.zeros(now.shape[0] * cache.page_size, dtype=torch.bool, device=plain.device)
+        for r in batch.rows:
+            pages = r.request.window_pages if own else r.request.pages
+            live[pages[r.start // cache.page_size] * cache.page_size + r.start % cache.page_size] = True
         now, old, want = (t.reshape(live.shape[0], -1) for t in (now, old, want))
         assert torch.equal(now[~live], old[~live])
         assert not torch.equal(now[live], old[live])

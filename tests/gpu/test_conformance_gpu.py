@@ -54,14 +54,15 @@ def test_conformance(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None
     backend = get_backend(need(name))
     if torch.cuda.get_device_capability() < backend.capabilities.min_kv_compute_capability.get(kv_dtype, (0, 0)):
         pytest.skip(f"{name}: {kv_dtype} needs a newer GPU")
-    results = [r for r in check_backend(backend, "cuda", dtype, only=check, kv_dtype=kv_dtype) if r.check == check]
-    if not results and not backend.capabilities.lse and check.startswith(("states: ", "trees of drafts")):
-        pytest.skip(f"{name} does not return attention as a state")
-    (result,) = results
+    if check not in [declared for declared, _ in Kit(backend, torch.device("cuda"), dtype, kv_dtype).checks()]:
+        pytest.skip(f"{name} does not declare what this checks")
+    (result,) = (r for r in check_backend(backend, "cuda", dtype, only=check, kv_dtype=kv_dtype) if r.check == check)
     assert result.status != "FAIL", result.detail
     may_skip = {"CUDA graph of a mixed batch", "rotary embedding (rope_op)"}
     if backend.capabilities.cudagraph_support is CudagraphSupport.NEVER:
         may_skip.add("CUDA graph of a decode batch")
+    if len(Kit(backend, torch.device("cuda"), dtype, kv_dtype).features) < 2:
+        may_skip.add("features together")
     assert result.status == "ok" or check in may_skip, result.detail
 
 
