@@ -90,14 +90,17 @@ class BlockAllocator:
             ValueError: the null page, an unknown page, or one freed more often than it has owners ("double free"). No count
                 has changed then.
         """
-        for page, times in Counter(pages).items():
-            self._check(page)
-            if times > self._ref_counts[page]:
-                raise ValueError(f"double free of page {page}: freed {times} times, and it has {self._ref_counts[page]} owners")
+        counts, total = self._ref_counts, len(self._ref_counts)
+        once = len(pages) < 2 or len(set(pages)) == len(pages)
+        if not once or not all(NULL_PAGE < page < total and counts[page] for page in pages):
+            for page, times in Counter(pages).items():
+                self._check(page)
+                if times > counts[page]:
+                    raise ValueError(f"double free of page {page}: freed {times} times, and it has {counts[page]} owners")
         # Backwards, so that `allocate` returns the pages in the order of `pages`.
         for page in reversed(pages):
-            self._ref_counts[page] -= 1
-            if not self._ref_counts[page]:
+            counts[page] -= 1
+            if not counts[page]:
                 self._free.append(page)
 
     def _check(self, page: int) -> None:

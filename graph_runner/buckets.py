@@ -5,9 +5,10 @@ which every sequence has as many tokens, is measured in sequences (`decode_bucke
 decode in tokens (`token_buckets`). A batch that fits no bucket (`pick_bucket` returns None) runs without a graph.
 
 The steps between sizes grow with the size, so that padding wastes a bounded share of a large batch and few graphs are
-captured. Both default ladders follow SGLang 0.5.23, with 8 in place of its 8 and 12. Other lists have names (`POLICIES`):
+captured. Decode sizes follow SGLang 0.5.23, with 8 in place of its 8 and 12; token counts too, with steps of 128 from 1024 to
+2048, so that from 128 tokens on padding is at most an eighth. Other lists have names (`POLICIES`):
 
-sglang   decode 1, 2, 4, 8, 12, then 16 to 256 by 8, to 512 by 16, then by 32; the default's token counts
+sglang   decode 1, 2, 4, 8, 12, then 16 to 256 by 8, to 512 by 16, then by 32; tokens as the default's, to 4096 by 256
 vllm     1, 2, 4, then 8 to 248 by 8, then from 256 by 16
 powers   1, 2, 4, 8, ...
 
@@ -27,7 +28,8 @@ _DECODE_LAST_STEP = 32
 _SMALL_DECODE_SIZES = (1, 2, 4)  # batches of one to four are common; padding 1 to 8 is expensive
 Policy = Literal["sglang", "vllm", "powers"]
 POLICIES: tuple[str, ...] = get_args(Policy)
-_TOKEN_LADDER = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256))
+_TOKEN_LADDER = ((32, 4), (256, 16), (512, 32), (1024, 64), (2048, 128), (4096, 256))
+_SGLANG_TOKEN_LADDER = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256))
 _TOKEN_LAST_STEP = 512
 
 
@@ -59,7 +61,7 @@ def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None, 
 
 def token_buckets(max_num_batched_tokens: int, sizes: Iterable[int] | str | None = None) -> list[int]:
     """Token counts of the graphs of mixed prefill and decode batches: ascending, without duplicates. Without `sizes`: 4 to 32
-    by 4, to 256 by 16, to 512 by 32, to 1024 by 64, to 4096 by 256, then by 512, and the maximum.
+    by 4, to 256 by 16, to 512 by 32, to 1024 by 64, to 2048 by 128, to 4096 by 256, then by 512, and the maximum.
 
     Args:
         max_num_batched_tokens: maximum number of tokens in a step, >= 1.
@@ -74,7 +76,8 @@ def token_buckets(max_num_batched_tokens: int, sizes: Iterable[int] | str | None
         return sorted({*_named(sizes, max_num_batched_tokens), max_num_batched_tokens})
     if sizes is not None and not isinstance(sizes, str):
         return _validated(sizes, max_num_batched_tokens, "token count", "max_num_batched_tokens")
-    return sorted({*_climb(_TOKEN_LADDER, _TOKEN_LAST_STEP, max_num_batched_tokens), max_num_batched_tokens})
+    ladder = _TOKEN_LADDER if sizes is None else _SGLANG_TOKEN_LADDER
+    return sorted({*_climb(ladder, _TOKEN_LAST_STEP, max_num_batched_tokens), max_num_batched_tokens})
 
 
 def pick_bucket(buckets: Sequence[int], n: int) -> int | None:

@@ -69,8 +69,12 @@ class EngineConfig:
         None, 'decode batch sizes to capture, or the name of a list: "sglang", "vllm", "powers". None: the default buckets, '
         "[]: none")
     cudagraph_token_sizes: Sequence[int] | Policy | None = _option(
-        None, "token counts of mixed batches to capture, for backends that allow it, or the name of a list (up to 1024). None: "
-        "default buckets up to 1024 on a GPU, none on a CPU. []: none")
+        None, "token counts of mixed batches to capture, for backends that allow it, or the name of a list. None: default "
+        "buckets on a GPU, none on a CPU. []: none")
+    max_cudagraph_capture_size: int | None = _option(
+        None, "maximum number of tokens of a captured step, where sizes are not listed one by one. None: max_num_seqs for "
+        "decode steps, and 1024 for mixed ones, or more for models of small matrices on a fast GPU, as far as launching a step "
+        "takes longer than running it", least=1)
     cudagraph_lazy: bool = _option(False, "capture a batch size when the first batch of it comes, and not at the start")
     cudagraph_debug: bool = _option(
         False, "check at each replay that a graph's inputs are where they were, and fill padding with wild values")
@@ -112,6 +116,12 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least {least}{_WHY.get(name, '')}, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        most = self.max_cudagraph_capture_size
+        for name in ("cudagraph_capture_sizes", "cudagraph_token_sizes"):
+            listed = getattr(self, name)
+            if most is not None and listed and not isinstance(listed, str) and max(listed) > most:
+                raise ValueError(f"{name} has {max(listed)}, which is more than max_cudagraph_capture_size={most}; leave one "
+                                 "of them out, or make them agree")
         import torch
 
         from quire.attn_ops.metadata.layout import get_kv_cache_layout
@@ -162,6 +172,7 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk_size: int | None
     cudagraph_capture_sizes: Sequence[int] | Policy | None
     cudagraph_token_sizes: Sequence[int] | Policy | None
+    max_cudagraph_capture_size: int | None
     cudagraph_lazy: bool
     cudagraph_debug: bool
     cudagraph_piecewise: bool

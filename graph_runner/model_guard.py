@@ -28,6 +28,7 @@ from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.verify.quantized import addresses as addresses_of
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_CONTAINERS = frozenset((list, tuple, dict, set, frozenset))
 _MAX_ENTRIES = 1000  # of a container and those inside it; larger ones are data, and slow to compare
 _OTHER = object()  # stands for what is not compared
 _OWN = frozenset(vars(torch.nn.Module()))  # attributes of every module; its hooks and children are compared separately
@@ -79,12 +80,28 @@ class _Tensor(NamedTuple):
         return f"{self.kind.__name__} ({self.dtype}, {self.device}, version {self.version})"
 
 
+class _Glance(NamedTuple):
+    """Of a module without hooks and forward of its own: if all this is as it was, so are its facts, which take ten times as
+    long to compare.
+
+    Args:
+        same: attributes that must be the same objects: plain values, and what is compared as an object.
+        kinds: attributes that are not compared as long as they are of these types.
+        tensors: see ``ModelGuard._tensors``.
+    """
+
+    names: frozenset[str]
+    same: tuple[tuple[str, Any], ...]
+    kinds: tuple[tuple[str, type], ...]
+    tensors: Any
+
+
 def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
     """A copy of what to compare of a value, or _OTHER."""
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind in (list, tuple, dict, set, frozenset):
+    if kind in _CONTAINERS:
         if len(value) > room:
             return _OTHER
         room //= len(value) + 1
@@ -202,6 +219,7 @@ class ModelGuard:
         self._reads, self._elsewhere_read = None if reads is None else frozenset(reads), elsewhere
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
+        self._glances = {name: self._glance(module) for name, module, _ in self._modules}
         self._next = 0
         self._classes = {cls for _, module, _ in self._modules for cls in _class_of(module).__mro__
                          if cls not in torch.nn.Module.__mro__}
@@ -242,6 +260,48 @@ class ModelGuard:
         read = (self._buffer_values or not b.dtype.is_floating_point) and id(b) not in self._updated
         place = addresses_of(b) if self._addresses else _Same(b) if read else ()
         return _Tensor(type(b), b.dtype, b.device, place, _version(b) if read else 0)
+
+    def _glance(self, module: torch.nn.Module) -> _Glance | None:
+        """None for a module whose facts are more than objects."""
+        own, same, kinds = vars(module), [], []
+        if "forward" in own or module._forward_hooks or module._forward_pre_hooks:
+            return None
+        for name, value in own.items():
+            if name in _OWN or not self._read(name):
+                continue
+            kind = type(value)
+            if kind in _CONTAINERS and not (kind is tuple and all(type(item) in _PLAIN for item in value)):
+                return None  # may change in place
+            if kind is tuple or _setting(name, value) is not _OTHER:
+                same.append((name, value))
+            else:
+                kinds.append((name, kind))
+        tensors = self._tensors(module)
+        return None if tensors is None else _Glance(frozenset(own), tuple(same), tuple(kinds), tensors)
+
+    def _tensors(self, module: torch.nn.Module) -> tuple[Any, ...] | None:
+        """What the facts say of parameters and buffers; None where some are of a subclass, whose parts are compared."""
+        found: list[Any] = [type(module)]
+        for name, p in module._parameters.items():
+            if p is not None:
+                if type(p) is not torch.nn.Parameter:
+                    return None
+                found += name, p.dtype, p.device, p.data_ptr() if self._addresses else 0
+        for name, b in module._buffers.items():
+            if b is not None:
+                if type(b) is not torch.Tensor:
+                    return None
+                found.append((name, self._buffer(b)))
+        return tuple(found)
+
+    def _as_before(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether the module's facts are what they were."""
+        glance, own = self._glances[name], vars(module)
+        if glance is not None and own.keys() == glance.names and not module._forward_hooks and not module._forward_pre_hooks \
+                and all(own[k] is v for k, v in glance.same) and all(type(own[k]) is kind for k, kind in glance.kinds) \
+                and self._tensors(module) == glance.tensors:
+            return True
+        return self._facts(module) == self._then[name]
 
     def _elsewhere(self) -> list[tuple[str, dict[str, Any]]]:
         """Facts outside single modules, by owner: configs, classes, hooks of all modules."""
@@ -289,7 +349,7 @@ class ModelGuard:
                 self._next = 0
                 continue
             name, module, children = self._modules[self._next]
-            if _children(module) != children or self._facts(module) != self._then[name]:
+            if _children(module) != children or not self._as_before(name, module):
                 return self.change() or f"{name or type(self._model).__name__}: changed"
             self._next += 1
         return None
@@ -314,18 +374,20 @@ class ModelGuard:
 
     def change(self) -> str | None:
         """Describes a change since the trace, as "module.attribute: before -> after", or None."""
-        now = dict(self._model.named_modules())
-        known = {name: module for name, module, _ in self._modules}
-        for name in {**known, **now}:
-            if (before := known.get(name)) is not (after := now.get(name)):
-                change = "added" if before is None else "removed" if after is None else "replaced"
-                return f"module {name or type(self._model).__name__} was {change}"
-        for name, module, children in self._modules:
-            where = name or type(self._model).__name__
-            if (facts := self._facts(module)) != self._then[name]:
-                return _difference(where, self._then[name], facts)
-            if _children(module) != children:
-                return f"{where}: the order of its modules changed"
+        others = [name for name, module, children in self._modules
+                  if (module._modules or children) and _children(module) != children]
+        if others:
+            now = dict(self._model.named_modules())
+            known = {name: module for name, module, _ in self._modules}
+            for name in {**known, **now}:
+                if (before := known.get(name)) is not (after := now.get(name)):
+                    change = "added" if before is None else "removed" if after is None else "replaced"
+                    return f"module {name or type(self._model).__name__} was {change}"
+        for name, module, _ in self._modules:
+            if not self._as_before(name, module):
+                return _difference(name or type(self._model).__name__, self._then[name], self._facts(module))
+        if others:
+            return f"{others[0] or type(self._model).__name__}: the order of its modules changed"
         return self._elsewhere_changed()
 
 

@@ -24,7 +24,7 @@ from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, 
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.buckets import decode_buckets, token_buckets
+from quire.graph_runner.capture_shapes import capture_shapes, launch_bound_tokens
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -46,11 +46,6 @@ from quire.passes.compile.ahead import CompileAhead, StepShape
 
 logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 256 * 2**20  # KV memory on a CPU when num_pages is not given
-# Mixed batches (prefill and decode) are captured up to this many tokens; larger steps take the GPU longer than the host needs
-# to launch them. A token bucket is captured for few rows and for all, since the LM head runs on every row; small ones for all
-# rows only, as the head takes about as long for 128 rows as for 16.
-MIXED_TOKENS = 1024
-FEW_ROWS, FEW_ROWS_FROM = 16, 128
 
 
 @dataclass(frozen=True)
@@ -114,6 +109,7 @@ class ModelRunner:
         if current_step() is not None:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(start_times.seconds)
+        self._launch_bound = launch_bound_tokens(model.parameters(), self.vocab_size)
         options = config.compile_options(self.device)
         ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:
@@ -217,25 +213,7 @@ class ModelRunner:
         return BatchShape(max(self.config.max_num_batched_tokens, self.config.max_num_seqs), self.config.max_num_seqs)
 
     def _buckets(self, support: CudagraphSupport) -> list[BatchShape]:
-        """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch; all in pieces."""
-        config = self.config
-        sizes, token_sizes = config.cudagraph_capture_sizes, config.cudagraph_token_sizes
-        found: list[BatchShape] = []
-        pieces = config.cudagraph_piecewise
-        if (pieces or support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE) and (sizes is None or len(sizes)):
-            found += [BatchShape(n, n) for n in decode_buckets(config.max_num_seqs, sizes)]
-        if token_sizes is None:  # by default on a GPU, and with decode graphs only
-            token_sizes = token_buckets(min(MIXED_TOKENS, config.max_num_batched_tokens)) if (
-                found and self.device.type == "cuda") else []
-        elif token_sizes:
-            limit = min(MIXED_TOKENS, config.max_num_batched_tokens) if isinstance(token_sizes, str) else (
-                config.max_num_batched_tokens)
-            token_sizes = token_buckets(limit, token_sizes)
-        if pieces or support is CudagraphSupport.ALWAYS:
-            for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
-                found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
-                          if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
-        return found
+        return capture_shapes(self.config, support, self.device, self._launch_bound)
 
     def _is_piecewise(self, bucket: BatchShape) -> bool:
         """Whether the backend allows no graph of that shape, so that it is captured in pieces."""

@@ -31,6 +31,8 @@ from quire.graph_runner.request import Request
 from quire.graph_runner.window_pages import WindowPages
 from quire.passes.verify.quantized import parts
 
+_PLAIN = (torch.nn.Parameter, torch.Tensor)  # their data are not in other tensors
+
 
 class Match(NamedTuple):
     """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were
@@ -210,8 +212,12 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget all pages. Requests keep theirs, to themselves."""
         self.epoch += 1
-        for page in list(self._key_of):
-            self._forget(page)
+        if self.windows is not None:
+            for key in self._page_of:
+                self.windows.forget(key)
+        self.allocator.free(list(self._key_of)[::-1])
+        for known in (self._key_of, self._page_of, self._since, self._idle):
+            known.clear()
         self._tails.clear()
         self._coming.clear()
 
@@ -237,8 +243,19 @@ def weights_version(model: torch.nn.Module | None) -> int:
     """
     if model is None:
         return 0
-    return hash((optimizer_steps(), *((part.data_ptr(), 0 if part.is_inference() else part._version)
-                                      for owner in (model.parameters(), model.buffers()) for t in owner for part in parts(t))))
+    found, modules, seen = [optimizer_steps()], [model], {model}
+    while modules:  # several times as fast as ``model.parameters()``; waiting requests pay for it in every step
+        module = modules.pop()
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    for part in (tensor,) if type(tensor) in _PLAIN else parts(tensor):
+                        found += part.data_ptr(), 0 if part.is_inference() else part._version
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return hash(tuple(found))
 
 
 __all__ = ["Match", "PrefixCache", "PrefixStats", "weights_version"]

@@ -108,13 +108,14 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
         ids = _encode(given, tokenizer)
     else:
         try:
-            ids = [operator.index(i) for i in given]
+            plain = type(given) is list and set(map(type, given)) == {int}
+            ids = given[:] if plain else [operator.index(i) for i in given]
         except TypeError:
             raise TypeError(f"a prompt is text or a list of token ids, got {str(given)[:60]!r}") from None
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
-    bad = [i for i in ids if not 0 <= i < vocab_size]
-    if bad:
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = [i for i in ids if not 0 <= i < vocab_size]
         raise ValueError(f"token ids {bad[:5]} are outside the vocabulary of {vocab_size} tokens")
     if len(ids) >= max_model_len:
         raise ValueError(

@@ -38,13 +38,15 @@ def test_sizes_of_the_user_are_taken_unchanged() -> None:
 
 def test_default_token_buckets() -> None:
     expected = [
-        *range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 4097, 256),
-        *range(4608, 8193, 512),
+        *range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1152, 2049, 128),
+        *range(2304, 4097, 256), *range(4608, 8193, 512),
     ]
     assert token_buckets(8192) == expected
     assert token_buckets(8200) == [*expected, 8200]
     assert token_buckets(3) == [3]
     assert token_buckets(40) == [4, 8, 12, 16, 20, 24, 28, 32, 40]
+    # A step of 1025 tokens would run a quarter longer if it were padded to 1280.
+    assert max(b / (a + 1) for a, b in zip(expected, expected[1:], strict=False) if a >= 128) < 1.126
 
 
 @pytest.mark.parametrize("buckets", [decode_buckets, token_buckets])
@@ -89,7 +91,7 @@ def test_named_lists() -> None:
     assert len(decode_buckets(512, "vllm")) == 51
     assert decode_buckets(100, "powers") == [1, 2, 4, 8, 16, 32, 64, 100]
     assert token_buckets(40, "powers") == [1, 2, 4, 8, 16, 32, 40] and token_buckets(40, "vllm") == [1, 2, 4, 8, 16, 24, 32, 40]
-    assert token_buckets(300, "sglang") == token_buckets(300)
+    assert token_buckets(300, "sglang") == token_buckets(300) and 1152 not in token_buckets(2048, "sglang")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

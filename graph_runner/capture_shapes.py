@@ -1,0 +1,82 @@
+"""Which steps are captured: decode batches by their rows, mixed ones (prompts, or prompts and decodes) by their tokens.
+
+NOTE [How far mixed steps are captured]: a step without a graph takes the host LAUNCH_SECONDS for each weight matrix, whatever
+its size, and the GPU 2 * tokens * elements / FLOPS seconds. Up to the number of tokens at which both are equal a graph saves
+time, and its padding costs nothing, as the host would be the slower one; beyond, padding (at most 12.5 %, ``token_buckets``)
+would cost more than launching. For Llama-3.1-8B (31 M elements per matrix) that is below MIXED_TOKENS, for Llama-3.2-1B 2,200
+tokens, for Qwen3-0.6B 8,700. Experts count whole, though a token meets a few of them, so mixtures stay at MIXED_TOKENS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from quire.attn_ops.backend import CudagraphSupport
+from quire.graph_runner.buckets import decode_buckets, token_buckets
+from quire.graph_runner.config import EngineConfig
+from quire.graph_runner.step_buffers import BatchShape
+
+#: Tokens up to which mixed steps are captured for every model.
+MIXED_TOKENS = 1024
+# Measured on H200s: 14 to 35 ms for the 224 matrices of Llama-3.1-8B, 21 ms for the 196 of Qwen3-0.6B, and 600 TFLOP/s for
+# their products in bfloat16 (docs/performance.md). The fastest host counts.
+LAUNCH_SECONDS, FLOPS = 65e-6, 600e12
+#: Major compute capabilities of GPUs with such rates.
+FAST_GPUS = (9, 10)
+# A token bucket is captured for few rows and for all, since the LM head runs on every row; small ones for all rows only, as the
+# head takes about as long for 128 rows as for 16.
+FEW_ROWS, FEW_ROWS_FROM = 16, 128
+
+
+def launch_bound_tokens(parameters: Iterable[torch.Tensor], vocab_size: int) -> int:
+    """Tokens up to which the host takes longer to launch a step than a fast GPU to run it, at least MIXED_TOKENS. See NOTE [How
+    far mixed steps are captured].
+
+    Args:
+        parameters: of the model. Embedding and head, of ``vocab_size`` rows, do not count: they take a token or a row each.
+    """
+    sizes = [p.numel() for p in parameters if p.dim() >= 2 and p.shape[0] != vocab_size and p.itemsize <= 2]
+    if not sizes:
+        return MIXED_TOKENS
+    tokens = int(LAUNCH_SECONDS * FLOPS / 2 * len(sizes) / sum(sizes))
+    return max(MIXED_TOKENS, 1 << (tokens.bit_length() - 1) if tokens else 0)
+
+
+def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torch.device, launch_bound: int
+                   ) -> list[BatchShape]:
+    """Shapes to capture: decode batches if the backend allows it, mixed ones too if it allows any batch; all in pieces.
+
+    Args:
+        support: what the backend allows.
+        launch_bound: of the model, by ``launch_bound_tokens``.
+    """
+    sizes, token_sizes, most = (config.cudagraph_capture_sizes, config.cudagraph_token_sizes,
+                                config.max_cudagraph_capture_size)
+    found: list[BatchShape] = []
+    pieces = config.cudagraph_piecewise
+    if (pieces or support >= CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE) and (sizes is None or len(sizes)):
+        rows = config.max_num_seqs if most is None or _listed(sizes) else min(most, config.max_num_seqs)
+        found += [BatchShape(n, n) for n in decode_buckets(rows, sizes)]
+    if token_sizes is None:  # by default on a GPU, and with decode graphs only
+        fast = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in FAST_GPUS
+        limit = most or (launch_bound if fast and not pieces else MIXED_TOKENS)
+        wanted = found and device.type == "cuda"
+        token_sizes = token_buckets(min(limit, config.max_num_batched_tokens)) if wanted else []
+    elif token_sizes:
+        limit = min(most or MIXED_TOKENS, config.max_num_batched_tokens) if isinstance(token_sizes, str) else (
+            config.max_num_batched_tokens)
+        token_sizes = token_buckets(limit, token_sizes)
+    if pieces or support is CudagraphSupport.ALWAYS:
+        for rows in {min(FEW_ROWS, config.max_num_seqs), config.max_num_seqs}:
+            found += [BatchShape(n, min(rows, n - 1)) for n in token_sizes
+                      if n > (1 if rows == config.max_num_seqs else FEW_ROWS_FROM)]
+    return found
+
+
+def _listed(sizes: object) -> bool:
+    return sizes is not None and not isinstance(sizes, str)
+
+
+__all__ = ["MIXED_TOKENS", "capture_shapes", "launch_bound_tokens"]
