@@ -14,7 +14,6 @@ import quire
 from quire.graph_runner.engine import Engine
 from tests.tiny import GREEDY, load_model
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
 IDS = torch.tensor([[5, 6, 7]])
 
 
