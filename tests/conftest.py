@@ -41,25 +41,26 @@ settings.register_profile("same-each-time", derandomize=True, deadline=None)
 settings.load_profile("same-each-time")
 
 
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """What torch keeps of a file's models goes with the file: a collection among the remains of many models takes long."""
+    """What torch keeps of a file's models is dropped after the file. All that is left then is frozen, and so is what was
+    imported: a collection that walks all of torch and transformers takes seconds. Tests of freezing unfreeze first."""
     torch.manual_seed(0)  # for the fixtures of the file
     yield
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="module")
-def frozen_heap() -> Iterator[None]:
-    """For files that ask for collections: one that walks all of torch and transformers takes a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

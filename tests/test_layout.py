@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import tomllib
@@ -53,6 +54,7 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in SOURCES}
+parse = functools.cache(ast.parse)  # most tests read every file
 
 
 def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
@@ -67,7 +69,7 @@ def imports(source: str, modules: Iterable[str] = ()) -> dict[str, int]:
     """Every module imported at any depth, absolutely or by a literal name, with its line; ``from a import b`` imports a.b if
     that is one of ``modules``, else a. TYPE_CHECKING is left out."""
     modules, found = set(modules), {}
-    for node in without_type_checking(ast.parse(source)):
+    for node in without_type_checking(parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -131,7 +133,7 @@ def test_no_import_circles_between_files() -> None:
 
 def assignments_to_modules(source: str, modules: Iterable[str]) -> list[tuple[int, str, str]]:
     """(line, module, attribute) of each assignment to an attribute of an imported module, ``setattr`` and ``del`` included."""
-    modules, tree, names, found = set(modules), ast.parse(source), {}, []
+    modules, tree, names, found = set(modules), parse(source), {}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name: alias.name for alias in node.names}
@@ -141,7 +143,7 @@ def assignments_to_modules(source: str, modules: Iterable[str]) -> list[tuple[in
         target = attribute = None
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             target, attribute = ast.unparse(node.value), node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr") and len(node.args) > 1:
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr") and len(node.args) > 1:
             target, attribute = ast.unparse(node.args[0]), ast.unparse(node.args[1])
         if target is not None and names.get(target) in modules:
             found.append((node.lineno, names[target], str(attribute)))
@@ -185,8 +187,10 @@ def test_pyproject_lists_every_package() -> None:
 
 def names_backend(source: str, name: str) -> list[int]:
     """Lines that import the backend, hold its name as a string, or mention it in text as a backend."""
+    if name not in source:
+        return []
     found = [line for module, line in imports(source).items() if module.startswith(f"quire.attn_ops.backends.{name}")]
-    found += [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value == name]
+    found += [node.lineno for node in ast.walk(parse(source)) if isinstance(node, ast.Constant) and node.value == name]
     quoted = re.compile(rf"backends[/.]{name}\b|attention=.?[\"']{name}\b|``{name}``|['\"]{name}['\"].{{0,30}}backend|"
                         rf"\bthe {name} backend|\b{name}_(rope_)?paged_attention")
     return sorted({*found, *(i for i, line in enumerate(source.splitlines(), 1) if quoted.search(line))})
@@ -228,7 +232,7 @@ def test_no_backend_is_named_outside_its_own_file(name: str) -> None:
 def kernels(source: str) -> dict[str, int]:
     """The number of parameters of each ``@triton.jit`` function, by name."""
     found = {}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef) and any(re.match(r"(triton\.)?jit\b", ast.unparse(d))
                                                      for d in node.decorator_list):
             found[node.name] = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])

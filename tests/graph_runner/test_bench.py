@@ -24,7 +24,6 @@ from quire.graph_runner.bench.systems import Limits, NotMeasured, System
 from quire.graph_runner.bench.workloads import WORKLOADS, Prompts, Sizes
 from quire.graph_runner.cli import main
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
 CPU = torch.device("cpu")
 DRY = ["--model", "tiny", "--layers", "1", "--dtype", "float32", "--device", "cpu", "--context", "66", "--repeats", "1"]
 # Parameters in billions, from the models' cards and config files; each model's name agrees with it.

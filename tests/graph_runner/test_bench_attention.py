@@ -25,7 +25,6 @@ from quire.graph_runner.engine import Engine
 from quire.passes.explain import explain
 from tests.tiny import load_model
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
 CPU = torch.device("cpu")
 PAUSE = 0.004  # seconds; the plain backend takes a tenth of it at the sizes here
 SMALL = ["--device", "cpu", "--batch", "1,2", "--context", "20,33", "--scale", "8"]

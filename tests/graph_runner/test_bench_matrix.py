@@ -18,7 +18,6 @@ from quire.graph_runner.bench.roofline import prefill_flops
 from quire.graph_runner.bench.systems import SteppedSystem
 from quire.graph_runner.cli import main
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
 DRY = ["bench", "matrix", "--device", "cpu", "--layers", "1", "--scale", "64"]
 
 

@@ -57,7 +57,8 @@ def whole(kind, model, prompts):
         return tokens(engine.generate(prompts, GREEDY))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [
+    pytest.param(s, marks=[pytest.mark.slow] * (s in ("chunks_of_3", "step_of_5_tokens", "preempted"))) for s in SCHEDULES])
 def test_same_tokens(schedule, kind, whole, model, prompts) -> None:
     with Engine(model, kv_cache_dtype=kind, **{**SMALL, **SCHEDULES[schedule]}) as engine:
         assert tokens(engine.generate(prompts, GREEDY)) == whole

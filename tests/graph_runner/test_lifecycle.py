@@ -81,6 +81,7 @@ def test_nan_fails_one_request_only(depth, model, prompts) -> None:
 
 
 def test_out_of_memory_while_capturing(one_layer, monkeypatch) -> None:
+    gc.unfreeze()  # tests/conftest.py
     capture_one = CudaGraphRunner._capture_one
 
     def fails(self, bucket):

@@ -23,7 +23,7 @@ from tests.zoo.harness import TOLERANCE, error, reference, serve
 
 
 def load_model() -> Any:
-    return load_shipped(num_layers=2)
+    return load_shipped(num_layers=1)
 
 
 class Int8Linear(nn.Module):
@@ -108,7 +108,7 @@ def quantized(way: str) -> Any:
     plain = {n: m.weight.sum().item() for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     WAYS[way](model)
     changed = [n for n, m in model.named_modules() if n in plain and type(getattr(m, "weight", None)) is not nn.Parameter]
-    assert len(changed) >= 14  # 7 projections in each of 2 layers
+    assert len(changed) >= 7  # projections of the layer
     return model
 
 
@@ -136,7 +136,8 @@ def prompts() -> list[list[int]]:
     return [tokenizer(p).input_ids for p in PROMPTS]
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * ("dynamic" in way)) for way in WAYS])
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=[pytest.mark.slow] * (way == "int8 modules" or "dynamic" in way)) for way in WAYS])
 def test_engine_generates_what_the_quantized_model_does(way: str, prompts: list[list[int]],
                                                         caplog: pytest.LogCaptureFixture) -> None:
     """With every fusion on, none of which may touch the weights."""
@@ -159,7 +160,7 @@ def test_what_is_not_quantized_is_fused_as_ever(prompts: list[list[int]], caplog
     before = state(model)
     with caplog.at_level(logging.INFO), quire.Engine(model, compiler="eager", fusions="all") as engine:
         got = tokens(engine.generate(prompts, GREEDY))
-    assert "projections: 2 matches" in caplog.messages
+    assert "projections: 1 matches" in caplog.messages
     assert_same(model, before)
     assert_greedy(model, "int8", prompts, got)
 

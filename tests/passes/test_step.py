@@ -74,7 +74,8 @@ def decorated() -> tuple[nn.Module, Callable[..., Any]]:
     return model, model
 
 
-WAYS = pytest.mark.parametrize("way", [routed, compiled, compiled_and_fused, decorated], ids=lambda f: f.__name__)
+ALL = (routed, compiled, compiled_and_fused, decorated)
+WAYS = pytest.mark.parametrize("way", ALL, ids=lambda f: f.__name__)
 
 
 def logits_of(out: Any) -> torch.Tensor:
@@ -168,8 +169,9 @@ def in_cuts(call: Callable[..., Any], cache: quire.PagedKVCache, ids: torch.Tens
     return in_steps(call, cache, [ids], steps=[(n,) for n in cuts])[0]
 
 
-@pytest.mark.parametrize("cuts", [(5, 1, 1, 3, 1), (1, 1, 1, 8)], ids=str)
-@WAYS
+@pytest.mark.parametrize(("way", "cuts"), [
+    *((way, (5, 1, 1, 3, 1)) for way in ALL), (routed, (1, 1, 1, 8)), (compiled, (1, 1, 1, 8)), (decorated, (1, 1, 1, 8)),
+    pytest.param(compiled_and_fused, (1, 1, 1, 8), marks=pytest.mark.slow)], ids=lambda x: getattr(x, "__name__", str(x)))
 def test_steps_of_one_token(way, cuts) -> None:
     """Before and after longer steps. Dynamo makes a trace of its own for one token; see passes/capture/retrace.py."""
     model, call = way()

@@ -51,7 +51,6 @@ EXPERTS = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash", "qwen2_moe", "qwen3_moe
 SHORT_BY_HAND = ("llama", "gpt2", "mistral", "falcon", "opt", "mixtral", "gemma2", "gpt_oss", "llama4", "deepseek_v3")
 #: Refused by ``torch.compile``: Dynamo cuts the forward where it reads the experts' counts.
 CUT = ("jetmoe",)
-QUICK_BY_HAND = ("gemma2",)  # tests/passes/test_step.py has a Llama
 #: Scores with scale 1.0, four times as large as usual here: so is what their rounding does to the logits.
 SHARP = ("granitemoe", "granitemoeshared")
 QUICK_EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3")
@@ -193,9 +192,8 @@ def test_packing_check(zoo: Specimen) -> None:
                   device=torch.device("cpu"), vocab_size=64, max_model_len=64)
 
 
-@pytest.mark.parametrize(("name", "prompt"), [
-    *(pytest.param(n, 5, marks=[pytest.mark.slow] * (n not in QUICK_BY_HAND)) for n in SERVED if n not in CUT),
-    *(pytest.param(n, 1, marks=pytest.mark.slow) for n in SHORT_BY_HAND)])
+@pytest.mark.slow  # the quick ones: tests/passes/test_step.py, and tests/passes/capture/test_retrace.py for eager attention
+@pytest.mark.parametrize(("name", "prompt"), [*((n, 5) for n in SERVED if n not in CUT), *((n, 1) for n in SHORT_BY_HAND)])
 def test_greedy_by_hand(name: str, prompt: int) -> None:
     """``torch.compile`` and ``quire.step``: a prompt, then one token at a time. The backend sees F.sdpa and its mask, or
     transformers' eager attention (gemma2, gpt_oss) and numbers of tokens (llama4), and then traces the step by the attention

@@ -32,7 +32,8 @@ FP32, FP16, INT8 = torch.float32, torch.float16, torch.int8
 CHECKS = [(name, FP32, None) for name, _ in conformance.Kit(BACKEND, DEVICE, FP32).checks()]
 CHECKS += [(name, FP16, None) for name in ("decode batch", "mixed batch", "features together")]
 CHECKS += [(name, FP32, INT8) for name in ("shared cache (no k, v)", "strided q, k, v", "garbage in unused slots", "padding")]
-SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|states|shape .*(large|encoder)")  # rotary: see test_rope
+#: rotary: see test_rope; opcheck: see test_rope_opcheck.
+SLOW = re.compile(r"head dims|page size (32|64|128|256)|rotary|states|opcheck|shape .*(large|encoder)")
 
 
 @pytest.mark.parametrize(("name", "dtype", "kv_dtype"), [
@@ -352,10 +353,11 @@ def by_words(monkeypatch) -> list[bool]:
 
 @INT8_FIRST
 @pytest.mark.parametrize("features", [
-    dict(head_dim=80), dict(head_dim=96, layout="HND"), dict(head_dim=57, head_dim_v=64), dict(head_dim=16, head_dim_v=36),
-    dict(head_dim=128, page_size=1, strided=True), dict(num_heads=17, num_kv_heads=1, head_dim=256), dict(page_size=12),
-    dict(window=11, softcap=3.0, sinks=True, chunk=32, layout="HND"), dict(window=1), dict(chunk=8, write=False),
-    dict(poison=float("nan"), sinks=True, write=False), dict(num_heads=4), dict(num_heads=2),
+    dict(head_dim=96, layout="HND"), dict(head_dim=57, head_dim_v=64), dict(head_dim=128, page_size=1, strided=True),
+    dict(window=11, softcap=3.0, sinks=True, chunk=32, layout="HND"), dict(poison=float("nan"), sinks=True, write=False),
+    dict(num_heads=4), *(pytest.param(features, marks=pytest.mark.slow) for features in (
+        dict(head_dim=80), dict(head_dim=16, head_dim_v=36), dict(num_heads=17, num_kv_heads=1, head_dim=256),
+        dict(page_size=12), dict(window=1), dict(chunk=8, write=False), dict(num_heads=2))),
 ], ids=str)
 def test_values_by_words(features, kv_dtype, monkeypatch):
     chosen = by_words(monkeypatch)
