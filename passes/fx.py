@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import operator
 import re
 import types
@@ -18,6 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.printers import PythonPrinter
 
 LINEAR = (F.linear, torch._C._nn.linear)
 ADD = (operator.add, torch.add)
@@ -175,8 +177,10 @@ def constant(arg: Any) -> Any:
     return val
 
 
-def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None) -> list[str]:
-    """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``.
+def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None
+                     ) -> dict[str, int]:
+    """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``; of each, the least
+    value from 2 on for which it does not hold.
 
     A graph with one is the model's path for some batch shapes; another path may compute something else.
 
@@ -185,26 +189,38 @@ def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), lon
         longest: only sizes up to this one matter; None: all.
     """
     if not symbolic(size):
-        return []
+        return {}
     env, symbol = size.node.shape_env, size.node.expr
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-    found = []
+    found: dict[str, int] = {}
     for guard in env.guards:
         expr = env.replace(guard.expr)  # two inputs of one length have become one symbol
         if symbol not in expr.free_symbols or _of_layout(guard):
             continue
         of_size = expr.subs({s: known[s] for s in expr.free_symbols - {symbol} if s in known})
+        holds = _on(of_size, symbol)
+        last = longest or _LONGEST_STEP
         numbers = {int(n) for n in of_size.atoms() if n.is_Integer}
-
-        def holds(n: int, expr: Any = of_size) -> bool:
-            return bool(expr.subs({symbol: n}))
-
-        tried = {2, 3, 7, 31, 257, 4099, 65537, *([longest] if longest else [])}
-        tried |= {n + d for n in numbers for d in (-1, 0, 1) if n < max(tried)}  # both sides of where the path changes
-        below = next((n for n in limits if holds(n) and not holds(n + 1)), None)
-        if not all(holds(n) for n in tried if n >= 2 and (below is None or n < below) and (longest is None or n <= longest)):
-            found.append(str(expr))
+        if of_size.is_Relational and symbol in of_size.args and numbers & set(of_size.args):  # changes at that number only
+            sizes: Iterable[int] = sorted({2, last, *(n + d for n in numbers for d in (-1, 0, 1))})
+        else:
+            sizes = range(2, last + 1)
+        below = next((n for n in limits if holds(n) and not holds(n + 1)), last + 1)
+        first = next((n for n in sizes if 2 <= n <= last and n < below and not holds(n)), None)
+        if first is not None:
+            found[str(expr)] = first
     return found
+
+
+#: Rows of tokens of a step by hand, whose sequences may be of any length, are not expected to be longer.
+_LONGEST_STEP = 2**16
+
+
+def _on(expr: Any, symbol: Any) -> Callable[[int], bool]:
+    """A condition on one symbol as a function of its value."""
+    code = compile(PythonPrinter().doprint(expr), "condition", "eval")
+    given = {"math": math, "torch": torch}
+    return lambda n: bool(eval(code, given, {str(symbol): n}))
 
 
 #: Where operators choose by sizes how a result lies in memory, or the kernel that computes it: file of torch, part of a name.

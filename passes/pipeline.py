@@ -20,6 +20,7 @@ from torch._guards import TracingContext, tracing
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
+from quire.attn_ops.step import Step
 from quire.passes.compile.ahead import CompileAhead, StepShape
 from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
@@ -39,6 +40,8 @@ from quire.passes.verify.quantized import check_rows
 from quire.passes.verify.shared_kv import KV_SOURCES, shared_layers, with_sources
 from quire.passes.verify.sites import check_positions, site_nodes, site_of, verify
 from quire.passes.verify.tokens import check_tokens
+
+_LONGEST = "quire_longest"  # in the meta of a graph: sequences up to this length take its path; and the condition
 
 
 def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool, *, row_data: str | None = None,
@@ -82,8 +85,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     check_tokens(gm.graph, tokens, _row_data(gm, row_data))
     check_rows(gm.graph, real)
     gm.meta[KV_SOURCES] = shared_layers(gm.graph)
-    if raised or any_shape:
-        _check_shape_conditions(gm, inputs, tokens, raised > 0, any_shape, max_length)
+    _check_shape_conditions(gm, inputs, tokens, raised > 0, max_length)
     return gm, with_sources(gm, with_latents(gm, sites))
 
 
@@ -143,23 +145,40 @@ def _check_one_row(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
                                        f"{shape} for one row of tokens; need (1, H, S, D)")
 
 
-def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, any_shape: bool,
-                            max_length: int | None) -> None:
-    """Refuse a mask, or a path under dropped guards, that the trace shows for some numbers of tokens only. Where guards are
-    dropped, those that hold for every single sequence are harmless: the graph is proved to treat each token by itself."""
+def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, max_length: int | None
+                            ) -> None:
+    """Refuse a path that the trace shows for some numbers of tokens only: a sequence alone may take another. Conditions that
+    hold up to a length are harmless for sequences up to it, which ``check_longest`` sees to if ``max_length`` does not."""
     stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
                     and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
-    conditions = shape_conditions(gm.graph, tokens, stored_masks, longest=max_length if any_shape else None)
-    if conditions:
+    conditions = shape_conditions(gm.graph, tokens, stored_masks, longest=max_length)
+    longest = min(conditions.values(), default=0) - 1
+    if conditions and max_length is None and longest > 1:
+        gm.meta[_LONGEST] = longest, ", ".join(conditions)
+    elif conditions:
         raise UnsupportedAttention(
             f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so one trace does not "
             "show what it computes for others; " + (
-                "set max_model_len to a length up to which that condition holds" if any_shape else
-                "serve it by quire.paged or quire.Engine") + ", or let its forward not branch on the length of its input.")
+                "" if longest < 2 else "set max_model_len to a length up to which that condition holds, or ")
+            + "let its forward not branch on the length of its input.")
     if raised and not symbolic(tokens):
         raise UnsupportedAttention(
             f"the graph was traced for exactly {tokens} tokens, too few to tell what its masks mean for longer "
             "sequences; compile with dynamic=True and give at least 2 tokens")
+
+
+def check_longest(raised: fx.GraphModule, step: Step) -> None:
+    """Refuse a step with a sequence that is longer than those for which the graph is the model's path.
+
+    Raises:
+        UnsupportedAttention: names the length, and the condition of the trace.
+    """
+    longest, conditions = raised.meta.get(_LONGEST, (None, ""))
+    if longest is not None and step.metadata.max_seq_len > longest:
+        raise UnsupportedAttention(
+            f"the model takes a path of its own for some numbers of tokens ({conditions}), so this trace shows what it computes "
+            f"for sequences of at most {longest} tokens, and the step has one of {step.metadata.max_seq_len}; make shorter "
+            "sequences, or let its forward not branch on the length of its input.")
 
 
 def _traced_in(context: TracingContext | None) -> Any:
@@ -183,4 +202,4 @@ def _check_still_dynamic(sizes: Sequence[Any]) -> None:
                 "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
 
 
-__all__ = ["compile_graph", "lower_graph", "raise_graph"]
+__all__ = ["check_longest", "compile_graph", "lower_graph", "raise_graph"]

@@ -32,7 +32,7 @@ from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fx import copy_graph, is_module_tensor, placeholders, value
 from quire.passes.options import QuireOptions
-from quire.passes.pipeline import compile_graph, lower_graph, raise_graph
+from quire.passes.pipeline import check_longest, compile_graph, lower_graph, raise_graph
 from quire.passes.rewrite.last_rows import LAST_ROWS
 from quire.passes.rewrite.length_rope import LIMITS, check_lengths
 from quire.passes.rewrite.lower import Lowered, LoweringTarget
@@ -148,6 +148,7 @@ class TracedGraph:
         tokens = self.num_tokens(args)
         if tokens is not None:
             check_step(step, tokens)
+        check_longest(self.raised, step)
         self.raised.meta["quire_stored_masks"].check(args)
         if step.by_hand and self.length_limits:
             check_lengths(step, self.length_limits)

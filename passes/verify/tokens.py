@@ -213,7 +213,8 @@ class TokenPass:
             reads = [u for n in self._memory.get(memory, [buffer]) for u in n.users if u in self.known]
             made_of = [value(n) for n in ancestors(node.args[1])]
             return not reads and all(_storage(t) != memory for t in made_of if isinstance(t, torch.Tensor))
-        return not node.users and list(buffer.users) == [node]
+        group = self._memory.get(memory, [buffer])
+        return not node.users and all(u is node or u in group for n in group for u in n.users)
 
     def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
         """What is known of the result, and of the inputs that were written to."""

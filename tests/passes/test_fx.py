@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -83,7 +84,7 @@ def test_functions_that_write_by_an_argument_are_not_pure() -> None:
         assert is_pure(graph.call_function(function, args, options)) == pure, (function, args, options)
 
 
-def conditions(function, *args, limits=()) -> list[str]:
+def conditions(function, *args, limits=()) -> dict[str, int]:
     gm = traced(function, *args)
     row = next(value(n) for n in placeholders(gm.graph) if isinstance(value(n), torch.Tensor))
     return shape_conditions(gm.graph, row.shape[0], limits)
@@ -93,10 +94,19 @@ def test_shape_conditions() -> None:
     """Guards that hold for some numbers of tokens only."""
     (found,) = conditions(lambda x: x + 1 if x.shape[0] <= 64 else x, torch.zeros(23))
     assert found.endswith("<= 64")
-    assert conditions(lambda x: x + 1 if x.shape[0] > 1 else x, torch.zeros(23)) == []  # holds for all that are traced
-    assert conditions(lambda x: x * 2, torch.zeros(23)) == []
+    assert conditions(lambda x: x + 1 if x.shape[0] > 1 else x, torch.zeros(23)) == {}  # holds for all that are traced
+    assert conditions(lambda x: x * 2, torch.zeros(23)) == {}
     assert len(conditions(lambda x: x * 2 if x.shape[0] == 64 else x, torch.zeros(23), limits=[64])) == 1
-    assert shape_conditions(fx.Graph(), 23) == []  # a number, and no symbol
+    assert shape_conditions(fx.Graph(), 23) == {}  # a number, and no symbol
+
+
+@pytest.mark.parametrize("condition, first", [
+    (lambda x: 2 * x.shape[0] + 1 == 51, 25), (lambda x: x.numel() * 16 == 400, 25), (lambda x: x.shape[0] * 3 % 60 == 15, 5),
+    (lambda x: x.shape[0] ** 2 == 625, 25), (lambda x: abs(x.shape[0] - 25) < 2, 24), (lambda x: x.shape[0] // 100 == 50, 5000)])
+def test_shape_conditions_are_not_sampled(condition, first: int) -> None:
+    """Whatever the arithmetic: where the path changes is at none of the numbers in it."""
+    found = conditions(lambda x: x + 1 if condition(x) else x, torch.zeros(23))
+    assert min(found.values()) == first
 
 
 def test_shape_conditions_beyond_a_limit() -> None:
@@ -107,5 +117,5 @@ def test_shape_conditions_beyond_a_limit() -> None:
         return x + table[: x.shape[0]]
 
     assert len(conditions(cut, torch.zeros(23))) == 1
-    assert conditions(cut, torch.zeros(23), limits=[64]) == []
+    assert conditions(cut, torch.zeros(23), limits=[64]) == {}
     assert len(conditions(cut, torch.zeros(23), limits=[63, 128])) == 1
