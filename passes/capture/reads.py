@@ -27,7 +27,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._sources: dict[tuple[str, str], types.CodeType] = {}  # by (Python expression, what of it)
+        self._sources: dict[tuple[str, str], tuple[str, types.CodeType]] = {}  # name for users and code, by (source, what of it)
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
@@ -48,20 +48,21 @@ class Reads:
             except SyntaxError:  # what Dynamo says of no variable
                 continue
             if guard.guard_type == _ABSENT:
-                self._sources.update({(source, f" has {name}"): code for name in _arguments(guard)})
+                self._sources.update({(source, f" has {name}"): (readable(source), code) for name in _arguments(guard)})
             else:
-                self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = code
+                self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = readable(source), code
 
     def values(self) -> dict[str, Any]:
         """What was read outside modules and configs means now, by its name for users: plain values, functions, classes of other
         objects, lengths and keys of containers, and whether an object has an attribute."""
         found: dict[str, Any] = {}
-        for (source, what), code in self._sources.items():
+        scope = dict(self._scope)  # eval adds __builtins__
+        for (_, what), (shown, code) in self._sources.items():
             try:
-                held = eval(code, dict(self._scope))
+                held = eval(code, scope)
             except Exception:  # it is gone
                 continue
-            name = readable(source) + what
+            name = shown + what
             if what.startswith(" has "):
                 fact: Any = what[5:] in getattr(held, "__dict__", ())
             elif isinstance(held, (list, tuple)):
