@@ -61,6 +61,7 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
         found += [BatchShape(n, n) for n in decode_buckets(rows, sizes)]
     if token_sizes is None:  # by default on a GPU, and with decode graphs only
         fast = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in FAST_GPUS
+        # A bucket in pieces is a graph for every layer: more of them only on request.
         limit = most or (launch_bound if fast and not pieces else MIXED_TOKENS)
         wanted = found and device.type == "cuda"
         token_sizes = token_buckets(min(limit, config.max_num_batched_tokens)) if wanted else []
