@@ -50,7 +50,8 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
 
     Args:
         support: what the backend allows.
-        launch_bound: of the model, by ``launch_bound_tokens``.
+        launch_bound: of the model, by ``launch_bound_tokens``; MIXED_TOKENS where a graph may take longer than launching
+            (``AttentionBackend.same_in_graphs``).
     """
     sizes, token_sizes, most = (config.cudagraph_capture_sizes, config.cudagraph_token_sizes,
                                 config.max_cudagraph_capture_size)

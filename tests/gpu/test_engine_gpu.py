@@ -373,6 +373,15 @@ def test_whole_chunks_of_prompts_in_graphs(half, prompts) -> None:
         check_likely(half, prompt, found)
 
 
+def test_long_mla_prefills_run_without_graphs() -> None:
+    """They are expanded, which reads lengths on the host; in graphs they would do several times the products."""
+    model = build(SERVED["deepseek_v3"]).to("cuda", torch.bfloat16)
+    with Engine(model, attention=need("triton"), compiler="eager", num_pages=200, max_num_seqs=4, max_num_batched_tokens=2048,
+                cudagraph_lazy=True) as engine:
+        assert any(site.latent for site in engine.runner.sites)
+        assert max(engine.runner.graphs.buckets).num_tokens == 1024
+
+
 @pytest.mark.alone
 def test_memory_for_large_graphs_is_set_aside(half, prompts) -> None:
     """Graphs of whole chunks of prompts are captured into memory that the KV cache was not given."""
