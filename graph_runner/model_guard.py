@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -85,15 +86,22 @@ class _Glance(NamedTuple):
     long to compare.
 
     Args:
+        names: of all attributes.
         same: attributes that must be the same objects: plain values, and what is compared as an object.
         kinds: attributes that are not compared as long as they are of these types.
         tensors: see ``ModelGuard._tensors``.
     """
 
     names: frozenset[str]
-    same: tuple[tuple[str, Any], ...]
-    kinds: tuple[tuple[str, type], ...]
-    tensors: Any
+    same: Mapping[str, Any]
+    kinds: Mapping[str, type]
+    tensors: tuple[Any, ...]
+
+    def holds(self, own: dict[str, Any]) -> bool:
+        """Whether the attributes ``own`` are as they were."""
+        get = own.__getitem__  # of the same names, or it is not called
+        return (own.keys() == self.names and all(map(operator.is_, map(get, self.same), self.same.values()))
+                and all(map(operator.is_, map(type, map(get, self.kinds)), self.kinds.values())))
 
 
 def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
@@ -263,7 +271,7 @@ class ModelGuard:
 
     def _glance(self, module: torch.nn.Module) -> _Glance | None:
         """None for a module whose facts are more than objects."""
-        own, same, kinds = vars(module), [], []
+        own, same, kinds = vars(module), dict[str, Any](), dict[str, type]()
         if "forward" in own or module._forward_hooks or module._forward_pre_hooks:
             return None
         for name, value in own.items():
@@ -273,11 +281,11 @@ class ModelGuard:
             if kind in _CONTAINERS and not (kind is tuple and all(type(item) in _PLAIN for item in value)):
                 return None  # may change in place
             if kind is tuple or _setting(name, value) is not _OTHER:
-                same.append((name, value))
+                same[name] = value
             else:
-                kinds.append((name, kind))
+                kinds[name] = kind
         tensors = self._tensors(module)
-        return None if tensors is None else _Glance(frozenset(own), tuple(same), tuple(kinds), tensors)
+        return None if tensors is None else _Glance(frozenset(own), same, kinds, tensors)
 
     def _tensors(self, module: torch.nn.Module) -> tuple[Any, ...] | None:
         """What the facts say of parameters and buffers; None where some are of a subclass, whose parts are compared."""
@@ -296,10 +304,9 @@ class ModelGuard:
 
     def _as_before(self, name: str, module: torch.nn.Module) -> bool:
         """Whether the module's facts are what they were."""
-        glance, own = self._glances[name], vars(module)
-        if glance is not None and own.keys() == glance.names and not module._forward_hooks and not module._forward_pre_hooks \
-                and all(own[k] is v for k, v in glance.same) and all(type(own[k]) is kind for k, kind in glance.kinds) \
-                and self._tensors(module) == glance.tensors:
+        glance = self._glances[name]
+        if (glance is not None and not module._forward_hooks and not module._forward_pre_hooks
+                and glance.holds(vars(module)) and self._tensors(module) == glance.tensors):
             return True
         return self._facts(module) == self._then[name]
 

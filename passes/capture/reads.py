@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -79,6 +80,7 @@ class Reads:
         return found
 
 
+@functools.lru_cache(maxsize=4096)
 def readable(source: str) -> str:
     """Dynamo's name of an object for users: ``L['self']._call._modules['layers']`` is ``model.layers``."""
     where, hook, rest = source.partition("._forward_")

@@ -230,3 +230,35 @@ def test_weights_may_change_in_place() -> None:
     assert loose.change() is None and strict.change() is None
     m[0].weight.data = torch.zeros(2, 2)
     assert loose.change() is None and strict.change() == "0.weight: another tensor, or moved in memory"
+
+
+@pytest.mark.parametrize("change, what", [
+    (lambda m: m.sizes.append(3), "Module.sizes: [1, 2] -> [1, 2, 3]"),  # the same object
+    (lambda m: m.pairs[1].append(3), "Module.pairs: (1, [2]) -> (1, [2, 3])"),
+    (lambda m: setattr(m, "data", 5), "Module.data: absent -> 5"),  # a tensor is not compared, a number is
+    (lambda m: (delattr(m, "scale"), setattr(m, "other", 1)), "Module.scale: 1.5 -> absent"),  # as many attributes as before
+    (lambda m: setattr(m, "w", torch.nn.Parameter(torch.ones(1, dtype=torch.float16))),
+     "Module.w: Parameter (torch.float32, cpu, version 0) -> Parameter (torch.float16, cpu, version 0)"),
+    (lambda m: (setattr(m, "w", None), setattr(m, "v", torch.nn.Parameter(torch.ones(1)))),
+     "Module.w: Parameter (torch.float32, cpu, version 0) -> absent"),
+    (lambda m: setattr(m, "scale", float("1.5")), None),  # another object, the same number
+    (lambda m: setattr(m, "data", torch.ones(2)), None),
+], ids=["list", "nested", "kind", "names", "parameter", "parameters", "equal", "data"])
+def test_changes_that_a_glance_could_miss(change, what) -> None:
+    m = torch.nn.Module()
+    m.sizes, m.pairs, m.scale, m.data, m.w = [1, 2], (1, [2]), 1.5, torch.ones(1), torch.nn.Parameter(torch.ones(1))
+    guard = ModelGuard(m, addresses=False)
+    assert guard.change() is None
+    change(m)
+    assert guard.change() == seen(guard) == what
+
+
+def test_a_setting_beside_lists_that_nobody_read() -> None:
+    """A module that a glance compares in part: its lists are data."""
+    m = torch.nn.Module()
+    m.scale, m.log = 1.5, []
+    guard = ModelGuard(m, addresses=False, reads={"scale"})
+    m.log.append(1)
+    assert guard.change() is None
+    m.scale = 2.0
+    assert guard.change() == "Module.scale: 1.5 -> 2.0"
