@@ -12,12 +12,14 @@ NOTE [Two trials]: The batch runs in two ways.
   logits of a sequence beside another neighbour of its length, and of tokens before others, are the same to the last bit. Where
   the order of sums depends on other rows (a mixture of experts gathers tokens by expert), or on the shape, a difference may be
   rounding, and in half precision that hides a leak of some percent.
-* In float32 (``passes/capture/in_float32.py``): the traced graph, operation by operation, with attention by its definition for
-  each sequence. Here a difference can only be the order of summation. How much that does is measured: the batch runs once more
-  with each matrix product in two sums. Up to ``_TIMES`` as much, and at least ``_LAST_BITS`` of the largest logit (for other
-  sums), is rounding, and more is a leak. Kernels that take no float32 run in half precision there; what their rounding does
-  is measured in the same way. The model's own forward, in float32 too, must give what the graph gives for the first sequence
-  alone, the same without positions as with 0, 1, 2, ..., and the same for a first token with and without tokens behind it.
+* In float32 (``passes/capture/in_float32.py``): the traced graph, operation by operation, with attention by its definition
+  for each sequence. (Left out if the model is served in float32 and only last bits differed.) Here a difference can only be
+  the order of summation. How much that does is measured: the batch runs once more with each matrix product in two sums. Up to
+  ``_TIMES`` as much, and at least ``_LAST_BITS`` of the largest logit (for other sums), is rounding, and more is a leak.
+  Kernels that take no float32 run in half precision; what their rounding does is measured in the same way.
+
+The model's own forward, in float32, must give what the batch gives for the first sequence, the same without positions as with
+0, 1, 2, ..., and the same for a first token with and without tokens behind it.
 """
 
 from __future__ import annotations
@@ -114,21 +116,25 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
             meta = replace(meta, logits_indices_padded=meta.logits_indices, num_logits_indices=len(lengths))
         return Step(cache, meta, backend, adapters=adapters), torch.cat(sequences).to(device)
 
-    for draw in range(draws := _DRAWS_OF_EXPERTS if routed else 1):
-        drawn = _Sequences.draw(paged.model, vocab_size, max_model_len, seed, again=draw)
-        try:
-            plain = _check_in_float32(paged, step_of, routed, drawn)
-            break
-        except UnsupportedAttention:
-            if draw == draws - 1:
-                raise
+    def in_float32(graph: bool) -> torch.Tensor | None:
+        for draw in range(draws := _DRAWS_OF_EXPERTS if routed else 1):
+            drawn = _Sequences.draw(paged.model, vocab_size, max_model_len, seed, again=draw)
+            try:
+                return _check_in_float32(paged, step_of, routed, drawn, graph)
+            except UnsupportedAttention:
+                if draw == draws - 1:
+                    raise
+        raise AssertionError
+
+    coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
+    precise = not coarse and not routed and _is_precise(paged, sites[0].dtype)
+    plain = in_float32(not precise)
 
     def served(*sequences: torch.Tensor) -> list[torch.Tensor]:
         step, row = step_of(*sequences)
         out = paged(step, row, step.metadata.positions, torch.arange(len(row), device=device))
         return list(out.float().split([len(s) for s in sequences]))
 
-    coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
     rounding = _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
     limit = _ROUNDING_OF_HALVES if coarse else rounding
     found = _compare(served, ids, routed, lambda found: limit * found.effect)
@@ -143,14 +149,20 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 "kv_sharing_fast_prefill=True: a trial batch has other logits than without it: they differ by "
                 f"{gap / found.effect:.2g} times what another token in its past changes. Leave the option out, and please "
                 "report it.")
-    if plain is not None and draw == 0 and not coarse and not routed and _is_precise(paged, sites[0].dtype):
-        _check_own_forward(found, plain, rounding * found.effect)
+    if precise:
+        if plain is not None:
+            _check_own_forward(found, plain, rounding * found.effect)
+        if found.most > _LAST_BITS * max(_largest(found.one), _largest(found.two)):
+            in_float32(True)
+        if plain is not None:
+            _check_one_token(paged, ids.first.to(device), plain, InFloat32(torch.bfloat16))
     logger.info("packing check: passed")
 
 
-def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torch.Tensor]], routed: bool, ids: _Sequences
-                      ) -> torch.Tensor | None:
-    """The trial in float32; returns the logits of the model's own forward of the first sequence, None if it does not run."""
+def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torch.Tensor]], routed: bool, ids: _Sequences,
+                      graph: bool) -> torch.Tensor | None:
+    """The trial in float32, of the model's own forward and of its ``graph``. Returns logits (T, V) of the former for the first
+    sequence; None if it does not run so."""
     tensors = [*paged.model.parameters(), *paged.model.buffers()]
     half = next((t.dtype for t in tensors if t.dtype in HALVES), torch.bfloat16)
     own = InFloat32(half)
@@ -172,18 +184,17 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
 
     with exact_products():
         first = ids.first.to(step_of(ids.first)[1].device)
-        plain = _check_own_positions(paged, first, own)
+        plain, found = _check_own_positions(paged, first, own), None
         try:
-            found = _compare(run, ids, routed, rounding)
+            found = _compare(run, ids, routed, rounding) if graph else None
         except (UnsupportedAttention, ChangedWhileTraced):
             raise
         except Exception as error:
             logger.warning("packing check: the model does not run in float32, so a leak below %d %% may not be seen: %s: %s",
                            round(100 * _ROUNDING_OF_HALVES), type(error).__name__, error)
-            found = None
         if found is not None and plain is not None and not own.kept:
             _check_own_forward(found, plain, max(_ROUNDING[torch.float32] * found.effect, rounding(found) if kept else 0.0))
-        if plain is not None:
+        if plain is not None and graph:
             _check_one_token(paged, first, plain, own)
     if kept or own.kept:
         logger.info("packing check: in half precision, for want of float32: %s", ", ".join(sorted(kept | own.kept)))
@@ -192,11 +203,13 @@ def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torc
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """Logits of both sequences, and the largest change that other tokens in its own past made to the first one's."""
+    """Logits of both sequences; the largest change that other tokens in its own past made to the first one's, and the largest
+    one that must be rounding."""
 
     one: torch.Tensor
     two: torch.Tensor
     effect: float
+    most: float
 
 
 def _compare(run: Run, ids: _Sequences, routed: bool, rounding: Callable[[_Found], float]) -> _Found | None:
@@ -207,7 +220,10 @@ def _compare(run: Run, ids: _Sequences, routed: bool, rounding: Callable[[_Found
     """
     (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
         run(ids.first, ids.second), run(ids.changed, ids.second), run(ids.rare, ids.second), run(ids.second, ids.first))
-    found = _Found(one, two, _largest(_gap(one, one_changed)[_SAME:]))
+    gaps = {"its neighbour in the batch": torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare)),
+            _PLACE: _gap(two, two_in_front), "tokens after it": _gap(one, one_changed)[:_SAME]}
+    most = {what: gap.max().item() for what, gap in gaps.items()}
+    found = _Found(one, two, _largest(_gap(one, one_changed)[_SAME:]), max(most.values()))
     if found.effect == 0 or one.isnan().all():
         logger.warning("the trial batch tells nothing: the model's logits do not depend on the tokens before (or are NaN), so "
                        "it is not known whether sequences in one batch leave each other alone")
@@ -217,14 +233,11 @@ def _compare(run: Run, ids: _Sequences, routed: bool, rounding: Callable[[_Found
     def exact() -> bool:  # not so with kernels that add up in any order
         return not routed and all(map(torch.equal, run(ids.first, ids.second), (one, two)))
 
-    gaps = {"its neighbour in the batch": torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare)),
-            _PLACE: _gap(two, two_in_front), "tokens after it": _gap(one, one_changed)[:_SAME]}
-    for what, gap in gaps.items():
-        most = gap.max().item()
-        if most and not most <= (0 if what != _PLACE and exact() else rounding(found)):
+    for what, gap in most.items():
+        if gap and not gap <= (0 if what != _PLACE and exact() else rounding(found)):
             raise UnsupportedAttention(
                 f"a trial batch of two short sequences shows that a token's logits depend on {what}: they change by "
-                f"{most / found.effect:.2g} times what another token in its own past changes. Something outside the "
+                f"{gap / found.effect:.2g} times what another token in its own past changes. Something outside the "
                 "attention sites mixes tokens (a convolution, a shift, a norm or a sum over the row, positions counted from "
                 "the row's start); quire cannot serve such a model in packed batches.")
     return found
