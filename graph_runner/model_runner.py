@@ -166,11 +166,12 @@ class ModelRunner:
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
             progress=self._progress("Capturing CUDA graphs"), piecewise=self._is_piecewise,
             inputs=self._inputs if config.cudagraph_debug else None)
-        self.step_bytes = 0  # not measured
-        self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
+        # Before the KV cache takes the memory.
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
                       max_model_len=self.max_model_len, adapters=None if self.adapters is None else self.adapters.active())
+        self.step_bytes = 0  # not measured
+        self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
         self._new_states(self.cache)
         if self.graphs.buckets:
             with start_times.timed("capture"):
