@@ -91,4 +91,13 @@ def write(cache: torch.Tensor, scale: torch.Tensor | None, new: torch.Tensor, sl
     cache[page, offset] = torch.where(live, new.to(cache.dtype), cache[page, offset])
 
 
-__all__ = ["ALIASES", "CodeFormat", "FORMATS", "QUANTIZED_KV_DTYPES", "check_scales", "dequantize", "quantize", "write"]
+def write_kv(k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+             k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
+    """``write`` k and v; where they are None, the cache has them already."""
+    if k is not None and v is not None:
+        write(k_cache, k_scale, k, slot_mapping)
+        write(v_cache, v_scale, v, slot_mapping)
+
+
+__all__ = ["ALIASES", "CodeFormat", "FORMATS", "QUANTIZED_KV_DTYPES", "check_scales", "dequantize", "quantize", "write",
+           "write_kv"]

@@ -19,7 +19,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.library import define_op
 from quire.attn_ops.vendor import by_token, missing, slots_end_to_end
 
@@ -53,9 +53,7 @@ def paged_attention(
     """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
     if window is not None or chunk is not None or sinks is not None or k_scale is not None:
         raise UnsupportedAttention("the aiter backend has no windows, chunks, sinks or quantized KV cache")
-    if k is not None and v is not None:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     tokens, heads, dim = q.shape
     if not tokens:
         return q.new_empty(q.shape)

@@ -17,7 +17,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
 from quire.attn_ops.vendor import missing
 
@@ -44,9 +44,7 @@ def paged_attention(
     step = current_step()
     if step is None:
         raise RuntimeError("ascend_paged_attention needs the lengths on the host: run it inside `with quire.step(...)`")
-    if k is not None and v is not None:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     lens, counts = step.metadata.seq_lens_cpu.int(), step.metadata.query_start_loc_cpu.diff().int()
     rows = counts.nonzero()[:, 0]  # the kernels take no rows without tokens
     heads, kv_heads, dim = q.shape[1], k_cache.shape[2], q.shape[2]

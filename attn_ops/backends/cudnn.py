@@ -21,7 +21,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
 from quire.attn_ops.vendor import by_token, define_by_token, missing, too_old, wrong_gpu
 
@@ -39,9 +39,7 @@ def paged_attention(
     """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
     if softcap is not None or chunk is not None or sinks is not None or k_scale is not None:
         raise UnsupportedAttention(f"the {NAME} backend has no softcap, chunks, sinks or quantized KV cache")
-    if k is not None and v is not None:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     out = q.new_empty(q.shape)
     if not q.shape[0]:
         return out

@@ -35,7 +35,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, Strides, kernel_module
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.ops.merge_state import merge_states_eager, merge_states_triton
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
@@ -215,9 +215,7 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
                                                   window=None, softcap=softcap, chunk=None)
             layer.store(k_cache, slot_mapping)
             return out
-        if k is not None and v is not None:
-            write(k_cache, None, k, slot_mapping)
-            write(v_cache, None, v, slot_mapping)
+        write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
         layer.store(k_cache, slot_mapping)
         if not q.shape[0]:
             return q.new_empty(0, q.shape[1], v_cache.shape[3])

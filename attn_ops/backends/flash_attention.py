@@ -24,7 +24,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
 from quire.attn_ops.vendor import missing, wrong_gpu
 
@@ -59,9 +59,7 @@ def paged_attention(
     found = _installed()
     if found is None:
         raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
-    if k is not None and v is not None:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], v_cache.shape[3])
     step, room = current_step(), block_table.shape[1] * k_cache.shape[1]

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from quire.attn_ops.attention import visible
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write_kv
 from quire.attn_ops.step import current_step
 
 NAME = "flex_attention"
@@ -112,9 +112,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
     check_scales(k_cache, k_scale, v_scale)
-    if k is not None and v is not None:
-        write(k_cache, k_scale, k, slot_mapping)
-        write(v_cache, v_scale, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     (tokens, heads, _), room, rows = q.shape, block_table.shape[1] * k_cache.shape[1], seq_lens.shape[0]
     step = current_step()
     longest = room if step is None else min(step.metadata.max_seq_len, room)

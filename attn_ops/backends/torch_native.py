@@ -17,7 +17,7 @@ import torch
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.attention import visible
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write, write_kv
 from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 
@@ -97,9 +97,7 @@ def _attend(
     scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_scales(k_cache, k_scale, v_scale)
-    if k is not None and v is not None:
-        write(k_cache, k_scale, k, slot_mapping)
-        write(v_cache, v_scale, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_tokens, heads, dim = q.shape
     if not prepared:

@@ -19,7 +19,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.library import define_op
 from quire.attn_ops.step import current_step
 from quire.attn_ops.vendor import by_token, missing, no_compiler, too_old, wrong_gpu
@@ -48,9 +48,7 @@ def paged_attention(
     if softcap is not None or chunk is not None or k_scale is not None:
         raise UnsupportedAttention("the trtllm_mha backend has no softcap, no chunks and no quantized KV cache with a scale "
                                    "per token")
-    if k is not None and v is not None:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     out = q.new_empty(q.shape)
     if not q.shape[0]:
         return out

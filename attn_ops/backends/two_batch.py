@@ -31,7 +31,7 @@ from quire.attn_ops.backend import (
 from quire.attn_ops.composite import op_name
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, current_step, running
 
@@ -113,9 +113,7 @@ def _op(base: AttentionBackend, name: str) -> Callable[..., torch.Tensor]:
     def op(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
         *caches, slot_mapping, block_table, start, seq_lens, sinks, _ = rest
         tables, rows, count = (slot_mapping, block_table, start, seq_lens), seq_lens.shape[0], q.shape[0]
-        if k is not None and v is not None:
-            write(caches[0], caches[2], k, slot_mapping)
-            write(caches[1], caches[3], v, slot_mapping)
+        write_kv(k, v, caches[0], caches[1], caches[2], caches[3], slot_mapping)
         step = current_step()
         state = None if step is None else step.states.get(name)
         halves: list[tuple[slice, slice, Step | None]] = [(slice(0, rows), slice(0, count), step)]

@@ -21,7 +21,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.kv_quant import write
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.vendor import by_token, define_by_token, missing, slots_end_to_end, too_old
 
 NAME = "wave"
@@ -62,9 +62,7 @@ def paged_attention(
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
     if window is not None or chunk is not None or sinks is not None or k_scale is not None:
         raise UnsupportedAttention(f"the {NAME} backend has no windows, chunks, sinks or quantized KV cache")
-    if k is not None and v is not None:
-        write(k_cache, None, k, slot_mapping)
-        write(v_cache, None, v, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     (tokens, heads, dim), dim_v = q.shape, v_cache.shape[3]
     out = q.new_empty(tokens, heads, dim_v)
     if not tokens:

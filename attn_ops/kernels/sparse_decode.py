@@ -6,9 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from quire.attn_ops.kernels.softmax import LN2, logits
 
 
 @triton.jit
@@ -80,10 +78,8 @@ def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_s
         positions = tl.where(dense, order, positions)
         at = slot_offsets(table_row, positions, live, PAGE, K) + kv_head * K.head
         key = tl.load(k_cache + at[:, None] + columns[None, :], mask=live[:, None] & (columns < D)[None, :], other=0.0)
-        score = tl.sum(key.to(tl.float32) * query[None, :], 1) * scale
-        if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1); e^2x may overflow to inf, where the limit is right
-            score = softcap * (1 - 2 / (tl.exp2(score * (2 * LOG2E / softcap)) + 1))
-        score = tl.where(live, score * LOG2E, float("-inf"))
+        score = logits(tl.sum(key.to(tl.float32) * query[None, :], 1), scale, softcap)
+        score = tl.where(live, score, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, 0))
         shrink = tl.exp2(highest - new_highest)
         weights = tl.exp2(score - new_highest)

@@ -6,9 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from quire.attn_ops.kernels.softmax import LN2, logits
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs"])
@@ -69,12 +67,7 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
         index = (first_key + key_pos).to(tl.int64)
         key = tl.load(k + index[:, None] * k_strides[0] + (head // GROUP) * k_strides[1] + columns[None, :],
                       mask=inside[:, None] & (columns < DIM)[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        if softcap is not None:  # tanh(x) = 1 - 2 / (e^2x + 1); e^2x may overflow to inf, where the limit is right
-            power = tl.exp2(scores * (scale / softcap * (2 * LOG2E)))
-            scores = (1 - 2 / (power + 1)) * (softcap * LOG2E)
-        else:
-            scores = scores * (scale * LOG2E)
+        scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap)
         keep = inside[None, :] & live[:, None]
         if CAUSAL:
             keep = keep & (key_pos[None, :] <= pos[:, None])

@@ -27,6 +27,14 @@ def _check(out: torch.Tensor, lse: torch.Tensor, states: bool) -> None:
         f"states are outputs and float32 lse of shapes {shape}; got {tuple(out.shape)} and {tuple(lse.shape)} {lse.dtype}"))
 
 
+def _check_two(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
+        _check(out, lse, states=False)
+    torch._check_value(out_a.shape == out_b.shape and out_a.dtype == out_b.dtype, lambda: (
+        f"two states of one batch have the same shape and dtype; got {tuple(out_a.shape)} {out_a.dtype} and "
+        f"{tuple(out_b.shape)} {out_b.dtype}"))
+
+
 def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition: S states out (T, S, H, D), lse (T, S, H) float32 -> (T, H, D) in out's dtype, (T, H) float32.
 
@@ -45,11 +53,7 @@ def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tens
 def merge_state_eager(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
                       ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two states, out (T, H, D) and lse (T, H) float32 each -> their union, (T, H, D) in out_a's dtype and (T, H) float32."""
-    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
-        _check(out, lse, states=False)
-    torch._check_value(out_a.shape == out_b.shape and out_a.dtype == out_b.dtype, lambda: (
-        f"two states of one batch have the same shape and dtype; got {tuple(out_a.shape)} {out_a.dtype} and "
-        f"{tuple(out_b.shape)} {out_b.dtype}"))
+    _check_two(out_a, lse_a, out_b, lse_b)
     return merge_states_eager(torch.stack([out_a, out_b], 1), torch.stack([lse_a, lse_b], 1))
 
 
@@ -66,11 +70,7 @@ def merge_states_triton(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Ten
 def merge_state_triton(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
                        ) -> tuple[torch.Tensor, torch.Tensor]:
     """``merge_state`` as one kernel."""
-    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
-        _check(out, lse, states=False)
-    torch._check_value(out_a.shape == out_b.shape and out_a.dtype == out_b.dtype, lambda: (
-        f"two states of one batch have the same shape and dtype; got {tuple(out_a.shape)} {out_a.dtype} and "
-        f"{tuple(out_b.shape)} {out_b.dtype}"))
+    _check_two(out_a, lse_a, out_b, lse_b)
     merged, total = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
     out_a, out_b = rows_contiguous(out_a), rows_contiguous(out_b)
     lse_a, lse_b = (x if x.stride(1) == 1 else x.contiguous() for x in (lse_a, lse_b))

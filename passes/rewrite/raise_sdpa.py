@@ -154,22 +154,22 @@ def _heads(x: fx.Node) -> Any:
 def _peel_repeat(node: fx.Node, heads: int, is_changed: Callable[[fx.Node], bool]) -> fx.Node:
     """The un-repeated tensor behind ``node`` if a chain of views provably repeats it to ``heads`` heads, else ``node``.
     ``is_changed``: whether a value is changed in place before attention reads it."""
-    chain, at = [node], node
-    while at.op in ("call_function", "call_method") and len(chain) < 8:
+    at = node
+    for _ in range(7):
         data = at.args[0] if at.args else None
-        if target_name(at).rstrip("_") not in _VIEWS or not isinstance(data, fx.Node) or is_changed(at) or is_changed(data):
+        if at.op not in ("call_function", "call_method") or target_name(at).rstrip("_") not in _VIEWS \
+                or not isinstance(data, fx.Node) or is_changed(at) or is_changed(data):
             break
         at = data
         shape: Any = getattr(value(at), "shape", ())
         # symbolic first: comparing a symbol with a number would guard on it, and the trace would hold for fewer batches
         if len(shape) == 4 and not symbolic(shape[1]) and shape[1] != heads and heads % shape[1] == 0 \
-                and _is_repeat(at, node, chain, heads // shape[1]):
+                and _is_repeat(at, node, heads // shape[1]):
             return at
-        chain.append(at)
     return node
 
 
-def _is_repeat(start: fx.Node, end: fx.Node, chain: list[fx.Node], times: int) -> bool:
+def _is_repeat(start: fx.Node, end: fx.Node, times: int) -> bool:
     """Execute the chain on a random tensor: is it ``repeat_interleave(times, dim=1)``?"""
     batch, kv_heads, tokens, dim = value(start).shape
     length = 5 if symbolic(tokens) else int(tokens)

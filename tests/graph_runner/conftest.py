@@ -16,7 +16,7 @@ from tests.tiny import (
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(num_layers=2)
+    return load_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,10 @@ import torch
 import quire
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.request import FinishReason
-from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens
+from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, tokens
 
 SHORT = replace(GREEDY, max_tokens=6, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=100, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,6 @@ SHORT = replace(GREEDY, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model(num_layers=1)
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     tokenizer = load_tokenizer()
     return [tokenizer(t)["input_ids"] for t in ("Once upon a time", "The cat", "To make soup, you need two carrots", "A")]

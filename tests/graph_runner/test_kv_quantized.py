@@ -38,11 +38,6 @@ SCHEDULES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load_model(num_layers=1)
-
-
 @pytest.fixture(scope="module", params=["int8", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "int8")])
 def kind(request):
     return request.param

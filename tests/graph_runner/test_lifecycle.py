@@ -16,12 +16,7 @@ import quire
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
-from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, load_model, tokens, unchanged, with_other_weights
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model(num_layers=1)
+from tests.tiny import GREEDY, SAMPLED, assert_idle, hf_greedy, tokens, unchanged, with_other_weights
 
 
 def build(config, kind=transformers.AutoModelForCausalLM):

@@ -28,11 +28,6 @@ OPTIONS: dict[str, Any] = dict(num_pages=120, max_num_seqs=8, max_model_len=300)
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model(num_layers=1)
-
-
-@pytest.fixture(scope="module")
 def engine(model, tokenizer) -> Any:
     with Engine(model, tokenizer, **OPTIONS, async_stepping=True) as made:
         yield made

@@ -11,16 +11,11 @@ import torch
 
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
-from tests.tiny import GREEDY, assert_idle, load_model, tokens
+from tests.tiny import GREEDY, assert_idle, tokens
 
 # Logits agree to 1e-5 of the largest, which is about 30 here, and so do their normalizers.
 TOLERANCE = 5e-4
 OPTIONS: dict[str, Any] = dict(num_pages=120, max_num_seqs=8, max_model_len=300)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")

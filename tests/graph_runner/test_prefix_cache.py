@@ -128,11 +128,6 @@ def test_random_traffic(seed, num_pages, page_size, seqs, budget, chunk, lasting
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model(num_layers=1)
-
-
-@pytest.fixture(scope="module")
 def groups(prompts) -> list[list[int]]:
     """Prompts that begin equally, and equal ones, of lengths around pages of 4 and 16."""
     long = [*prompts[3], *prompts[2]]

@@ -8,7 +8,7 @@ import pytest
 
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.loading import TINY_MODEL
-from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, greedy_continuations, load_model, tokens, unchanged
+from tests.tiny import GREEDY, PROMPTS, SAMPLED, assert_idle, greedy_continuations, tokens, unchanged
 
 OPTIONS = {
     "defaults": {},
@@ -33,11 +33,6 @@ TINY_CACHES = {
                           max_num_batched_tokens=8),
     "async_one_page_a_token": dict(page_size=1, num_pages=70, async_stepping=True, max_num_seqs=3),
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model(num_layers=1)
 
 
 def check_schedule(model, tokenizer, prompts, expected, sampled, options) -> Engine:

@@ -1,6 +1,6 @@
 """Parts that the attention kernels share: which keys a query sees, loading keys and values, merging partial results.
 
-Softmax is computed in base 2 (``exp2`` is one instruction): scores carry a factor log2(e), and so does every ``lse``.
+Softmax is computed in base 2 (``attn_ops/kernels/softmax.py``): scores and every ``lse`` carry a factor log2(e).
 
 NOTE [Partial results]: where a query's keys are split among ``splits`` programs, each program that has keys (they are
 numbered 0 to active - 1, without gaps) writes a normalized output and the log2 of its softmax denominator, ``lse``, to a
@@ -32,8 +32,6 @@ import triton.language as tl
 
 #: Whether the kernels run in Triton's interpreter: read when this module is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -138,17 +136,6 @@ def load_scales(scale, block_table_row, kv_head, offsets, live, PAGE: tl.constex
         return tl.load(at, mask=live, other=0.0)
     else:
         return tl.load(at)
-
-
-@triton.jit
-def logits(scores, scale, softcap):
-    """q.k -> base-2 logits, scaled and capped. ``softcap``: a number or None."""
-    if softcap is not None:
-        # tanh(x) = 1 - 2 / (e^2x + 1); e^2x may overflow to inf, where the limit is right.
-        power = tl.exp2(scores * (scale / softcap * (2 * LOG2E)))
-        return (1 - 2 / (power + 1)) * (softcap * LOG2E)
-    else:
-        return scores * (scale * LOG2E)
 
 
 @triton.jit

@@ -21,13 +21,11 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import (
-    LOG2E,
     arrived_last,
     find_block,
     first_key,
     load_keys,
     load_scales,
-    logits,
     merge_rows,
 )
 from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
@@ -36,6 +34,7 @@ from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import CacheLayout, Caches
 from quire.attn_ops.kernels.kv_quant import code_format, widen
 from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.kernels.softmax import LOG2E, logits
 
 
 class ExtendConfig(NamedTuple):
