@@ -42,6 +42,7 @@ class Reads:
         self._scope = {"self": owner, "G": scope}
         for guard in guards:
             source = re.sub(r"L\['self'\]", "self", guard.name)
+            source = source.replace(".__dict__['_modules']", "._modules")  # through a ``__getattr__`` of PEFT's
             if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source):
                 continue
             try:
