@@ -176,9 +176,9 @@ def check_longest(raised: fx.GraphModule, step: Step) -> None:
     longest, conditions = raised.meta.get(_LONGEST, (None, ""))
     if longest is not None and step.metadata.max_seq_len > longest:
         raise UnsupportedAttention(
-            f"the model takes a path of its own for some numbers of tokens ({conditions}), so this trace shows what it computes "
-            f"for sequences of at most {longest} tokens, and the step has one of {step.metadata.max_seq_len}; make shorter "
-            "sequences, or let its forward not branch on the length of its input.")
+            f"the model takes a path of its own for some numbers of tokens ({conditions}), so this trace shows what it "
+            f"computes for sequences of at most {longest} tokens, and the step has one of {step.metadata.max_seq_len}; make "
+            "shorter sequences, or let its forward not branch on the length of its input.")
 
 
 def _traced_in(context: TracingContext | None) -> Any:

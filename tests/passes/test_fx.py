@@ -101,8 +101,10 @@ def test_shape_conditions() -> None:
 
 
 @pytest.mark.parametrize("condition, first", [
-    (lambda x: 2 * x.shape[0] + 1 == 51, 25), (lambda x: x.numel() * 16 == 400, 25), (lambda x: x.shape[0] * 3 % 60 == 15, 5),
-    (lambda x: x.shape[0] ** 2 == 625, 25), (lambda x: abs(x.shape[0] - 25) < 2, 24), (lambda x: x.shape[0] // 100 == 50, 5000)])
+    (lambda x: 2 * x.shape[0] + 1 == 51, 25), (lambda x: x.numel() * 16 == 400, 25),
+    (lambda x: x.shape[0] * 3 % 60 == 15, 5),
+    (lambda x: x.shape[0] ** 2 == 625, 25), (lambda x: abs(x.shape[0] - 25) < 2, 24),
+    (lambda x: x.shape[0] // 100 == 50, 5000)])
 def test_shape_conditions_are_not_sampled(condition, first: int) -> None:
     """Whatever the arithmetic: where the path changes is at none of the numbers in it."""
     found = conditions(lambda x: x + 1 if condition(x) else x, torch.zeros(23))
