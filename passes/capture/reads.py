@@ -28,7 +28,8 @@ class Reads:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._sources: dict[tuple[str, str], tuple[str, types.CodeType]] = {}  # name for users and code, by (source, what of it)
+        # Name for users and code, by (Python expression, what of it).
+        self._sources: dict[tuple[str, str], tuple[str, types.CodeType]] = {}
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:

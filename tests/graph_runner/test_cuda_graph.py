@@ -378,8 +378,8 @@ def test_engine_options(options) -> None:
 
 
 class MeasuredGraphs(RecordingGraphs):
-    """Of each pool the first graph takes 100 bytes, the second 20, and each further one 7. What steps before it left is there until
-    ``release``, which recording does too."""
+    """Of each pool the first graph takes 100 bytes, the second 20, and each further one 7. What steps before it left is there
+    until ``release``, which recording does too."""
 
     left, pools = 0, list[weakref.ref]()
 
