@@ -189,12 +189,14 @@ def heat_map(result: dict[str, Any], path: Path, rival: str = "vllm") -> None:
             pair = by_key.get((model, *column))
             words = [f"{pair.ratio:.2f}"] if pair and pair.ratio else []
             words += [f"{pair.share:.0%}"] if pair and pair.share else []
-            axes.text(x, y, "\n".join(words) or ("–" if pair and pair.why else ""), ha="center", va="center", fontsize=6.5)
+            dark = pair is not None and pair.ratio is not None and not 0.62 < pair.ratio < 1.6
+            axes.text(x, y, "\n".join(words) or ("–" if pair and pair.why else ""), ha="center", va="center", fontsize=6.5,
+                      color="white" if dark else "black")
     labels = [f"{cell} {variant}".replace("/", " ").strip() for cell, variant in columns]
     axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right", fontsize=7)
     axes.set_yticks(range(len(models)), models, fontsize=8)
     axes.set_title(f"time of quire over {rival} (below 1: quire is faster); share of the roofline", loc="left", fontsize=9)
-    figure.colorbar(image, ax=axes, ticks=[0.5, 0.7, 1, 1.4, 2], format="%.1f", shrink=0.8)
+    figure.colorbar(image, ax=axes, ticks=[0.5, 0.7, 1, 1.4, 2], format="%.1f", shrink=0.8).ax.minorticks_off()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
