@@ -376,7 +376,7 @@ def test_whole_chunks_of_prompts_in_graphs(half, prompts) -> None:
 def test_long_mla_prefills_run_without_graphs() -> None:
     """They are expanded, which reads lengths on the host; in graphs they would do several times the products."""
     model = build(SERVED["deepseek_v3"]).to("cuda", torch.bfloat16)
-    with Engine(model, attention=need("triton"), compiler="eager", num_pages=200, max_num_seqs=4, max_num_batched_tokens=2048,
+    with Engine(model, attention=need("triton"), compiler="eager", num_pages=200, max_num_seqs=64, max_num_batched_tokens=2048,
                 cudagraph_lazy=True) as engine:
         assert any(site.latent for site in engine.runner.sites)
         assert max(engine.runner.graphs.buckets).num_tokens == 1024
