@@ -15,6 +15,7 @@ contract reads a device tensor on the host.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,11 @@ class CommonAttentionMetadata:
     def query_lens_cpu(self) -> torch.Tensor:
         """(B,) int32, host: tokens scheduled per sequence; 0 for padding rows."""
         return self.query_start_loc_cpu.diff()
+
+    @functools.cached_property
+    def has_single_queries(self) -> bool:
+        """Whether some sequence has one token in this step."""
+        return bool((self.query_lens_cpu == 1).any())
 
     @property
     def num_computed_tokens_cpu(self) -> torch.Tensor:

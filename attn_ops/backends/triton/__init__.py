@@ -7,7 +7,8 @@ replayed at any other.
 
 =======  ==========================================================================================================
 T <= B   ``decode`` by token, which writes the cache too, and for few tokens rotates q and k before: one launch
-T > B    ``write``, then ``extend``, then ``decode`` by row for the sequences with one query token, unless B is 1
+T > B    ``write``, then ``extend``, then ``decode`` by row for the sequences with one query token, unless there are none:
+         B is 1, or the step is no graph's and has none
 =======  ==========================================================================================================
 """
 
@@ -28,6 +29,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales
 from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
+from quire.attn_ops.step import current_step
 
 
 def available(device: torch.device) -> str | None:
@@ -82,9 +84,21 @@ def paged_attention(
     if k is not None and v is not None:
         kernel_module("backends.triton.write").write(k, v, caches, slot_mapping)
     kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
-    if num_reqs > 1:
+    if num_reqs > 1 and _may_have_single_queries(q, query_start_loc):
         decode(q, None, None, *rest, by_row=True)
     return out
+
+
+def _may_have_single_queries(q: torch.Tensor, query_start_loc: torch.Tensor) -> bool:
+    """Whether some sequence may have one query token. The host knows it of the step in progress, unless that is a graph's,
+    which is replayed for any batch."""
+    step = current_step()
+    if step is None or step.graph_key is not None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return True
+    meta = step.metadata
+    same = (meta.num_tokens == q.shape[0] and meta.query_start_loc.shape == query_start_loc.shape
+            and meta.query_start_loc.data_ptr() == query_start_loc.data_ptr())
+    return not same or meta.max_query_len <= 1 or meta.has_single_queries
 
 
 def rope_paged_attention(

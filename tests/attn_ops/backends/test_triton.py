@@ -13,6 +13,7 @@ from quire.attn_ops.kernels.host import next_power_of_2, num_sms
 from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
+from quire.attn_ops.step import Step, running
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
 from tests.attn_ops.scheduling import in_pieces, steps_of
 
@@ -454,3 +455,22 @@ def test_a_prompt_beside_many_decodes_has_tiles_as_wide_as_alone(tokens, rows):
 
     assert widths(tokens, rows) == widths(tokens, 1) == {128}
     assert widths(40, 16) == {16}  # pieces of two or three tokens
+
+
+def test_prompts_alone_launch_no_decode():
+    """A step whose sequences all have several tokens has a launch less per layer, with the same result; a graph, which is
+    replayed for any batch, has all of them."""
+    def kernels(case, **options) -> set[str]:
+        with recording() as found:
+            run_case(BACKEND, case, **options)
+        return {each.name for each in found}
+
+    everything = {"write_kernel", "extend_kernel", "decode_kernel"}
+    prompts, mixed = make_case([5, 9], [5, 20], **SMALL, pad_reqs=1), make_case([5, 1], [5, 20], **SMALL)
+    assert kernels(prompts) == everything - {"decode_kernel"}
+    assert kernels(mixed) == kernels(prompts, graph_key="graph") == everything
+    out = run_case(BACKEND, prompts)
+    assert (bits(out) == bits(run_case(BACKEND, prompts, graph_key="graph"))).all()
+    other = make_case([3, 3], [5, 20], **SMALL)  # of the same shape as ``mixed``, and without single tokens
+    with running(Step(mixed.cache, other.metadata)):
+        check_output(BACKEND.op(*mixed.arguments([]), **mixed.options), mixed)
