@@ -27,6 +27,7 @@ from torch.nn.modules import module as global_hooks
 
 from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.hf_interface import NAME, functions_of
+from quire.passes.capture.own_masks import read_by_masks
 from quire.passes.verify.quantized import addresses as addresses_of
 
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size,
@@ -44,8 +45,6 @@ _CALLS = frozenset(("forward", "__call__", "__getattr__", "__getattribute__"))
 # Fields of a config without effect on the forward, some of which saving a model sets.
 _UNREAD_FIELDS = frozenset(("architectures", "auto_map", "dtype", "name_or_path", "torch_dtype", "transformers_version",
                             "use_cache"))
-# Fields that transformers makes masks of. A trace makes no masks, so it does not read them.
-_OF_MASKS = frozenset(("sliding_window", "attention_chunk_size", "layer_types", "is_causal", "use_bidirectional_attention"))
 # Fields that choose an implementation; quire sets them to its own name while it traces.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 # Hooks of transformers without effect on a forward of the engine: they record outputs when the caller asks for them
@@ -231,6 +230,7 @@ class ModelGuard:
         now = buffer_versions(model)
         self._updated = {key for key, version in (versions or {}).items() if now.get(key, version) != version}
         self._reads, self._elsewhere_read = None if reads is None else frozenset(reads), elsewhere
+        self._read_by_masks = read_by_masks() if hasattr(model, "config") else frozenset[str]()
         self._modules = [(name, module, _children(module)) for name, module in model.named_modules()]
         self._then = {name: self._facts(module) for name, module, _ in self._modules}
         self._glances = {name: self._glance(module) for name, module, _ in self._modules}
@@ -336,8 +336,9 @@ class ModelGuard:
     def _is_field(self, name: str, value: Any) -> bool:
         if name in _IMPLEMENTATIONS:
             return self._read(name)
-        return name in _OF_MASKS or (name[0] != "_" and name not in _UNREAD_FIELDS and not name.endswith("token_id")
-                                     and self._read(name))
+        # A trace makes no masks, so it does not read what transformers makes them of.
+        return name[0] != "_" and name not in _UNREAD_FIELDS and not name.endswith("token_id") and (
+            self._read(name) or name in self._read_by_masks)
 
     def _elsewhere_changed(self) -> str | None:
         """Describes a change outside any single module, or None."""

@@ -142,7 +142,9 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         return
     if paged.options.kv_sharing_fast_prefill:
         step, row = step_of(ids.first, ids.second, last=True)
-        last = paged(step, row, step.metadata.positions, step.metadata.logits_indices).float()
+        wanted = step.metadata.logits_indices_padded
+        assert wanted is not None
+        last = paged(step, row, step.metadata.positions, wanted).float()
         gap = max(_gap(of_all[-1], alone).max().item() for of_all, alone in zip((found.one, found.two), last, strict=True))
         if not gap <= limit * found.effect:
             raise UnsupportedAttention(

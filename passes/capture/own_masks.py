@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,8 +16,11 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.reads import is_code_of
 
 _MAKES_MASKS = re.compile(r".*\.create_\w*masks?\w*")
-#: Arguments of these functions that change which tokens see each other.
-_CHANGES_MASKS = frozenset(("and_mask_function", "or_mask_function", "block_sequence_ids"))
+#: Arguments of these functions that leave it to attention which tokens see each other. Any other one that they take, in this
+#: version of transformers or another, may change it.
+_ALLOWED = frozenset(("config", "input_embeds", "inputs_embeds", "attention_mask", "cache_position", "past_key_values",
+                      "position_ids", "layer_idx", "encoder_hidden_states", "allow_is_causal_skip",
+                      "allow_is_bidirectional_skip", "allow_torch_fix", "device", "dtype"))
 _KNOWN = ("quire", "torch", "transformers")
 
 
@@ -32,13 +38,52 @@ def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
         if _MAKES_MASKS.fullmatch(name):
             raise UnsupportedAttention(f"{name} was replaced by {function.__qualname__}, which is not transformers' own. "
                                        "quire's attention builds no masks, so its mask would be lost; put transformers' back")
-    for where, code in (*((name, f.__code__) for name, f in functions.items()), *_own_methods(model)):
-        if given := sorted(_CHANGES_MASKS & _constants(code)):
+    changing = {p.name for f in _mask_makers() for p in inspect.signature(f).parameters.values()
+                if p.kind is not p.VAR_KEYWORD} - _ALLOWED
+    for where, function in (*functions.items(), *_own_methods(model)):
+        given = sorted(changing & strings_of(function.__code__)) or _by_position(function)
+        if given:
             raise UnsupportedAttention(f"{where} passes {given[0]} to transformers' mask functions. quire's attention builds "
                                        "no masks, so it would be lost; masks with meaning of their own cannot be served")
 
 
-def _own_methods(model: torch.nn.Module) -> Iterator[tuple[str, types.CodeType]]:
+def read_by_masks() -> frozenset[str]:
+    """The names that the code of transformers' mask functions reads, fields of configs among them."""
+    return frozenset().union(*(strings_of(f.__code__) | _names(f.__code__) for f in _functions()))
+
+
+def _functions() -> list[types.FunctionType]:
+    from transformers import masking_utils
+
+    return [f for f in vars(masking_utils).values() if isinstance(f, types.FunctionType)
+            and f.__module__ == masking_utils.__name__]
+
+
+def _mask_makers() -> list[types.FunctionType]:
+    return [f for f in _functions() if _MAKES_MASKS.fullmatch(f".{f.__name__}")]
+
+
+def _by_position(function: types.FunctionType) -> list[str]:
+    """Arguments of a mask function that a call in ``function`` passes by position and that are not allowed, or not known."""
+    makers = {f.__name__: list(inspect.signature(f).parameters) for f in _mask_makers()}
+    if not makers.keys() & _names(function.__code__):
+        return []
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ["what its source, which cannot be read, says"]
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+        parameters = makers.get(getattr(call.func, "id", getattr(call.func, "attr", "")))
+        for at, arg in enumerate(call.args if parameters else ()):
+            assert parameters
+            if isinstance(arg, ast.Starred) or at >= len(parameters):
+                return ["arguments of unknown number"]
+            if parameters[at] not in _ALLOWED:
+                return [parameters[at]]
+    return []
+
+
+def _own_methods(model: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
     for cls in {cls: None for module in model.modules() for cls in type(module).__mro__}:
         if cls.__module__.partition(".")[0] in (*_KNOWN, "builtins"):
             continue
@@ -46,18 +91,24 @@ def _own_methods(model: torch.nn.Module) -> Iterator[tuple[str, types.CodeType]]
             while hasattr(method, "__wrapped__"):
                 method = method.__wrapped__
             if isinstance(method, types.FunctionType):
-                yield method.__qualname__, method.__code__
+                yield method.__qualname__, method
 
 
-def _constants(code: types.CodeType) -> set[Any]:
+def strings_of(code: types.CodeType) -> set[str]:
     """Strings among the constants of the code, names of keyword arguments and those of nested functions included."""
-    found: set[Any] = set()
+    found: set[str] = set()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _constants(constant)
+            found |= strings_of(constant)
         elif isinstance(constant, (str, tuple)):
             found.update(x for x in ([constant] if isinstance(constant, str) else constant) if isinstance(x, str))
     return found
 
 
-__all__ = ["check_masks"]
+def _names(code: types.CodeType) -> set[str]:
+    """Names of globals, attributes and closed-over variables that the code reads, nested functions included."""
+    return {*code.co_names, *code.co_freevars}.union(
+        *(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+__all__ = ["check_masks", "read_by_masks"]

@@ -6,12 +6,15 @@ import collections
 import enum
 import functools
 import types
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from quire.graph_runner.model_guard import ModelGuard
+from tests.tiny import small_llama
 
 
 def model() -> torch.nn.Module:
@@ -281,3 +284,24 @@ def test_a_setting_beside_lists_that_nobody_read() -> None:
     assert guard.change() is None
     m.scale = 2.0
     assert guard.change() == "Module.scale: 1.5 -> 2.0"
+
+
+def test_a_field_that_only_masks_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever name: a trace makes no masks, so it does not read the field, and the model's own masks change with it."""
+
+    def tree_mask(config: Any) -> Any:
+        return config.tree_width
+
+    model, tree_mask.__module__ = small_llama(), masking_utils.__name__
+    model.config.sliding_window = model.config.tree_width = model.config.unread_by_all = 3
+    guard = ModelGuard(model, addresses=False, reads=["hidden_size"])
+    model.config.tree_width = 4
+    assert guard.change() is None
+    monkeypatch.setattr(masking_utils, "tree_mask", tree_mask, raising=False)
+    guard = ModelGuard(model, addresses=False, reads=["hidden_size"])
+    model.config.unread_by_all = 4
+    assert guard.change() is None
+    for name in ("sliding_window", "tree_width"):
+        setattr(model.config, name, 5)
+        assert f"{name}: " in (guard.change() or "")
+        setattr(model.config, name, 3 if name == "sliding_window" else 4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, TemperatureLogitsWarper
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, TemperatureLogitsWarper, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
@@ -142,6 +142,59 @@ def test_masks_that_would_be_lost(model: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(llama, "create_causal_mask",
                         lambda *a, **o: create(*a, **o, and_mask_function=lambda b, h, q, k: k >= q - 500))
     with pytest.raises(UnsupportedAttention, match="create_causal_mask was replaced by .*<lambda>, which is not transformers'"):
+        Engine(model, **OPTIONS)
+
+
+class Positional(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        x = self.model.embed_tokens(input_ids)
+        llama.create_causal_mask(self.config, x, None, None, None, lambda b, h, q, k: k >= q - 500)
+        return super().forward(input_ids=input_ids, **options)
+
+
+class Starred(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        given = (self.config, self.model.embed_tokens(input_ids), None, None)
+        llama.create_causal_mask(*given)
+        return super().forward(input_ids=input_ids, **options)
+
+
+class Harmless(LlamaForCausalLM):
+    """As models in remote code do it."""
+
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        given = {"config": self.config, "inputs_embeds": self.model.embed_tokens(input_ids), "attention_mask": None,
+                 "past_key_values": None, "position_ids": options.get("position_ids")}
+        llama.create_causal_mask(**given)
+        llama.create_causal_mask(self.config, given["inputs_embeds"], None, None)
+        return super().forward(input_ids=input_ids, **options)
+
+
+@pytest.mark.parametrize("kind, what", [(Positional, "or_mask_function"), (Starred, "arguments of unknown number")])
+def test_masks_by_position_would_be_lost(kind: Any, what: str, model: Any) -> None:
+    model.__class__ = kind
+    with pytest.raises(UnsupportedAttention, match=f"{kind.__name__}.forward passes {what} to transformers' mask functions"):
+        Engine(model, **OPTIONS)
+
+
+def test_arguments_of_masks_that_a_later_transformers_adds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown here, so it may change who sees whom."""
+
+    def create_tree_mask(config: Any, inputs_embeds: Any, segment_tree: Any = None) -> None: ...
+
+    create_tree_mask.__module__ = masking_utils.__name__
+
+    class Trees(Harmless):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            create_tree_mask(self.config, None, **{"segment_tree": None})
+            return super().forward(*args, **options)
+
+    model.__class__ = Harmless
+    with Engine(model, **OPTIONS) as engine:
+        assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+    monkeypatch.setattr(masking_utils, "create_tree_mask", create_tree_mask, raising=False)
+    model.__class__ = Trees
+    with pytest.raises(UnsupportedAttention, match="Trees.forward passes segment_tree"):
         Engine(model, **OPTIONS)
 
 
