@@ -38,7 +38,7 @@ class WeightUpdateError(ValueError):
 
 
 class WeightSpec(NamedTuple):
-    """What is to come for one parameter."""
+    """The update expected for one parameter."""
 
     name: str
     dtype: torch.dtype

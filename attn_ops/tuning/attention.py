@@ -101,7 +101,7 @@ class Measurement:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What must agree for two times to be comparable, besides class, device and versions."""
+        """Conditions that two times must share to be comparable, besides class, device and versions."""
         return self.num_kv_heads, self.window, self.chunk
 
     @property

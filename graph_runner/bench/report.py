@@ -111,7 +111,7 @@ def _identity(row: Row) -> dict[str, str]:
 
 
 def _numbers(row: Row) -> dict[str, str]:
-    """What came out, by column of the table."""
+    """The measured numbers, by column of the table."""
     share = row["share_of_floor"]
     parts = {**(row["phases_ms"] or {}), **(row.get("parts_s") or {})}
     us = row.get("us")  # of one call of an attention op

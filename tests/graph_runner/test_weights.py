@@ -179,7 +179,7 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
 
 
 def test_files_of_two_checkpoints_in_one_folder(engine, tmp_path) -> None:
-    """Whole and in shards, saved after each other: which of them is meant, nobody knows."""
+    """Saved whole and in shards, one after the other: it is not clear which is meant."""
     engine.save_sharded_model(tmp_path, max_size="300KB")
     (tmp_path / "model.safetensors.index.json").unlink()
     name, value = next(iter(other_weights(engine.model, 7).items()))
