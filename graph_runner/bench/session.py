@@ -23,7 +23,7 @@ from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Sizes, s
 from quire.graph_runner.config import kv_dtype
 
 logger = logging.getLogger(__name__)
-LOG_WIDTH = 160  # of tables where the output is no terminal
+LOG_WIDTH = 160  # of tables where the output is not a terminal
 
 
 class Run:

@@ -220,7 +220,7 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
         read: (input of the piece, input of the equal piece).
 
     Returns:
-        None where fresh tensors might be wrong: outputs that share memory with anything, are no plain fakes, or have sizes for
+        None where fresh tensors might be wrong: outputs that share memory with anything, are not plain fakes, or have sizes for
         which the inputs of this piece have other symbols.
     """
     if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):

@@ -111,7 +111,7 @@ def test_shape_conditions_are_not_sampled(condition, first: int) -> None:
 
 
 def test_shape_conditions_beyond_a_limit() -> None:
-    """A stored table is as long as the model can go: the guard that says so is no other path."""
+    """A stored table is as long as the model can go: the guard that says so is not another path."""
     table = torch.zeros(64)
 
     def cut(x):
