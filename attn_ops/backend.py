@@ -218,6 +218,9 @@ class AttentionBackend:
             counts them when it sizes the KV cache. With ``every_step``.
         plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
             these may have page numbers of their own. Without a plan that needs nothing.
+        same_in_graphs: a captured step takes no longer than an uncaptured one of the same shape, whatever its number of tokens:
+            its kernels and grids follow from shapes alone. (MLA apart.) False: steps of more than about a thousand tokens are
+            captured only on request.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
     """
@@ -241,6 +244,7 @@ class AttentionBackend:
     every_step: bool = False
     page_bytes: Callable[[AttentionSite, int], int] | None = None
     plans_windows: bool = False
+    same_in_graphs: bool = False
     unrotated: bool = False
 
     def __post_init__(self) -> None:

@@ -187,6 +187,14 @@ class PagedKVCache:
         """Whether that layer holds latent vectors."""
         return self.latent[self.index(layer)]
 
+    def check(self, site: AttentionSite) -> None:
+        """Raises ValueError unless the layer of ``site`` is in the cache, with its key heads and head dims."""
+        i = self.index(site.layer)
+        heads, dim = self.k[i].shape[2:]
+        if (found := (heads, dim, self.v[i].shape[3])) != _entry(site):
+            raise ValueError(f"layer {site.layer} of the KV cache has {found[0]} key heads of {found[1]}/{found[2]}, and the "
+                             f"model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
+
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor, layers: Sequence[int] | None = None) -> None:
         """Copy pages ``source`` to pages ``target`` of these layers (of all by default), both (n,) int64 on the cache's device,
         with their scales and what backends keep beside them. All are read before any is written."""

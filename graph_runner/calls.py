@@ -14,15 +14,19 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.graph_runner.admission import QueueFull
+from quire.graph_runner.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from quire.graph_runner.engine_lock import EngineLock, locked
-from quire.graph_runner.prompts import Prompt, as_prompts, each_of, pairs_of, token_ids_of
+from quire.graph_runner.prompts import Prompt, as_prompts, chat_prompt, each_of, pairs_of, token_ids_of
 from quire.graph_runner.request import Ask, Limits, RequestOptions, RequestOutput, StreamEvent
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.scheduler import Scheduler
 from quire.graph_runner.stats import EngineStats, stats_of
+
+if TYPE_CHECKING:
+    from quire.graph_runner.engine import Engine
 
 logger = logging.getLogger(__name__)
 _Params = SamplingParams | Sequence[SamplingParams] | None
@@ -161,9 +165,36 @@ class EngineCalls:
                     advance()
         return sorted(done, key=lambda output: output.index)
 
-    def chat(self, messages: Prompt | Sequence[Prompt], params: _Params = None, **options: Any) -> list[RequestOutput]:
-        """``generate`` under the name that vLLM has for chats: a list of messages, or several."""
-        return self.generate(messages, params, **options)
+    def chat(self, messages: Prompt | Sequence[Prompt], params: _Params = None, *, chat_template: str | None = None,
+             add_generation_prompt: bool = True, continue_final_message: bool = False,
+             tools: list[dict[str, Any]] | None = None, chat_template_kwargs: dict[str, Any] | None = None, **options: Any
+             ) -> list[RequestOutput]:
+        """``generate`` for chats, with vLLM's names: a list of messages, or several. An output's prompt is the chat's text.
+
+        Args:
+            chat_template, add_generation_prompt, continue_final_message, tools: of the tokenizer's ``apply_chat_template``,
+                which also gets ``chat_template_kwargs``.
+            options: those of ``generate``.
+        """
+        asked = {"chat_template": chat_template, "tools": tools, **(chat_template_kwargs or {})}
+        prompts = [chat_prompt(chat, self.tokenizer, add_generation_prompt=add_generation_prompt,
+                               continue_final_message=continue_final_message,
+                               **{k: v for k, v in asked.items() if v is not None}) for chat in as_prompts(messages)]
+        return self.generate(prompts, params, **options)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False,
+                    concurrency_limit: int | None = None) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, by vLLM's search (``beam_search.py``). Beams share the prompt's pages.
+
+        Args:
+            prompts: as for ``stream``.
+            concurrency_limit: prompts that are searched together at most; None: as many as fit.
+
+        Raises:
+            ValueError, TypeError: a prompt or a number of beams that cannot be served; nothing has run then.
+        """
+        with progress(len(as_prompts(prompts)), use_tqdm) as advance:
+            return beam_search(cast("Engine", self), prompts, params, concurrency_limit=concurrency_limit, done=advance)
 
     async def astream(self, prompts: Prompt | Sequence[Prompt], params: _Params = None, **options: Any
                       ) -> AsyncIterator[StreamEvent]:
@@ -186,7 +217,8 @@ class EngineCalls:
                 events.close()
 
     def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], *,
-              use_tqdm: bool | Callable[..., Any] | None = None) -> list[Score]:
+              adapter: str | Sequence[str | None] | None = None, use_tqdm: bool | Callable[..., Any] | None = None
+              ) -> list[Score]:
         """Log probabilities of given continuations, one for each prompt; nothing is generated.
 
         The LM head runs on the continuations' tokens only. Prompts that begin equally are computed once.
@@ -195,6 +227,7 @@ class EngineCalls:
             prompts: as for ``generate``.
             continuations: one for each prompt, as text or token ids. Of text after text, the tokens that prompt and
                 continuation have together, without those of the prompt.
+            adapter: as for ``stream``.
 
         Raises:
             ValueError, TypeError: a prompt or continuation that cannot be served, or different numbers of them.
@@ -203,9 +236,9 @@ class EngineCalls:
         if len(first) != len(second):
             raise ValueError(f"{len(first)} prompts but {len(second)} continuations; give one for each")
         asks = []
-        for prompt, continuation in zip(first, second, strict=True):
+        for prompt, continuation, own in zip(first, second, each_of("adapters", adapter, len(first)), strict=True):
             before, ids = self._joined(prompt, continuation)
-            asks.append(Ask(ids, _SCORING, RequestOptions(score_from=before)))
+            asks.append(Ask(ids, _SCORING, RequestOptions(score_from=before, adapter=own).check()))
         outputs: dict[int, RequestOutput] = {}
         with progress(len(asks), use_tqdm) as advance:
             for event in self._stream(asks, strict=True):

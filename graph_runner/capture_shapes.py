@@ -50,7 +50,8 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
 
     Args:
         support: what the backend allows.
-        launch_bound: of the model, by ``launch_bound_tokens``.
+        launch_bound: of the model, by ``launch_bound_tokens``; MIXED_TOKENS where a graph may take longer than launching
+            (``AttentionBackend.same_in_graphs``).
     """
     sizes, token_sizes, most = (config.cudagraph_capture_sizes, config.cudagraph_token_sizes,
                                 config.max_cudagraph_capture_size)
@@ -61,6 +62,7 @@ def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torc
         found += [BatchShape(n, n) for n in decode_buckets(rows, sizes)]
     if token_sizes is None:  # by default on a GPU, and with decode graphs only
         fast = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in FAST_GPUS
+        # A bucket in pieces is a graph for every layer: more of them only on request.
         limit = most or (launch_bound if fast and not pieces else MIXED_TOKENS)
         wanted = found and device.type == "cuda"
         token_sizes = token_buckets(min(limit, config.max_num_batched_tokens)) if wanted else []

@@ -194,7 +194,8 @@ def _parser() -> argparse.ArgumentParser:
     from quire.graph_runner.config import option_help
     from quire.graph_runner.quality_commands import add_commands
 
-    parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(prog="quire", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
@@ -202,7 +203,8 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("-v", "--verbose", action="count", default=0, help="log what quire does to stderr; -vv: more of it")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=[common])
+        made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=[common],
+                                   allow_abbrev=False)
         made.set_defaults(run=run)
         return made
 

@@ -168,16 +168,18 @@ class CudaGraphRunner:
             raise
 
     def estimate(self) -> int:
-        """About how many bytes capturing all buckets will take: the two largest are captured, measured and dropped. The first
-        has the memory of its step, which later ones of the pool use again; each further one takes what a graph itself needs."""
+        """About how many bytes capturing all buckets will take: the two largest, one from the middle and the smallest are
+        captured, measured and dropped. The largest have the memory of their steps, which later ones of the pool use again; each
+        further one takes what a graph itself needs, as the last two do."""
         costs: list[int] = []
-        for bucket in self.buckets[:2]:
+        count = len(self.buckets)
+        for i in sorted({0, 1, count // 2, count - 1} & set(range(count))):
             before = self.stats.capture_bytes
-            self._capture([bucket])
+            self._capture([self.buckets[i]])
             costs.append(self.stats.capture_bytes - before)
         self.clear()
         self._graphs.release()
-        self.stats = GraphStats(estimated_bytes=sum(costs) + max(0, len(self.buckets) - 2) * (costs[-1] if costs else 0))
+        self.stats = GraphStats(estimated_bytes=sum(costs) + (count - len(costs)) * max(costs[-2:], default=0))
         return self.stats.estimated_bytes
 
     def _capture(self, buckets: Iterable[BatchShape]) -> None:

@@ -130,7 +130,9 @@ class Engine(EngineCalls, WeightUpdates):
 
     def abort(self, request_id: int | str) -> None:
         """End a request, given by number or name, after the step in progress if there is one; its output so far stays, with
-        finish_reason "abort". Unknown and finished ids are ignored."""
+        finish_reason "abort". Unknown and finished ids are ignored. Raises TypeError for anything but one id."""
+        if not isinstance(request_id, (int, str)):  # here, for the abort may run in another thread's turn
+            raise TypeError(f"abort takes the number or the name of a request, got {request_id!r}; abort ids one by one")
         self.lock.when_free(lambda: self._abort(self._admission.ids_of(request_id)))
 
     def _abort(self, request_ids: list[int]) -> None:

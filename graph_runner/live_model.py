@@ -138,6 +138,8 @@ class LiveModel:
             if self.limits()[0] < self._longest:
                 raise ValueError("its attention reaches further back than before, so that requests may need more KV cache than "
                                  "there is")
+            if self._guard.change() == change:  # it would be traced again and again
+                raise ValueError("the same change is seen right after the new trace")
         except Exception as error:
             self.adapters = before  # if they are the reason, the next step can go on without
             raise RuntimeError(f"the model was changed after the engine traced it ({change}), and cannot be served as it is "

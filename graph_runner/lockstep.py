@@ -16,14 +16,16 @@ import os.path
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire.attn_ops.kv_cache import pages_for
-from quire.graph_runner.engine import Engine
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.graph_runner.engine import Engine
 
 _GREEDY = SamplingParams(temperature=0)
 

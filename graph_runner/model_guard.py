@@ -14,7 +14,9 @@ them, and the versions of buffers whose values were read. Not compared: tensors 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
+import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -27,8 +29,9 @@ from quire.graph_runner.on_instance import OnInstance
 from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.verify.quantized import addresses as addresses_of
 
-_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-_CONTAINERS = frozenset((list, tuple, dict, set, frozenset))
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size,
+                    torch.layout, torch.memory_format))
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _MAX_ENTRIES = 1000  # of a container and those inside it; larger ones are data, and slow to compare
 _OTHER = object()  # stands for what is not compared
 _OWN = frozenset(vars(torch.nn.Module()))  # attributes of every module; its hooks and children are compared separately
@@ -85,31 +88,42 @@ class _Glance(NamedTuple):
     take ten times as long to compare.
 
     Args:
+        names: of all attributes.
         same: attributes that must be the same objects: plain values, and what is compared as an object.
         kinds: attributes that are not compared as long as they are of these types.
         tensors: see ``ModelGuard._tensors``.
     """
 
     names: frozenset[str]
-    same: tuple[tuple[str, Any], ...]
-    kinds: tuple[tuple[str, type], ...]
-    tensors: Any
+    same: Mapping[str, Any]
+    kinds: Mapping[str, type]
+    tensors: tuple[Any, ...]
+
+    def holds(self, own: dict[str, Any]) -> bool:
+        """Whether the attributes ``own`` are as they were."""
+        get = own.__getitem__  # of the same names, or it is not called
+        return (own.keys() == self.names and all(map(operator.is_, map(get, self.same), self.same.values()))
+                and all(map(operator.is_, map(type, map(get, self.kinds)), self.kinds.values())))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or isinstance(value, (enum.Enum, int, float, str))
 
 
 def _fact(value: Any, room: int = _MAX_ENTRIES) -> Any:
     """A copy of what to compare of a value, or _OTHER."""
-    kind = type(value)
-    if kind in _PLAIN:
+    if _is_plain(value):
         return value
-    if kind in _CONTAINERS:
+    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    if kind is not None:
         if len(value) > room:
             return _OTHER
         room //= len(value) + 1
         if kind is dict:
-            return {k: f for k, v in value.items() if type(k) in _PLAIN and (f := _fact(v, room)) is not _OTHER}
+            return {k: f for k, v in value.items() if _is_plain(k) and (f := _fact(v, room)) is not _OTHER}
         if kind is list or kind is tuple:
             return kind(f for v in value if (f := _fact(v, room)) is not _OTHER)
-        return {v for v in value if type(v) in _PLAIN}
+        return {v for v in value if _is_plain(v)}
     return _Same(value) if callable(value) else _OTHER
 
 
@@ -118,7 +132,7 @@ def _is_config(name: str, value: Any) -> bool:
 
 
 def _setting(name: str, value: Any) -> Any:
-    if type(value) in _PLAIN:
+    if _is_plain(value):
         return value
     if _is_config(name, value):
         return _Same(value)
@@ -263,21 +277,22 @@ class ModelGuard:
 
     def _glance(self, module: torch.nn.Module) -> _Glance | None:
         """None for a module whose facts are more than objects."""
-        own, same, kinds = vars(module), [], []
+        own, same, kinds = vars(module), dict[str, Any](), dict[str, type]()
         if "forward" in own or module._forward_hooks or module._forward_pre_hooks:
             return None
         for name, value in own.items():
             if name in _OWN or not self._read(name):
                 continue
             kind = type(value)
-            if kind in _CONTAINERS and not (kind is tuple and all(type(item) in _PLAIN for item in value)):
+            if isinstance(value, _CONTAINERS) and not _is_plain(value) and not (
+                    kind is tuple and all(_is_plain(item) for item in value)):
                 return None  # may change in place
             if kind is tuple or _setting(name, value) is not _OTHER:
-                same.append((name, value))
+                same[name] = value
             else:
-                kinds.append((name, kind))
+                kinds[name] = kind
         tensors = self._tensors(module)
-        return None if tensors is None else _Glance(frozenset(own), tuple(same), tuple(kinds), tensors)
+        return None if tensors is None else _Glance(frozenset(own), same, kinds, tensors)
 
     def _tensors(self, module: torch.nn.Module) -> tuple[Any, ...] | None:
         """Facts of the parameters and buffers; None where some are tensor subclasses, whose parts are compared."""
@@ -296,10 +311,9 @@ class ModelGuard:
 
     def _as_before(self, name: str, module: torch.nn.Module) -> bool:
         """Whether the module's facts are what they were."""
-        glance, own = self._glances[name], vars(module)
-        if glance is not None and own.keys() == glance.names and not module._forward_hooks and not module._forward_pre_hooks \
-                and all(own[k] is v for k, v in glance.same) and all(type(own[k]) is kind for k, kind in glance.kinds) \
-                and self._tensors(module) == glance.tensors:
+        glance = self._glances[name]
+        if (glance is not None and not module._forward_hooks and not module._forward_pre_hooks
+                and glance.holds(vars(module)) and self._tensors(module) == glance.tensors):
             return True
         return self._facts(module) == self._then[name]
 
@@ -392,7 +406,7 @@ class ModelGuard:
 
 
 def _is_class_default(module: torch.nn.Module, name: str, value: Any) -> bool:
-    return type(value) in _PLAIN and getattr(type(module), name, _OTHER) == value
+    return _is_plain(value) and getattr(type(module), name, _OTHER) == value
 
 
 def _checkpoints(module: torch.nn.Module, name: str) -> bool:

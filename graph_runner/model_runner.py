@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import CudagraphSupport
+from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.capture_shapes import capture_shapes, launch_bound_tokens
+from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -161,16 +161,17 @@ class ModelRunner:
         self.sizes = PoolSizes(
             self.sites, config.page_size, self._kv_dtype, config.max_num_seqs, largest.num_tokens, width, self.reach,
             self.window_reach, config.enable_prefix_caching is True, self.backend.bytes_beside)
-        buckets = self._buckets(self.backend.capabilities.cudagraph_support)
+        buckets = self._buckets(self.backend)
         self.graphs = CudaGraphRunner(
             self._run_captured, buckets, self.device, before_capture=self._before_capture, lazy=config.cudagraph_lazy,
             progress=self._progress("Capturing CUDA graphs"), piecewise=self._is_piecewise,
             inputs=self._inputs if config.cudagraph_debug else None)
-        self.step_bytes = 0  # not measured
-        self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
+        # Before the KV cache takes the memory.
         check_packing(self.paged, self.sites, self.backend, page_size=config.page_size, kv_dtype=self._kv_dtype,
                       layout=config.kv_layout, device=self.device, vocab_size=self.vocab_size,
                       max_model_len=self.max_model_len, adapters=None if self.adapters is None else self.adapters.active())
+        self.step_bytes = 0  # not measured
+        self.cache = self._new_cache(self._pages_that_fit() if config.num_pages is None else config.num_pages)
         self._new_states(self.cache)
         if self.graphs.buckets:
             with start_times.timed("capture"):
@@ -204,7 +205,7 @@ class ModelRunner:
     def _compile_ahead(self) -> CompileAhead | None:
         """For the steps that will be captured, if the backend allows it, and for those that set-up runs."""
         width = pages_for(self.max_model_len, self.config.page_size)
-        shapes = [*self._buckets(CudagraphSupport.ALWAYS), self._largest, TRIAL]
+        shapes = [*self._buckets(), self._largest, TRIAL]
         return CompileAhead.for_device([StepShape(*shape, width) for shape in shapes], self.device)
 
     @property
@@ -212,8 +213,14 @@ class ModelRunner:
         """The largest step."""
         return BatchShape(max(self.config.max_num_batched_tokens, self.config.max_num_seqs), self.config.max_num_seqs)
 
-    def _buckets(self, support: CudagraphSupport) -> list[BatchShape]:
-        return capture_shapes(self.config, support, self.device, self._launch_bound)
+    def _buckets(self, backend: AttentionBackend | None = None) -> list[BatchShape]:
+        """Shapes to capture with ``backend``; None: with the one that allows most."""
+        if backend is None:
+            support, same = CudagraphSupport.ALWAYS, True
+        else:  # long MLA prefills are expanded outside graphs (``attn_ops/mla_prefill.py``)
+            support = backend.capabilities.cudagraph_support
+            same = backend.same_in_graphs and all(site.latent is None for site in self.sites)
+        return capture_shapes(self.config, support, self.device, self._launch_bound if same else MIXED_TOKENS)
 
     def _is_piecewise(self, bucket: BatchShape) -> bool:
         """Whether the backend allows no graph of that shape, so that it is captured in pieces."""

@@ -2,23 +2,32 @@
 
 Engines pack sequences into one row of tokens, and only attention knows where each begins. The passes refuse graphs that are
 not proved to keep tokens apart (``passes/verify/tokens.py``); this second check knows no operations. It runs two short
-sequences, of lengths drawn at random, through the compiled model: as they are; with the later tokens of the first one changed;
-with the first one made of a single token, the one with the largest embedding (for what happens rarely); and in the other order,
-so that the longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
-A model that computes in float32 throughout must also give what its own forward gives for the first one alone
-(``_is_precise``), and its own forward must give a first token the same logits with and without tokens after it.
+sequences, of lengths drawn at random, in one batch: as they are; with the later tokens of the first one changed; with the first
+one made of a single token, the one with the largest embedding (for what happens rarely); and in the other order, so that the
+longer one is on either side. Whatever a token must not depend on has changed then, and its logits must not have.
 
-Equal kernels on equal shapes give equal bits, so that in any dtype the logits of a sequence beside another neighbour of its
-length, and of tokens before others, are the same to the last bit: a bfloat16 model needs no float32 copy for that. Where the
-order of sums depends on other rows (a mixture of experts gathers tokens by expert), or on the shape, a difference is rounding:
-it is measured against what the changed tokens did to the logits of their own sequence, which is what a leak would be like.
+NOTE [Two trials]: The batch runs in two ways.
+
+* As it is served: compiled, by the backend, in the model's dtype. Equal kernels on equal shapes give equal bits, so that the
+  logits of a sequence beside another neighbour of its length, and of tokens before others, are the same to the last bit. Where
+  the order of sums depends on other rows (a mixture of experts gathers tokens by expert), or on the shape, a difference may be
+  rounding, and in half precision that hides a leak of some percent.
+* In float32 (``passes/capture/in_float32.py``): the traced graph, operation by operation, with attention by its definition
+  for each sequence. (Left out if the model is served in float32 and only last bits differed.) Here a difference can only be
+  the order of summation. How much that does is measured: the batch runs once more with each matrix product in two sums. Up to
+  ``_TIMES`` as much, and at least ``_LAST_BITS`` of the largest logit (for other sums), is rounding, and more is a leak.
+  Kernels that take no float32 run in half precision; what their rounding does is measured in the same way.
+
+The model's own forward, in float32, must give what the batch gives for the first sequence, the same without positions as with
+0, 1, 2, ..., and the same for a first token with and without tokens behind it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +40,7 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step
 from quire.graph_runner.step_buffers import BatchShape
 from quire.passes.capture.evaluating import ChangedWhileTraced
+from quire.passes.capture.in_float32 import EXACT, HALVES, InFloat32, exact_products
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.fx import value
 
@@ -40,37 +50,60 @@ TRIAL = BatchShape(13, 2)
 #: Operations whose sums may be in an order that depends on other rows.
 _ROUTING = frozenset({"expert_linear", "grouped_mm_fallback", "_grouped_mm", "grouped_mm", "index_add", "index_add_",
                       "index_put_", "scatter_add", "scatter_add_", "split", "sort", "argsort"})
-#: Largest change that is rounding, as a share of the change in the sequence's own logits.
+#: Largest change that is rounding in the trial as served, as a share of the change in the sequence's own logits.
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 _ROUNDING_OF_HALVES = 0.1
+#: Rounding in float32, see NOTE [Two trials]. 32: a sum in two halves is one other order of many, and the largest of a few
+#: hundred differences of one kind is within some standard deviations of that of others.
+_TIMES, _LAST_BITS = 32, 2.0**-20
+#: In float32, a last bit may choose another expert: a difference of a model with experts must show in as many draws.
+_DRAWS_OF_EXPERTS = 3
+_PLACE = "its place in the batch"
+
+Run = Callable[..., list[torch.Tensor]]  # logits (T, V) float32 of each of two sequences in one batch
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Token ids (T,): two sequences; the first one with other tokens behind its first ones, and of rare ones."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    changed: torch.Tensor
+    rare: torch.Tensor
+
+    @classmethod
+    def draw(cls, model: torch.nn.Module, vocab_size: int, max_model_len: int, seed: int, again: int = 0) -> _Sequences:
+        """``again``: other tokens for each number, and the same lengths, so that what is rare happens as often."""
+        generator = torch.Generator().manual_seed(seed)
+        longer = int(torch.randint(TRIAL.num_tokens // 2 + 1, TRIAL.num_tokens - 2, (), generator=generator))
+        order = 1 if torch.rand((), generator=generator) < 0.5 else -1
+        sizes = [min(n, max_model_len) for n in (longer, TRIAL.num_tokens - longer)[::order]]
+        if again:
+            generator.manual_seed(seed + again)
+        first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))
+        changed = torch.cat([first[:_SAME], (first[_SAME:] + 1 + shift[_SAME:] % max(1, vocab_size - 1)) % vocab_size])
+        return cls(first, second, changed, _rare(model, first, vocab_size))
 
 
 def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: AttentionBackend, *, page_size: int,
                   kv_dtype: torch.dtype | None, layout: Layout | None, device: torch.device, vocab_size: int,
                   max_model_len: int, adapters: torch.Tensor | None = None) -> None:
-    """Run the trial. ``adapters``: those that are active in the model, for each token (``Step.adapters``).
+    """Run the trials. ``adapters``: those that are active in the model, for each token (``Step.adapters``).
 
     Raises:
         UnsupportedAttention: tokens of one sequence reach another, or earlier ones, outside attention; or the logits with
-            ``kv_sharing_fast_prefill`` are others.
+            ``kv_sharing_fast_prefill``, or of the model's own forward, are others.
     """
     vocab_size = min(vocab_size, paged.num_logits)
-    generator = torch.Generator().manual_seed(vocab_size + 31 * len(sites))
-    longer = int(torch.randint(TRIAL.num_tokens // 2 + 1, TRIAL.num_tokens - 2, (), generator=generator))
-    order = 1 if torch.rand((), generator=generator) < 0.5 else -1
-    sizes = [min(n, max_model_len) for n in (longer, TRIAL.num_tokens - longer)[::order]]
-    if sizes[0] <= _SAME or vocab_size < 2:
-        logger.info("packing check: left out, sequences of %d tokens tell nothing", sizes[0])
+    seed = vocab_size + 31 * len(sites)
+    ids = _Sequences.draw(paged.model, vocab_size, max_model_len, seed)
+    if len(ids.first) <= _SAME or vocab_size < 2:
+        logger.info("packing check: left out, sequences of %d tokens tell nothing", len(ids.first))
         return
-    coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
-    rounding = _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
-    first, second, shift = (torch.randint(vocab_size, (n,), generator=generator) for n in (*sizes, sizes[0]))
-    changed = torch.cat([first[:_SAME], (first[_SAME:] + 1 + shift[_SAME:] % (vocab_size - 1)) % vocab_size])
-
     routed = any(_name(n) in _ROUTING for n in paged.graph.raised.graph.nodes)
-    plain = _check_own_positions(paged, first.to(device), rounding)
 
-    def logits(*sequences: torch.Tensor, last: bool = False) -> list[torch.Tensor]:
+    def step_of(*sequences: torch.Tensor, last: bool = False) -> tuple[Step, torch.Tensor]:
         lengths = [len(s) for s in sequences]
         pages = [pages_for(n, page_size) for n in lengths]
         cache = PagedKVCache.for_sites(sites, num_pages=1 + sum(pages), page_size=page_size, device=device, dtype=kv_dtype,
@@ -79,117 +112,208 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
         # As wide as the engine's table, by which kernels are chosen.
         table = [[*row, *[0] * (pages_for(max_model_len, page_size) - len(row))] for row in table]
         meta = CommonAttentionMetadata.build(lengths, lengths, table, page_size=page_size, device=device)
-        ids = torch.cat(sequences).to(device)
         if last:
-            wanted = meta.logits_indices
-            meta = replace(meta, logits_indices_padded=wanted, num_logits_indices=len(lengths))
-            return list(paged(Step(cache, meta, backend, adapters=adapters), ids, meta.positions, wanted).float())
-        out = paged(Step(cache, meta, backend, adapters=adapters), ids, meta.positions, torch.arange(len(ids), device=device))
-        return list(out.float().split(lengths))
+            meta = replace(meta, logits_indices_padded=meta.logits_indices, num_logits_indices=len(lengths))
+        return Step(cache, meta, backend, adapters=adapters), torch.cat(sequences).to(device)
 
-    (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
-        logits(first, second), logits(changed, second), logits(_rare(paged.model, first, vocab_size), second),
-        logits(second, first))
-    exact = not routed and all(
-        map(torch.equal, logits(first, second), (one, two)))  # not so with kernels that add up in any order
-    effects = _gap(one, one_changed)[_SAME:]
-    effect = effects[effects.isfinite()].max().item() if effects.isfinite().any() else 0.0
-    if effect == 0 or one.isnan().all():
-        logger.warning("the trial batch tells nothing: the model's logits do not depend on the tokens before (or are NaN), so "
-                       "it is not known whether sequences in one batch leave each other alone")
-        return
+    def in_float32(graph: bool) -> torch.Tensor | None:
+        for draw in range(draws := _DRAWS_OF_EXPERTS if routed else 1):
+            drawn = _Sequences.draw(paged.model, vocab_size, max_model_len, seed, again=draw)
+            try:
+                return _check_in_float32(paged, step_of, routed, drawn, graph)
+            except UnsupportedAttention:
+                if draw == draws - 1:
+                    raise
+        raise AssertionError
+
+    coarse = kv_dtype in QUANTIZED_KV_DTYPES  # a last bit of a key can move it by a whole step
+    precise = not coarse and not routed and _is_precise(paged, sites[0].dtype)
+    plain = in_float32(not precise)
+
+    def served(*sequences: torch.Tensor) -> list[torch.Tensor]:
+        step, row = step_of(*sequences)
+        out = paged(step, row, step.metadata.positions, torch.arange(len(row), device=device))
+        return list(out.float().split([len(s) for s in sequences]))
+
+    rounding = _ROUNDING.get(sites[0].dtype, _ROUNDING_OF_HALVES)
     limit = _ROUNDING_OF_HALVES if coarse else rounding
-    beside = torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare))
-    found: dict[str, Any] = {
-        "its neighbour in the batch": beside,
-        "its place in the batch": _gap(two, two_in_front),
-        "tokens after it": _gap(one, one_changed)[:_SAME],
-    }
-    for what, difference in found.items():
-        share = difference.max().item() / effect
-        if not share <= (0 if exact and what != "its place in the batch" else limit):
-            raise UnsupportedAttention(
-                f"a trial batch of two short sequences shows that a token's logits depend on {what}: they change by "
-                f"{share:.2g} times what another token in its own past changes. Something outside the attention sites mixes "
-                "tokens (a convolution, a shift, a norm or a sum over the row, positions counted from the row's start); quire "
-                "cannot serve such a model in packed batches.")
+    found = _compare(served, ids, routed, lambda found: limit * found.effect)
+    if found is None:
+        return
     if paged.options.kv_sharing_fast_prefill:
-        gaps = [_gap(of_all[-1], alone).max().item() for of_all, alone in zip(
-            (one, two), logits(first, second, last=True), strict=True)]
-        if not max(gaps) <= limit * effect:
+        step, row = step_of(ids.first, ids.second, last=True)
+        last = paged(step, row, step.metadata.positions, step.metadata.logits_indices).float()
+        gap = max(_gap(of_all[-1], alone).max().item() for of_all, alone in zip((found.one, found.two), last, strict=True))
+        if not gap <= limit * found.effect:
             raise UnsupportedAttention(
                 "kv_sharing_fast_prefill=True: a trial batch has other logits than without it: they differ by "
-                f"{max(gaps) / effect:.2g} times what another token in its past changes. Leave the option out, and please "
+                f"{gap / found.effect:.2g} times what another token in its past changes. Leave the option out, and please "
                 "report it.")
-    if plain is not None and not coarse and not routed and _is_precise(paged, plain.dtype):
-        share = _gap(one, plain.to(one)).max().item() / effect
-        if not share <= rounding:
-            raise UnsupportedAttention(
-                f"a trial sequence has other logits paged than by the model's own forward: they differ by {share:.2g} times "
-                "what another token in its past changes. The forward may do something else when it is compiled "
-                "(torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
-    if plain is not None and not routed:
-        _check_one_token(paged, first.to(device), plain)
+    if precise:
+        if plain is not None:
+            _check_own_forward(found, plain, rounding * found.effect)
+        if found.most > _LAST_BITS * max(_largest(found.one), _largest(found.two)):
+            in_float32(True)
+        if plain is not None:
+            _check_one_token(paged, ids.first.to(device), plain, InFloat32(torch.bfloat16))
     logger.info("packing check: passed")
 
 
+def _check_in_float32(paged: PagedModel, step_of: Callable[..., tuple[Step, torch.Tensor]], routed: bool, ids: _Sequences,
+                      graph: bool) -> torch.Tensor | None:
+    """The trial in float32, of the model's own forward and of its ``graph``. Returns logits (T, V) of the former for the first
+    sequence; None if it does not run so."""
+    tensors = [*paged.model.parameters(), *paged.model.buffers()]
+    half = next((t.dtype for t in tensors if t.dtype in HALVES), torch.bfloat16)
+    own = InFloat32(half)
+    kept: set[str] = set()
+
+    def run(*sequences: torch.Tensor, reordered: bool = False) -> list[torch.Tensor]:
+        step, row = step_of(*sequences)
+        mode = InFloat32(half, lengths := [len(s) for s in sequences], reordered)
+        out = paged.in_mode(mode, step, row, step.metadata.positions)
+        kept.update(mode.kept)
+        return list(out.float().split(lengths))
+
+    @functools.cache
+    def rounding(found: _Found) -> float:
+        again = run(ids.first, ids.second, reordered=True)
+        noise = max(_gap(a, b).max().item() for a, b in zip((found.one, found.two), again, strict=True))
+        least = max(_largest(found.one), _largest(found.two)) * _LAST_BITS
+        return min(max(_TIMES * noise, least), _ROUNDING_OF_HALVES * found.effect)
+
+    with exact_products():
+        first = ids.first.to(step_of(ids.first)[1].device)
+        plain, found = _check_own_positions(paged, first, own), None
+        try:
+            found = _compare(run, ids, routed, rounding) if graph else None
+        except (UnsupportedAttention, ChangedWhileTraced):
+            raise
+        except Exception as error:
+            logger.warning("packing check: the model does not run in float32, so a leak below %d %% may not be seen: %s: %s",
+                           round(100 * _ROUNDING_OF_HALVES), type(error).__name__, error)
+        if found is not None and plain is not None and not own.kept:
+            _check_own_forward(found, plain, max(_ROUNDING[torch.float32] * found.effect, rounding(found) if kept else 0.0))
+        if plain is not None and graph:
+            _check_one_token(paged, first, plain, own)
+    if kept or own.kept:
+        logger.info("packing check: in half precision, for want of float32: %s", ", ".join(sorted(kept | own.kept)))
+    return plain if not own.kept else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Logits of both sequences; the largest change that other tokens in its own past made to the first one's, and the largest
+    one that must be rounding."""
+
+    one: torch.Tensor
+    two: torch.Tensor
+    effect: float
+    most: float
+
+
+def _compare(run: Run, ids: _Sequences, routed: bool, rounding: Callable[[_Found], float]) -> _Found | None:
+    """None: the logits depend on nothing, so that the trial tells nothing.
+
+    Raises:
+        UnsupportedAttention: logits change with what they must not depend on, by more than ``rounding``.
+    """
+    (one, two), (one_changed, two_beside_changed), (_, two_beside_rare), (two_in_front, _) = (
+        run(ids.first, ids.second), run(ids.changed, ids.second), run(ids.rare, ids.second), run(ids.second, ids.first))
+    gaps = {"its neighbour in the batch": torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare)),
+            _PLACE: _gap(two, two_in_front), "tokens after it": _gap(one, one_changed)[:_SAME]}
+    most = {what: gap.max().item() for what, gap in gaps.items()}
+    found = _Found(one, two, _largest(_gap(one, one_changed)[_SAME:]), max(most.values()))
+    if found.effect == 0 or one.isnan().all():
+        logger.warning("the trial batch tells nothing: the model's logits do not depend on the tokens before (or are NaN), so "
+                       "it is not known whether sequences in one batch leave each other alone")
+        return None
+
+    @functools.cache
+    def exact() -> bool:  # not so with kernels that add up in any order
+        return not routed and all(map(torch.equal, run(ids.first, ids.second), (one, two)))
+
+    for what, gap in most.items():
+        if gap and not gap <= (0 if what != _PLACE and exact() else rounding(found)):
+            raise UnsupportedAttention(
+                f"a trial batch of two short sequences shows that a token's logits depend on {what}: they change by "
+                f"{gap / found.effect:.2g} times what another token in its own past changes. Something outside the "
+                "attention sites mixes tokens (a convolution, a shift, a norm or a sum over the row, positions counted from "
+                "the row's start); quire cannot serve such a model in packed batches.")
+    return found
+
+
+def _check_own_forward(found: _Found, plain: torch.Tensor, limit: float) -> None:
+    most = _gap(found.one, plain.to(found.one)).max().item()
+    if not most <= limit:
+        raise UnsupportedAttention(
+            "a trial sequence has other logits paged than by the model's own forward: they differ by "
+            f"{most / found.effect:.2g} times what another token in its past changes. The forward may do something else when "
+            "it is compiled (torch.compiler.is_compiling), or an attention call is understood wrongly: please report it.")
+
+
 def _is_precise(paged: PagedModel, dtype: torch.dtype) -> bool:
-    """Whether two kernels for the same operation differ by rounding of float32 at most: no tensor of the graph and no weight is
-    of another floating-point dtype or quantized, and products are not rounded to TF32. (What routes tokens to experts may take
-    another expert for the last bit.)"""
+    """Whether the model as served differs from its own forward by rounding of float32 at most: no tensor of the graph and no
+    weight is of another floating-point dtype or quantized, and products are not rounded to TF32."""
     weights = [*paged.model.parameters(), *paged.model.buffers()]
     # By device: torch.get_float32_matmul_precision() raises an error where one of these was set.
     products = (torch.backends.cuda if weights[0].is_cuda else torch.backends.mkldnn).matmul
-    if dtype not in _ROUNDING or products.fp32_precision not in ("none", "ieee"):
+    if dtype not in _ROUNDING or products.fp32_precision not in EXACT:
         return False
     floats = [v for n in paged.graph.raised.graph.nodes if isinstance(v := value(n), torch.Tensor) and v.is_floating_point()]
     return all(type(w) in (torch.Tensor, torch.nn.Parameter) and (w.dtype.itemsize > 2 or w.dtype == torch.bool)
                for w in weights) and all(v.dtype.itemsize > 2 for v in floats)
 
 
-def _check_own_positions(paged: PagedModel, ids: torch.Tensor, limit: float) -> torch.Tensor | None:
+def _check_own_positions(paged: PagedModel, ids: torch.Tensor, mode: InFloat32) -> torch.Tensor | None:
     """Refuse a model whose own positions are not 0, 1, 2, ... (RoBERTa's begin at padding_idx + 1). The same kernels run with
     and without positions, so a difference is not rounding. Returns its logits with positions; None: it does not run so."""
     positions = torch.arange(len(ids), device=ids.device)
     try:
-        plain = paged.by_itself(ids, positions)
+        with mode:
+            plain = paged.by_itself(ids, positions).float()
     except Exception as error:
         logger.info("packing check: the model does not run by itself: %s: %s", type(error).__name__, error)
         return None
     try:
-        own = paged.by_itself(ids, None).float()
+        with mode:
+            own = paged.by_itself(ids, None).float()
     except ChangedWhileTraced:
         raise
     except Exception as error:  # it may need them, or something else that the engine does without
         logger.info("packing check: the model does not run by itself without positions: %s: %s", type(error).__name__, error)
         return plain
-    given = plain.float()
-    difference, largest = _gap(own, given).max().item(), own[own.isfinite()].abs().max().item() if own.isfinite().any() else 0.0
-    if difference > limit * largest and difference > 3 * _gap(own, paged.by_itself(ids, None).float()).max().item():
-        raise UnsupportedAttention(
-            "the model counts positions in a way of its own: with position_ids 0, 1, 2, ... its logits differ by "
-            f"{difference / max(largest, 1e-30):.2g} of the largest from those without position_ids. quire gives a model the "
-            "positions of each token in its sequence, from 0.")
+    limit = (_ROUNDING_OF_HALVES if mode.kept else _ROUNDING[torch.float32]) * _largest(own)
+    most = _gap(own, plain).max().item()
+    if most > limit:
+        with mode:
+            again = _gap(own, paged.by_itself(ids, None).float()).max().item()
+        if most > 3 * again:
+            raise UnsupportedAttention(
+                "the model counts positions in a way of its own: with position_ids 0, 1, 2, ... its logits differ by "
+                f"{most / max(_largest(own), 1e-30):.2g} of the largest from those without position_ids. quire gives a model "
+                "the positions of each token in its sequence, from 0.")
     return plain
 
 
-def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor) -> None:
+def _check_one_token(paged: PagedModel, ids: torch.Tensor, plain: torch.Tensor, mode: InFloat32) -> None:
     """Refuse a model that computes something else for a row of one token: a trace for rows of any length does not show it, as
     Dynamo takes lengths other than 1 for granted. ``plain``: logits of all ``ids``."""
+    first = plain[:1]
     try:
-        one, first = paged.by_itself(ids[:1], torch.zeros_like(ids[:1])).float(), plain[:1].float()
+        with mode:
+            one = paged.by_itself(ids[:1], torch.zeros_like(ids[:1])).float()
     except ChangedWhileTraced:
         raise
     except Exception as error:
         logger.info("packing check: the model does not run on one token: %s: %s", type(error).__name__, error)
         return
-    limit = _ROUNDING[plain.dtype] if _is_precise(paged, plain.dtype) else _ROUNDING_OF_HALVES
-    largest = first[first.isfinite()].abs().max().item() if first.isfinite().any() else 0.0
-    difference = _gap(one, first).max().item()
-    if difference > limit * largest:
+    limit = (_ROUNDING_OF_HALVES if mode.kept else _ROUNDING[torch.float32]) * _largest(first)
+    most = _gap(one, first).max().item()
+    if most > limit:
         raise UnsupportedAttention(
             "the model computes something else for a row of one token than for longer ones: the logits of a first token differ "
-            f"by {difference / max(largest, 1e-30):.2g} of the largest. Its forward branches on the length of its input, or "
+            f"by {most / max(_largest(first), 1e-30):.2g} of the largest. Its forward branches on the length of its input, or "
             "attends to later tokens. A packed row has the tokens of several sequences, so that its length means nothing to "
             "them; let the forward branch on position_ids, or not at all.")
 
@@ -210,6 +334,11 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """|a - b|; zero where both are the same infinity or NaN (vocabulary that a model masks), infinite where one of them is."""
     same = (a == b) | (a.isnan() & b.isnan())
     return (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def _largest(x: torch.Tensor) -> float:
+    """The largest finite number by its absolute value; 0 if there is none."""
+    return x.abs().masked_fill(~x.isfinite(), 0.0).max().item() if x.numel() else 0.0
 
 
 __all__ = ["TRIAL", "check_packing"]

@@ -99,19 +99,23 @@ def text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len: int) -> list[int]:
-    """The token ids of a prompt. Raises ValueError or TypeError for a prompt that cannot be served."""
+def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len: int, keep: int | None = None) -> list[int]:
+    """The token ids of a prompt, of more than ``keep`` the last ones. Raises ValueError or TypeError for a prompt that cannot
+    be served."""
     given: Any = _content(prompt) if isinstance(prompt, Mapping) else prompt
     if isinstance(given, Sequence) and not isinstance(given, str) and given and _is_message(given[0]):
-        ids = _encode(_chat(given, tokenizer), tokenizer, add_special_tokens=False)  # the template has them
+        ids = _encode(render_chat(given, tokenizer), tokenizer, add_special_tokens=False)  # the template has them
     elif isinstance(given, str):
         ids = _encode(given, tokenizer)
     else:
         try:
             plain = type(given) is list and set(map(type, given)) == {int}
             ids = given[:] if plain else [operator.index(i) for i in given]
+            if not plain and any(isinstance(i, bool) for i in given):  # a mask
+                raise TypeError
         except TypeError:
             raise TypeError(f"a prompt is text or a list of token ids, got {str(given)[:60]!r}") from None
+    ids = ids if keep is None else ids[-keep:]
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
     if min(ids) < 0 or max(ids) >= vocab_size:
@@ -136,17 +140,43 @@ def _content(prompt: Mapping[str, Any]) -> Any:
     return given["prompt"]
 
 
-def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
-    """The text of a chat, up to where the assistant's answer begins."""
-    if not callable(getattr(tokenizer, "apply_chat_template", None)) or not getattr(tokenizer, "chat_template", None):
+def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **options: Any) -> str:
+    """The text of a chat, by default up to where the assistant's answer begins.
+
+    Args:
+        options: of ``apply_chat_template``.
+
+    Raises:
+        ValueError: there is no template, it does not take these messages, or they have more than text.
+    """
+    if not callable(getattr(tokenizer, "apply_chat_template", None)) or not (
+            getattr(tokenizer, "chat_template", None) or options.get("chat_template")):
         raise ValueError("the prompt is a list of messages, and the engine has no tokenizer with a chat template; set "
                          "tokenizer.chat_template, or give text or token ids")
+    parts = {i: m["content"] for i, m in enumerate(messages) if isinstance(m.get("content"), (list, tuple))}
+    kinds = {str(part.get("type") if isinstance(part, Mapping) else part) for content in parts.values() for part in content}
+    if kinds - {"text"}:
+        raise ValueError(f"a message has parts of type {', '.join(sorted(kinds - {'text'}))}; quire serves text")
+    options = {"add_generation_prompt": True, **options, "tokenize": False}
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(messages), **options)
+        if any(str(content) in text for content in parts.values()):  # a template for strings has printed the lists
+            plain = [{**m, "content": "\n".join(p["text"] for p in parts[i])} if i in parts else m
+                     for i, m in enumerate(messages)]
+            text = tokenizer.apply_chat_template(plain, **options)
     except Exception as error:  # of the template's own code
         raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
     assert isinstance(text, str)
     return text
+
+
+def chat_prompt(messages: Prompt, tokenizer: Any, **options: Any) -> Prompt:
+    """A chat as its text and token ids. Raises TypeError for another prompt; see ``render_chat``."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages or not _is_message(
+            messages[0]):
+        raise TypeError(f"a chat is a list of messages {{'role': ..., 'content': ...}}, got {str(messages)[:60]!r}")
+    text = render_chat(messages, tokenizer, **options)  # type: ignore[arg-type]
+    return {"prompt": text, "prompt_token_ids": _encode(text, tokenizer, add_special_tokens=False)}  # the template has them
 
 
 def _encode(text: str, tokenizer: Any, **options: Any) -> list[int]:
@@ -164,4 +194,4 @@ def _encode(text: str, tokenizer: Any, **options: Any) -> list[int]:
     return list(tokenizer(text, **options)["input_ids"])
 
 
-__all__ = ["Prompt", "as_prompts", "each_of", "pairs_of", "params_of", "text_of", "token_ids_of"]
+__all__ = ["Prompt", "as_prompts", "chat_prompt", "each_of", "pairs_of", "params_of", "render_chat", "text_of", "token_ids_of"]

@@ -288,7 +288,7 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
         ValueError, TypeError: the prompt cannot be served; says why.
     """
     params, options = params_of(ask.params), ask.options.check()
-    ids = token_ids_of(ask.prompt, tokenizer, limits.vocab_size, limits.max_model_len)
+    ids = token_ids_of(ask.prompt, tokenizer, limits.vocab_size, limits.max_model_len, params.truncate_prompt_tokens)
     check_logprobs(params, limits)
     longest, score_from = limits.max_model_len, options.score_from
     if score_from is None:

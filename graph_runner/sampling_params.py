@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
-_UNSUPPORTED = ("spaces_between_special_tokens", "truncate_prompt_tokens")
+_UNSUPPORTED = ("best_of", "extra_args", "output_kind", "spaces_between_special_tokens", "structured_outputs")
 #: Of which distribution log probabilities are: the model's, or the one that tokens are drawn from. vLLM's names.
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _MAX_FLOAT32 = 3.4028234663852886e38  # the sampler reads float32
@@ -71,7 +71,11 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: end the text with the stop string that ended it instead of before it.
 
-    Not supported, and refused unless left at their defaults: spaces_between_special_tokens, truncate_prompt_tokens.
+        truncate_prompt_tokens: keep the last tokens of a longer prompt, >= 1 of them; None: all.
+
+    Not supported, and refused unless left at their defaults: best_of (n sequences are drawn, and all returned), extra_args,
+    output_kind (``generate`` gives final results, ``stream`` new tokens), spaces_between_special_tokens, structured_outputs
+    (logits_processors can constrain tokens). docs/vllm.md compares each field with vLLM's.
 
     Raises:
         ValueError: a value out of range, contradictory values, or an unsupported field.
@@ -106,6 +110,10 @@ class SamplingParams:
     trace_decode_token_ids: Sequence[int] | None = None
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = field(default=None, hash=False)
+    best_of: int | None = None
+    extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
+    output_kind: Any = field(default=None, hash=False)
+    structured_outputs: Any = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
@@ -114,7 +122,7 @@ class SamplingParams:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("n", "top_k", "min_tokens"):
             _check_int(name, getattr(self, name))
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), "an integer or None")
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
@@ -163,7 +171,8 @@ class SamplingParams:
         set_field(self, "stop", stop)
         set_field(self, "bad_words", words)
         set_field(self, "logits_processors", functions)
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs",
+                     "truncate_prompt_tokens"):
             value = getattr(self, name)
             set_field(self, name, value if value is None else int(value))  # numpy's integers overflow
         set_field(self, "top_k", max(self.top_k, 0) if self.top_k >= -1 else self.top_k)
@@ -182,6 +191,8 @@ class SamplingParams:
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1] (0 keeps all tokens), got {self.min_p}"),
             (self.max_tokens is None or self.max_tokens >= 1,
              f"max_tokens must be at least 1, or None for no limit but the model's length, got {self.max_tokens}"),
+            (self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
+             f"truncate_prompt_tokens must be at least 1, or None to keep the prompt, got {self.truncate_prompt_tokens}"),
             (self.min_tokens >= 0, f"min_tokens must be at least 0, got {self.min_tokens}"),
             (self.max_tokens is None or self.min_tokens <= self.max_tokens,
              f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"),

@@ -35,6 +35,7 @@ def paged_eager(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
         raise UnsupportedAttention(
             f"layer {layer} of the step's cache holds latent vectors (MLA), which only a compiled model writes: call "
             "torch.compile(model, backend='quire') in the step, or make the cache with PagedKVCache.for_model(model)")
+    cache.check(site)
     if not isinstance(step.attention, AttentionBackend):
         step.attention = select_backend(step.attention, [site], device=q.device, page_size=cache.page_size,
                                         kv_dtype=cache.dtype, layout=cache.layout).backend

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from quire.attn_ops.step import StepLimits as StepLimits
     from quire.attn_ops.step import current_step as current_step
     from quire.graph_runner.admission import QueueFull as QueueFull
+    from quire.graph_runner.beam_search import BeamSearchOutput as BeamSearchOutput
+    from quire.graph_runner.beam_search import BeamSearchParams as BeamSearchParams
+    from quire.graph_runner.beam_search import BeamSearchSequence as BeamSearchSequence
     from quire.graph_runner.calls import Score as Score
     from quire.graph_runner.engine import Engine as Engine
     from quire.graph_runner.paged import paged as paged
@@ -51,7 +54,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOMES = {
     "AttentionBackend": "attn_ops.backend", "AttentionCapabilities": "attn_ops.backend",
-    "AttentionSite": "attn_ops.attention", "CommonAttentionMetadata": "attn_ops.metadata",
+    "AttentionSite": "attn_ops.attention", "BeamSearchOutput": "graph_runner.beam_search",
+    "BeamSearchParams": "graph_runner.beam_search", "BeamSearchSequence": "graph_runner.beam_search",
+    "CommonAttentionMetadata": "attn_ops.metadata",
     "CudagraphSupport": "attn_ops.backend", "Engine": "graph_runner.engine", "EngineStats": "graph_runner.stats",
     "Logprob": "graph_runner.request", "PagedKVCache": "passes.capture.paged_model", "QueueFull": "graph_runner.admission",
     "RequestOutput": "graph_runner.request", "SamplingParams": "graph_runner.sampling_params", "Score": "graph_runner.calls",

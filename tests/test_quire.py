@@ -19,7 +19,8 @@ import quire
 
 def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
-        "AttentionBackend", "AttentionCapabilities", "AttentionSite", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
+        "AttentionBackend", "AttentionCapabilities", "AttentionSite", "BeamSearchOutput", "BeamSearchParams",
+        "BeamSearchSequence", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
         "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
         "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
         "assert_attention_sites", "backends", "build_tree_mask", "check_backend", "cross_attention", "current_step",

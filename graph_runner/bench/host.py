@@ -7,6 +7,9 @@ flags, copying tokens back) and ``collect`` (process results).
 decode   ``batch`` sequences decode one token each, without text.
 text     the same for the largest batch, with text, by the shipped model's tokenizer.
 prefill  ``batch`` sequences decode while chunks of long prompts fill the step up to PREFILL_TOKENS.
+prompts  a whole call of ``generate`` by an idle engine: ``batch`` prompts of PROMPT tokens, a new token each. ``seconds``
+         is the call's time; a step's is that over their number. It depends on the number of modules (--layers), which are
+         compared with the trace.
 
 Each runs with a short and a long ``max_model_len``, which sets the width of a block table.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,13 +33,15 @@ from quire.graph_runner.bench.workloads import Prompts, Sizes
 
 LENGTHS = (2048, 131072)
 PREFILL_BATCH, PREFILL_TOKENS = 32, 2048
+PROMPT_BATCHES, PROMPT, CALLS = (1, 64), 1024, 5  # calls per repeat
 STEPS, WARMUPS = 150, 20  # per repeat
 _PROMPT, _LONG_PROMPT = 100, 1900
 
 
 def cases(sizes: Sizes) -> list[tuple[str, int]]:
     """(variant, batch) of each row of one length."""
-    return [*(("decode", n) for n in sizes.host_batches), ("text", max(sizes.host_batches)), ("prefill", PREFILL_BATCH)]
+    return [*(("decode", n) for n in sizes.host_batches), ("text", max(sizes.host_batches)), ("prefill", PREFILL_BATCH),
+            *(("prompts", n) for n in PROMPT_BATCHES)]
 
 
 def host(spec: ModelSpec, attention: str, options: dict[str, Any], sizes: Sizes) -> Iterator[Row]:
@@ -48,7 +54,8 @@ def host(spec: ModelSpec, attention: str, options: dict[str, Any], sizes: Sizes)
         for variant, batch in cases(sizes):
             row: Row = {"variant": variant, "batch": batch, "max_model_len": length}
             try:
-                row |= _measure(model, Prompts(vocab_size), attention, options, variant, batch, length, sizes.repeats)
+                measure = _calls if variant == "prompts" else _measure
+                row |= measure(model, Prompts(vocab_size), attention, options, variant, batch, length, sizes.repeats)
             except Exception as error:
                 row |= failure(error)
             yield row
@@ -105,6 +112,36 @@ def _measure(model: torch.nn.Module, prompts: Prompts, attention: str, options: 
                 "attention": engine.runner.backend.name, "engine_options": chosen}
 
 
+def _calls(model: torch.nn.Module, prompts: Prompts, attention: str, options: dict[str, Any], variant: str, batch: int,
+           length: int, repeats: int) -> Row:
+    """A row of the variant ``prompts``."""
+    from quire.graph_runner.engine import Engine
+    from quire.graph_runner.sampling_params import SamplingParams
+
+    chosen: dict[str, Any] = {"max_model_len": length, "max_num_seqs": 256, "async_stepping": True,
+                              "num_pages": pages_for(length, 16) + batch * pages_for(PROMPT + 1, 16) + 1, **options}
+    with Engine(model, attention=attention, **chosen) as engine:
+        timer = _Timer(engine)
+        once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        seconds, steps, phases = [], [], defaultdict(list)
+        for i in range(repeats * CALLS + 1):
+            asked = prompts([PROMPT] * batch)
+            timer.seconds.update(dict.fromkeys(PHASES, 0.0))
+            before, began = engine.scheduler.num_steps, time.perf_counter()
+            engine.generate(asked, once)
+            if i:  # the first warms up
+                seconds.append(time.perf_counter() - began)
+                steps.append(engine.scheduler.num_steps - before)
+                for name, found in timer.phases().items():
+                    phases[name].append(found * 1e3 / steps[-1])
+        each = [s * 1e3 / n for s, n in zip(seconds, steps, strict=True)]
+        medians = [statistics.median(each[i : i + CALLS]) for i in range(0, len(each), CALLS)]
+        return {"context": PROMPT, "seconds": statistics.median(seconds), "ms_per_step": statistics.median(each),
+                "repeats_ms": medians, "slowest_ms": max(each),
+                "phases_ms": {name: statistics.median(found) for name, found in phases.items()},
+                "attention": engine.runner.backend.name, "engine_options": chosen}
+
+
 def timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
     """``function``, adding its time to ``seconds[name]``."""
 
@@ -141,10 +178,13 @@ class _Timer:
         self.seconds.update(dict.fromkeys(PHASES, 0.0))
         began = time.perf_counter()
         self.engine.step()
-        total = time.perf_counter() - began
+        return time.perf_counter() - began, self.phases()
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase."""
         parts = dict(self.seconds)
         parts["launch"] -= parts["fill"] + parts["upload"]  # launch includes both
-        return total, parts
+        return parts
 
 
 __all__ = ["LENGTHS", "cases", "host"]

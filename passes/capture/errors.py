@@ -21,6 +21,9 @@ _MEANS = {
         "it calls a function that is kept out of torch.compile (torch.compiler.disable, as in accelerate's hooks for offloaded "
         "weights). Load the model whole onto one device, or remove the hooks"),
     r"GetAttrVariable\(TensorVariable": "it stores a tensor on a module each time. Make it a buffer when the module is made",
+    r"specialized it to be a constant": (
+        "an operation takes the length of the row as a plain number, which means nothing to the sequences of a packed row. "
+        "Compute with position_ids, or with constants"),
     r"backwards? hooks": "backward hooks for all modules are registered (register_module_full_backward_hook). Remove them",
 }
 

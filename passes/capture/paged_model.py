@@ -32,6 +32,7 @@ from quire.passes.capture.evaluating import evaluating, without_backward
 from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
+from quire.passes.capture.in_float32 import InFloat32
 from quire.passes.capture.lora import adapters_per_token
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.reads import Reads
@@ -99,6 +100,7 @@ class PagedModel:
         self.stand_ins: Mapping[int, torch.Tensor] = {}  # tensors to use in the places of the model's own, by their ids
         self._call = model  # under this name, which fx.module_path drops from the paths of modules
         self._ahead, self._closed = ahead, False
+        self._mode: InFloat32 | None = None
         self._graph: TracedGraph | None = None
         try:
             with timed("trace"), evaluating(model):
@@ -196,6 +198,9 @@ class PagedModel:
             raise Traced
         if self.stand_ins:
             args = tuple(self.stand_ins.get(id(x), x) for x in args)
+        if self._mode is not None:
+            with self._mode:
+                return fx.Interpreter(self._graph.raised).run(*args)
         return self._graph.run_paged(step, *args)
 
     # -- what was found -----------------------------------------------------------------------------------------------
@@ -291,6 +296,15 @@ class PagedModel:
             options["position_ids"] = position_ids[None]
         with evaluating(self.model), torch.no_grad():
             return _logits_of(self.model(input_ids=input_ids[None], **options))[0]
+
+    def in_mode(self, mode: InFloat32, step: Step, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits (T, V) of ids and positions (T,) int64: the traced graph, neither lowered nor compiled, operation by operation
+        in ``mode``, which knows the lengths of the sequences. Without the KV cache, so whole sequences only."""
+        self._mode = mode
+        try:
+            return self(step, input_ids, positions, torch.arange(len(input_ids), device=input_ids.device))
+        finally:
+            self._mode = None
 
     def close(self) -> None:
         """Undo what tracing and fusion did to the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,8 @@ class Reads:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._sources: dict[tuple[str, str], types.CodeType] = {}  # by (Python expression, what of it)
+        # Name for users and code, by (Python expression, what of it).
+        self._sources: dict[tuple[str, str], tuple[str, types.CodeType]] = {}
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
@@ -41,6 +43,7 @@ class Reads:
         self._scope = {"self": owner, "G": scope}
         for guard in guards:
             source = re.sub(r"L\['self'\]", "self", guard.name)
+            source = source.replace(".__dict__['_modules']", "._modules")  # through a ``__getattr__`` of PEFT's
             if not source or _OF_MODULE.fullmatch(source) or _OURS.match(source):
                 continue
             try:
@@ -48,20 +51,21 @@ class Reads:
             except SyntaxError:  # what Dynamo says of no variable
                 continue
             if guard.guard_type == _ABSENT:
-                self._sources.update({(source, f" has {name}"): code for name in _arguments(guard)})
+                self._sources.update({(source, f" has {name}"): (readable(source), code) for name in _arguments(guard)})
             else:
-                self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = code
+                self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = readable(source), code
 
     def values(self) -> dict[str, Any]:
         """Current values of what was read outside modules and configs, by the name users know: plain values, functions, classes
         of other objects, lengths and keys of containers, and whether an object has an attribute."""
         found: dict[str, Any] = {}
-        for (source, what), code in self._sources.items():
+        scope = dict(self._scope)  # eval adds __builtins__
+        for (_, what), (shown, code) in self._sources.items():
             try:
-                held = eval(code, dict(self._scope))
+                held = eval(code, scope)
             except Exception:  # it is gone
                 continue
-            name = readable(source) + what
+            name = shown + what
             if what.startswith(" has "):
                 fact: Any = what[5:] in getattr(held, "__dict__", ())
             elif isinstance(held, (list, tuple)):
@@ -78,6 +82,7 @@ class Reads:
         return found
 
 
+@functools.lru_cache(maxsize=4096)
 def readable(source: str) -> str:
     """Dynamo's name of an object for users: ``L['self']._call._modules['layers']`` is ``model.layers``."""
     where, hook, rest = source.partition("._forward_")

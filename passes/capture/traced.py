@@ -342,6 +342,7 @@ class TracedGraph:
                 kind = "latent" if site.latent is None else "not latent"
                 raise ValueError(f"layer {site.layer} of the step's cache is {kind}, and "
                                  f"the model's needs {site.needs()}; make the cache with PagedKVCache.for_model")
+            step.cache.check(site)
         sources, layers = step.cache.kv_sources, {s.layer for s in sites}
         for site in sites:
             source = sources.get(site.layer)

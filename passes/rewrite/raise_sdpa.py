@@ -132,6 +132,8 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
     with node.graph.inserting_before(node):
         for _ in range(missing):
             q, k, v = (compute_value(node.graph.call_method("unsqueeze", (x, 0))) for x in (q, k, v))
+        if (dtype := value(node).dtype) != value(q).dtype:  # torch.autocast casts what it calls, and not the semantic op
+            q, k, v = (compute_value(node.graph.call_method("to", (x, dtype))) for x in (q, k, v))
         new = result = node.graph.call_function(attention, (q, k, v, None), {
             "layer": layer, "scale": float(scale), "window": kind.window, "softcap": None, "chunk": kind.chunk,
             "causal": kind.causal})

@@ -43,6 +43,16 @@ def toggled(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x * 2 if m.even else x
 
 
+def written_by_data(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    m.w.data.mul_(1.01)
+    return x @ m.w
+
+
+def asserted(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    assert x.shape[1] <= 64, "too long"
+    return x + m.table[p]
+
+
 def moving_average(m: Model, x: Tensor, p: Tensor) -> Tensor:
     m.counter.mul_(0.9).add_(x.mean() * 0.1)
     return x - m.counter
@@ -167,6 +177,7 @@ MIXES = {
     "global counter": global_counter,
     "counter in a closure": in_a_closure(),
     "toggled": toggled,
+    "weight written through its data": written_by_data,
     "moving average": moving_average,
     "moving row of a buffer": moving_row,
     "added by a method": added_by_method,
@@ -187,6 +198,10 @@ MIXES = {
     "NTK by the last": ntk(lambda x, p: 100.0 + p[:, -1:, None].float()),
     "NTK by the length": ntk(lambda x, p: 100.0 * max(1.0, x.shape[1] / 4)),
     "branch on the length": lambda m, x, p: x * 2 if x.shape[1] > 6 else x,
+    "branch on twice the length": lambda m, x, p: x * 2 if 2 * x.shape[1] + 1 == 19 else x,
+    "branch on the number of elements": lambda m, x, p: x * 2 if x.numel() == 144 else x,
+    "branch on the square of the length": lambda m, x, p: x * 2 if x.shape[1] ** 2 in (24, 25) else x,
+    "branch on an interval of lengths": lambda m, x, p: x * 2 if abs(x.shape[1] - 10) < 2 else x,
     "parity of the length": lambda m, x, p: x * (x.shape[1] % 2 + 1),
     "whether the length is in": lambda m, x, p: x * (2 if x.shape[1] in (5, 7) else 1),
     "layer by the length": lambda m, x, p: x @ m.experts[x.shape[1] % 4],
@@ -224,6 +239,7 @@ MIXES = {
     "no number": lambda m, x, p: torch.where(x.isnan().any(), torch.zeros_like(x), x),
 }
 SERVED = {
+    "length asserted": asserted,
     "dense experts": dense_experts,
     "top-p gate": top_p,
     "sparsemax": sparsemax,

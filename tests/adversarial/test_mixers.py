@@ -19,7 +19,7 @@ import quire
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.step import step
 from tests.adversarial.generator import MIXING, mix_of, mixes, modules
-from tests.adversarial.harness import PAGE, ROUTES, STEPS, Model, alone, cache, check_exact, outcome, refusal, sequences
+from tests.adversarial.harness import PAGE, ROUTES, STEPS, WIDTH, Model, alone, cache, check_exact, outcome, refusal, sequences
 from tests.adversarial.mask_cases import Report
 from tests.adversarial.mixers import MIXES, SERVED, hidden
 from tests.steps import serve
@@ -134,6 +134,32 @@ def test_uncompiled(name: str) -> None:
     model.model.layers[0].mlp = Behind(model.model.layers[0].mlp, UNCOMPILED["mean"][0])
     with pytest.raises(UnsupportedAttention, match="layers.0.mlp mixes the tokens"):  # seen, though it was fine before
         serve(call, ids, STEPS, PAGE)
+
+
+#: Some of ``MIXES`` that need no positions, in the place of an MLP: each is refused by another rule.
+OF_STATES = ("linear attention", "attention by hand", "bmm over T", "instance norm", "max pool", "first row", "quantile",
+             "bincount")
+
+
+@pytest.mark.slow
+def test_uncompiled_mixers() -> None:
+    """As ``test_uncompiled``, one after another in the second layer of a model that is served without them."""
+    model, helper = build(SERVED_BY_TRANSFORMERS["llama"]), Model()
+    plain = model.model.layers[1].mlp
+    quire.paged(model)
+    kv = cache(layers=2, kv_heads=model.config.num_key_value_heads, head_dim=model.config.head_dim)
+
+    def call(part: Tensor, meta: Any) -> Tensor:
+        with step(kv, meta):
+            return model(part[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+
+    serve(call, sequences(), STEPS, PAGE)
+    for name in OF_STATES:
+        mix = MIXES[name]
+        model.model.layers[1].mlp = Behind(
+            plain, lambda x, mix=mix: torch.cat([mix(helper, x[..., :WIDTH], None), x[..., WIDTH:]], -1))
+        with pytest.raises(UnsupportedAttention, match="mixes the tokens|cannot prove|the length of the row as a plain number"):
+            serve(call, sequences(), STEPS, PAGE)
 
 
 def check_random(steps: Any, route: str) -> str:

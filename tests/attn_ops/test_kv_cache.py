@@ -130,6 +130,16 @@ def test_errors(options, message) -> None:
         make(**options)
 
 
+def test_a_cache_of_other_sizes() -> None:
+    """What a step by hand writes would fit nowhere, or in the wrong place."""
+    cache = PagedKVCache.for_sites([site(0)], num_pages=4, device="cpu")
+    cache.check(site(0))
+    with pytest.raises(ValueError, match="layer 0 of the KV cache has 3 key heads of 8/8, and the model's needs GQA 6:3x8/16"):
+        cache.check(site(0, head_dim_v=16))
+    with pytest.raises(ValueError, match="the KV cache has no layer 1"):
+        cache.check(site(1))
+
+
 def test_no_sites() -> None:
     with pytest.raises(ValueError, match="no attention sites: there is nothing to cache"):
         PagedKVCache.for_sites([], num_pages=4, device="cpu")

@@ -16,6 +16,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import quire
+from quire.graph_runner.capture_shapes import FAST_GPUS
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape
@@ -355,6 +356,40 @@ def test_mixed_steps_in_pieces(compiler, half, prompts) -> None:
         assert not stats.fell_back and {b.num_tokens for b in stats.replays} & {16, 64}
     for prompt, found in zip(prompts, outs, strict=True):
         check_likely(half, prompt, found)
+
+
+def test_whole_chunks_of_prompts_in_graphs(half, prompts) -> None:
+    """By default a small model's steps are captured up to max_num_batched_tokens: full ones, padded ones, beside decodes."""
+    if torch.cuda.get_device_capability()[0] not in FAST_GPUS:
+        pytest.skip("steps of more than 1024 tokens are captured on Hopper and Blackwell GPUs")
+    long = [[3 + (7 * i + n) % 90 for i in range(n)] for n in (450, 300, 440, 380, 410, 300)]
+    with Engine(half, attention=need("triton"), compiler="eager", max_num_seqs=8, max_num_batched_tokens=2048,
+                cudagraph_lazy=True, cudagraph_debug=True) as engine:
+        assert max(engine.runner.graphs.buckets).num_tokens == 2048
+        outs = tokens(engine.generate(long, replace(GREEDY, max_tokens=8, ignore_eos=True)))
+        stats = engine.runner.graphs.stats
+        assert not stats.fell_back and BatchShape(2048, 8) in stats.replays and stats.padding_tokens
+    for prompt, found in zip(long, outs, strict=True):
+        check_likely(half, prompt, found)
+
+
+def test_long_mla_prefills_run_without_graphs() -> None:
+    """They are expanded, which reads lengths on the host; in graphs they would do several times the products."""
+    model = build(SERVED["deepseek_v3"]).to("cuda", torch.bfloat16)
+    with Engine(model, attention=need("triton"), compiler="eager", num_pages=200, max_num_seqs=4, max_num_batched_tokens=2048,
+                cudagraph_lazy=True) as engine:
+        assert any(site.latent for site in engine.runner.sites)
+        assert max(engine.runner.graphs.buckets).num_tokens == 1024
+
+
+@pytest.mark.alone
+def test_memory_for_large_graphs_is_set_aside(half, prompts) -> None:
+    """Graphs of whole chunks of prompts are captured into memory that the KV cache was not given."""
+    sizes = dict(cudagraph_capture_sizes=[8], cudagraph_token_sizes=[1024, 4096, 8192], gpu_memory_utilization=0.5)
+    with Engine(half, attention=need("triton"), compiler="eager", max_num_seqs=64, **sizes) as engine:
+        stats = engine.runner.graphs.stats
+        assert stats.captured == 7 and stats.estimated_bytes >= 0.5 * stats.capture_bytes
+        check_likely(half, prompts[0], tokens(engine.generate([prompts[0]], GREEDY))[0])
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -306,12 +306,14 @@ def test_host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     """Every phase of the engine's step is timed."""
     monkeypatch.setattr(host_bench, "STEPS", 4)
     monkeypatch.setattr(host_bench, "WARMUPS", 2)
+    monkeypatch.setattr(host_bench, "CALLS", 1)
+    monkeypatch.setattr(host_bench, "PROMPT_BATCHES", (2,))
     out = tmp_path / "host.json"
     assert main(["bench", "host", "--batch", "1,3", "--repeats", "2", "--systems", "quire,hf-eager", "--out", str(out)]) == 0
     *rows, refused = json.loads(out.read_text())["rows"]
     assert [(r["variant"], r["batch"], r["max_model_len"]) for r in rows] == [
         (variant, batch, length) for length in (2048, 131072)
-        for variant, batch in (("decode", 1), ("decode", 3), ("text", 3), ("prefill", 32))]
+        for variant, batch in (("decode", 1), ("decode", 3), ("text", 3), ("prefill", 32), ("prompts", 2))]
     for row in rows:
         assert row["error"] is None and set(COLUMNS) <= set(row) and len(row["repeats_ms"]) == 2
         assert set(row["phases_ms"]) == set(PHASES) and min(row["phases_ms"].values()) > 0

@@ -83,6 +83,23 @@ def test_chats(engine, tokenizer, monkeypatch) -> None:
     plain = engine.generate([tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("The owl is a", "The owl a")], SHORT)
     assert tokens(found) == tokens(plain)
     assert tokens(engine.generate(chat, SHORT)) == [found[0].token_ids]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "The"}, {"type": "text", "text": "owl"}]}]
+    (one,) = engine.chat(parts, SHORT, add_generation_prompt=False, chat_template_kwargs={"unused": 1})
+    assert one.prompt == "The\nowl " and one.prompt_token_ids == tokenizer(one.prompt, add_special_tokens=False)["input_ids"]
+    (one,) = engine.chat(chat, SHORT, chat_template="{{ messages[1].content }}")
+    assert one.prompt == "is"
+    with pytest.raises(ValueError, match="parts of type image; quire serves text"):
+        engine.chat([{"role": "user", "content": [{"type": "image"}]}], SHORT)
+    with pytest.raises(TypeError, match="a chat is a list of messages"):
+        engine.chat("The owl", SHORT)
+
+
+def test_truncated_prompts_and_masks(engine, prompts, expected) -> None:
+    long = [*range(3, 40), *prompts[0]]
+    (out,) = engine.generate(long, replace(SHORT, truncate_prompt_tokens=len(prompts[0])))
+    assert out.prompt_token_ids == prompts[0] and out.token_ids == expected[0]
+    with pytest.raises(TypeError, match="a prompt is text or a list of token ids"):
+        engine.generate([True, False], SHORT)
 
 
 def test_progress_bar(engine, prompts, capfd) -> None:

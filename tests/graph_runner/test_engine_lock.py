@@ -184,6 +184,17 @@ def test_an_interrupted_stream_leaves_nothing(engine: Engine, prompts: list[list
     assert_idle(engine)
 
 
+def test_abort_takes_one_id(engine: Engine, prompts: list[list[int]]) -> None:
+    """The caller sees the error: in another thread's turn, it would end that thread's requests."""
+    ids = engine.add_request(prompts[0], quire.SamplingParams(max_tokens=2, temperature=0))
+    with pytest.raises(TypeError, match="abort takes the number or the name of a request"):
+        engine.abort(ids)  # type: ignore[arg-type]
+    assert engine.has_unfinished
+    engine.abort(ids[0])
+    while engine.has_unfinished:
+        engine.step()
+
+
 def test_a_stream_in_one_thread_and_an_abort_in_another(engine: Engine, prompts: list[list[int]],
                                                         expected: list[list[int]]) -> None:
     (long,) = engine.add_request(prompts[1], replace(SHORT, max_tokens=60))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import functools
 import types
 
@@ -116,6 +118,17 @@ def test_hooks_of_transformers_that_only_record() -> None:
     assert "model.embed_tokens.forward hooks: [] -> " in guard.change()
 
 
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
+
+
+class Size(enum.IntEnum):
+    ONE, TWO = 1, 2
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
 class Holder(torch.nn.Module):
     """Has what the guard compares beside plain attributes, parameters and own hooks."""
 
@@ -132,6 +145,7 @@ class Holder(torch.nn.Module):
         self.config.text_config.parent_config = self.config
         self.generation_config = types.SimpleNamespace(max_new_tokens=1)
         self.active, self.scaling, self.shape, self.flags = ["a"], {"a": 1.0, "b": [2.0]}, (1, (2, 3)), {"x"}
+        self.kind, self.size, self.pair, self.ordered = Kind.ONE, Size.ONE, Pair(1.0, 2.0), collections.OrderedDict(a=1.0)
         self.itself = [self.active]
         self.itself.append(self.itself)
         self.act, self.tensors, self.many = torch.sin, [torch.zeros(1)], list(range(2000))
@@ -175,6 +189,10 @@ def only(hooks):
     (lambda m: setattr(m, "shape", (1, (2, 4))), "Holder.shape: (1, (2, 3)) -> (1, (2, 4))"),
     (lambda m: m.flags.clear(), "Holder.flags: {'x'} -> set()"),
     (lambda m: setattr(m, "act", torch.cos), "Holder.act: "),
+    (lambda m: setattr(m, "kind", Kind.TWO), "Holder.kind: <Kind.ONE: 1> -> <Kind.TWO: 2>"),
+    (lambda m: setattr(m, "size", Size.TWO), "Holder.size: "),
+    (lambda m: setattr(m, "pair", Pair(1.0, 3.0)), "Holder.pair: (1.0, 2.0) -> (1.0, 3.0)"),
+    (lambda m: m.ordered.update(a=2.0), "Holder.ordered: {'a': 1.0} -> {'a': 2.0}"),
     (lambda m: setattr(m, "config", types.SimpleNamespace()), "Holder.config: a SimpleNamespace -> a SimpleNamespace"),
     (lambda m: setattr(m.config, "cap", None), "Holder.config.cap: 30.0 -> None"),
     (lambda m: m.config.text_config.windows.reverse(), "Holder.config.text_config.windows: [4, None] -> [None, 4]"),
@@ -183,7 +201,8 @@ def only(hooks):
     (lambda m: only(m.two._forward_hooks).keywords["by"].append(0.5), "two.forward hooks: "),
     (lambda m: setattr(only(m.two._forward_pre_hooks).__self__, "strength", 0.5), "two.forward pre-hooks: "),
     (lambda m: torch.nn.modules.module.register_module_forward_hook(lambda *a: None), "torch.forward hooks of all modules: []"),
-], ids=["list", "dict", "nested", "tuple", "set", "function", "other_config", "config", "inner_config", "untied", "global",
+], ids=["list", "dict", "nested", "tuple", "set", "function", "enum", "int_enum", "named_tuple", "ordered",
+        "other_config", "config", "inner_config", "untied", "global",
         "partial", "method", "all_modules"])
 def test_change_beyond_plain_attributes(change, what, monkeypatch) -> None:
     monkeypatch.setitem(FACTORS, "now", 1.0)
@@ -230,3 +249,35 @@ def test_weights_may_change_in_place() -> None:
     assert loose.change() is None and strict.change() is None
     m[0].weight.data = torch.zeros(2, 2)
     assert loose.change() is None and strict.change() == "0.weight: another tensor, or moved in memory"
+
+
+@pytest.mark.parametrize("change, what", [
+    (lambda m: m.sizes.append(3), "Module.sizes: [1, 2] -> [1, 2, 3]"),  # the same object
+    (lambda m: m.pairs[1].append(3), "Module.pairs: (1, [2]) -> (1, [2, 3])"),
+    (lambda m: setattr(m, "data", 5), "Module.data: absent -> 5"),  # a tensor is not compared, a number is
+    (lambda m: (delattr(m, "scale"), setattr(m, "other", 1)), "Module.scale: 1.5 -> absent"),  # as many attributes as before
+    (lambda m: setattr(m, "w", torch.nn.Parameter(torch.ones(1, dtype=torch.float16))),
+     "Module.w: Parameter (torch.float32, cpu, version 0) -> Parameter (torch.float16, cpu, version 0)"),
+    (lambda m: (setattr(m, "w", None), setattr(m, "v", torch.nn.Parameter(torch.ones(1)))),
+     "Module.w: Parameter (torch.float32, cpu, version 0) -> absent"),
+    (lambda m: setattr(m, "scale", float("1.5")), None),  # another object, the same number
+    (lambda m: setattr(m, "data", torch.ones(2)), None),
+], ids=["list", "nested", "kind", "names", "parameter", "parameters", "equal", "data"])
+def test_changes_that_a_glance_could_miss(change, what) -> None:
+    m = torch.nn.Module()
+    m.sizes, m.pairs, m.scale, m.data, m.w = [1, 2], (1, [2]), 1.5, torch.ones(1), torch.nn.Parameter(torch.ones(1))
+    guard = ModelGuard(m, addresses=False)
+    assert guard.change() is None
+    change(m)
+    assert guard.change() == seen(guard) == what
+
+
+def test_a_setting_beside_lists_that_nobody_read() -> None:
+    """A module that a glance compares in part: its lists are data."""
+    m = torch.nn.Module()
+    m.scale, m.log = 1.5, []
+    guard = ModelGuard(m, addresses=False, reads={"scale"})
+    m.log.append(1)
+    assert guard.change() is None
+    m.scale = 2.0
+    assert guard.change() == "Module.scale: 1.5 -> 2.0"

@@ -122,6 +122,43 @@ def test_faint_looks_ahead_are_found_in_bfloat16(trial) -> None:
         trial(lambda x, positions: x + 2e-2 * F.pad(x, (0, 0, -1, 1)) * (positions < 3)[..., None], torch.bfloat16)
 
 
+def counted_faintly(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return x + 1e-3 * torch.ones_like(x).cumsum(1).sin()
+
+
+def routed(x: torch.Tensor) -> torch.Tensor:
+    """Rows by expert and back, so that the order of sums may depend on other rows."""
+    order = (x[0] @ x.new_ones(WIDTH, 4)).argmax(-1).argsort()
+    return torch.zeros_like(x[0]).index_add(0, order, x[0, order])[None]
+
+
+def routed_and_gated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return routed(x) + 1e-3 * x.mean(1, keepdim=True)
+
+
+def routed_and_rare(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # 1.002 is 1 in bfloat16
+    return routed(x) * torch.where((x.abs().amax(-1) > 3.5).sum() >= 8, 1.002, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mix", [counted_faintly, routed_and_gated, routed_and_rare])
+def test_leaks_below_rounding(mix, dtype, trial) -> None:
+    """A thousandth of a number in half precision is its rounding: they are found in float32."""
+    with pytest.raises(UnsupportedAttention, match="a trial batch of two short sequences|other logits paged than by"):
+        trial(mix, dtype)
+
+
+def test_leaks_below_float32_rounding(trial) -> None:
+    """Equal kernels on equal shapes give equal bits, so that a neighbour is not allowed what the order of summation does."""
+    with pytest.raises(UnsupportedAttention, match="depend on its neighbour in the batch"):
+        trial(lambda x, positions: x + 3e-6 * x.mean(1, keepdim=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_no_leak(dtype, trial) -> None:
+    trial(lambda x, positions: routed(F.layer_norm(x, (WIDTH,))), dtype)
+
+
 @pytest.mark.parametrize("mix, ok", [(innocent, True), (shift, False), (centre, False)])
 def test_infinite_logits(mix, ok, trial) -> None:
     """Vocabulary that a model masks hides nothing."""
@@ -138,10 +175,11 @@ def test_nothing_is_found_where_nothing_is(dtype, trial) -> None:
     trial(innocent, dtype)
 
 
-def test_another_forward_when_compiled(trial) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_forward_when_compiled(dtype, trial) -> None:
     """What is served must be what the model's own forward gives."""
     with pytest.raises(UnsupportedAttention, match="other logits paged than by the model's own forward"):
-        trial(compiled_only)
+        trial(compiled_only, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,14 +192,14 @@ def test_another_path_for_one_token(dtype, trial) -> None:
 
 @pytest.mark.parametrize("backend", ["mkldnn", "cuda"])
 def test_products_of_one_backend_in_tf32(backend, trial) -> None:
-    """torch.get_float32_matmul_precision() raises an error then, and no engine would start."""
+    """torch.get_float32_matmul_precision() raises an error then, and no engine would start. The trial does without TF32."""
     products = getattr(torch.backends, backend).matmul
     before, products.fp32_precision = products.fp32_precision, "tf32"
     try:
         trial(innocent)
-        if backend == "cuda":  # of no concern on a CPU
-            with pytest.raises(UnsupportedAttention, match="other logits paged than by the model's own forward"):
-                trial(compiled_only)
+        with pytest.raises(UnsupportedAttention, match="other logits paged than by the model's own forward"):
+            trial(compiled_only)
+        assert products.fp32_precision == "tf32"
     finally:
         products.fp32_precision = before
 

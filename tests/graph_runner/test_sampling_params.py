@@ -14,9 +14,10 @@ SUPPORTED = {
     "include_stop_str_in_output": True, "logprobs": 0, "prompt_logprobs": 1, "logprob_token_ids": [4],
     "logprobs_mode": "processed_logprobs", "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
     "trace_decode_token_ids": [3], "bad_words": ["x"], "logit_bias": {1: 2.0}, "allowed_token_ids": [4],
-    "logits_processors": [max],
+    "logits_processors": [max], "truncate_prompt_tokens": 8,
 }
-UNSUPPORTED = {"spaces_between_special_tokens": False, "truncate_prompt_tokens": 8}
+UNSUPPORTED = {"spaces_between_special_tokens": False, "best_of": 2, "extra_args": {}, "output_kind": 2,
+               "structured_outputs": {"regex": "a"}}
 
 
 def test_defaults_are_vllms() -> None:
@@ -27,6 +28,7 @@ def test_defaults_are_vllms() -> None:
         "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
         "bad_words": None, "logit_bias": None, "truncate_prompt_tokens": None, "logprob_token_ids": None,
         "logprobs_mode": "raw_logprobs", "trace_decode_token_ids": None, "allowed_token_ids": None, "logits_processors": None,
+        "best_of": None, "extra_args": None, "output_kind": None, "structured_outputs": None,
     }
 
 
@@ -47,7 +49,7 @@ def test_unsupported_field_is_refused_by_name(name: str) -> None:
 
 
 def test_unsupported_field_at_its_default_is_accepted() -> None:
-    SamplingParams(spaces_between_special_tokens=True, truncate_prompt_tokens=None)
+    SamplingParams(spaces_between_special_tokens=True, structured_outputs=None)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,7 @@ def test_unsupported_field_at_its_default_is_accepted() -> None:
         ({"n": 0}, ValueError, "n must be at least 1, got 0"),
         ({"n": 1.0}, TypeError, "n must be an integer, got 1.0"),
         ({"logprobs": -2}, ValueError, "logprobs must be at least 0, -1 for the whole vocabulary, or None for none, got -2"),
+        ({"truncate_prompt_tokens": -1}, ValueError, "truncate_prompt_tokens must be at least 1, or None to keep the prompt"),
         ({"prompt_logprobs": 1.5}, TypeError, "prompt_logprobs must be an integer or None, got 1.5"),
         ({"logprob_token_ids": [-1]}, ValueError, "logprob_token_ids must not be negative, got -1"),
         ({"logprob_token_ids": ["x"]}, TypeError, "every item of logprob_token_ids must be an integer, got 'x'"),
@@ -148,8 +151,8 @@ def test_numpy_values() -> None:
 
 
 def test_unsupported_numpy_value_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="quire does not support truncate_prompt_tokens"):
-        SamplingParams(truncate_prompt_tokens=np.array([3]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="quire does not support best_of"):
+        SamplingParams(best_of=np.array([3]))  # type: ignore[arg-type]
 
 
 def test_largest_temperature() -> None:

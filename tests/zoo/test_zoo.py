@@ -192,6 +192,16 @@ def test_packing_check(zoo: Specimen) -> None:
                   device=torch.device("cpu"), vocab_size=64, max_model_len=64)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("gpt_oss", torch.bfloat16), *(pytest.param(*p, marks=pytest.mark.slow) for p in (
+    ("gpt2", torch.float16), *((n, torch.bfloat16) for n in ("llama", "falcon", "gemma3n", "deepseek_v3", "qwen3_moe"))))])
+def test_packing_check_of_halves(name: str, dtype: torch.dtype) -> None:
+    """Models of half precision are served: their trial in float32 finds nothing wrong either."""
+    paged = PagedModel(build(SERVED[name]).to(dtype), QuireOptions(compiler="eager"))
+    check_packing(paged, paged.sites, get_backend("torch_native"), page_size=4, kv_dtype=None, layout="NHD",
+                  device=torch.device("cpu"), vocab_size=64, max_model_len=64)
+    paged.close()
+
+
 @pytest.mark.slow  # the quick ones: tests/passes/test_step.py, and tests/passes/capture/test_retrace.py for eager attention
 @pytest.mark.parametrize(("name", "prompt"), [*((n, 5) for n in SERVED if n not in CUT), *((n, 1) for n in SHORT_BY_HAND)])
 def test_greedy_by_hand(name: str, prompt: int) -> None:

@@ -181,6 +181,7 @@ BACKEND = AttentionBackend(
     mla_op=define_mla_op("triton", mla_paged_attention, launches=True),
     state_op=define_state_op("triton", attention_state, launches=True),
     rope_forms=True,
+    same_in_graphs=True,
     prepare=define_op(
         "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
         "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),

@@ -248,8 +248,20 @@ def extend_kernel(
         store_result(out, out_lse, out_row, acc, own_lse, columns_v, live, DV)
 
 
+def expected_tokens(num_tokens: int, num_reqs: int, skip_single: bool) -> int:
+    """Tokens per sequence that tiles are made for.
+
+    The mean, or where sequences with one token are served elsewhere (``skip_single``) an eighth of what is left when all others
+    have one: in a captured batch most rows are decodes or padding, and beside 250 of these a prompt of 700 tokens would be cut
+    into tiles of a few tokens, each of which reads all keys. Too wide a tile costs products of short sequences, too narrow a
+    one reads of long ones.
+    """
+    mean = -(-num_tokens // max(num_reqs, 1))
+    return max(mean, (num_tokens - num_reqs) // 8) if skip_single else mean
+
+
 def config(dim: int, dim_v: int, itemsize: int, group: int, tokens_per_row: int) -> ExtendConfig:
-    """The parameters for padded head dims, bytes per element, query heads per key head, mean tokens per sequence."""
+    """The parameters for padded head dims, bytes per element, query heads per key head, tokens per sequence."""
     widest = max(dim, dim_v)
     rows = tokens_per_row * group
     if itemsize == 4:
@@ -270,7 +282,7 @@ def _plan(q_shape: torch.Size, dtype: torch.dtype, layout: CacheLayout, num_reqs
     num_tokens, heads, _ = q_shape
     dims = host.next_power_of_2(layout.dim, 16), host.next_power_of_2(layout.dim_v, 16)
     group = heads // layout.heads
-    params = config(*dims, dtype.itemsize, group, -(-num_tokens // max(num_reqs, 1)))
+    params = config(*dims, dtype.itemsize, group, expected_tokens(num_tokens, num_reqs, skip_single))
     fold = fold and max(dims) <= 128  # wider heads leave no registers for it
     blocks, per_block = host.head_blocks(group, params.block_m)
     full_blocks = num_tokens // (params.block_m // per_block)

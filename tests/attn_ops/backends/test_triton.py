@@ -10,6 +10,7 @@ import torch
 from quire.attn_ops.backends.triton import BACKEND, available
 from quire.attn_ops.conformance import checks as conformance
 from quire.attn_ops.kernels.host import next_power_of_2, num_sms
+from quire.attn_ops.kernels.launch import recording
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_eager
 from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
@@ -437,3 +438,19 @@ def test_available_says_why_not(monkeypatch):
     assert "TRITON_INTERPRET=1" in available(torch.device("cpu"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install triton" in available(DEVICE)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1024, 16), (1024, 256), (8192, 256), (700 + 250, 251)])
+def test_a_prompt_beside_many_decodes_has_tiles_as_wide_as_alone(tokens, rows):
+    """Else each tile of a few tokens reads all keys of the prompt. Most rows of a captured batch are decodes or padding."""
+    def widths(num_tokens: int, num_reqs: int) -> set[int]:
+        q, cache, ids = torch.empty(num_tokens, 16, 128, dtype=FP16), torch.empty(9, 16, 8, 128, dtype=FP16), torch.empty(
+            num_reqs, 64, dtype=torch.int32)
+        tables = torch.empty(num_tokens, dtype=torch.int64), ids, torch.empty(num_reqs + 1, dtype=torch.int32), ids[:, 0]
+        with recording() as found:
+            BACKEND.op(q, None, None, cache, cache, None, None, *tables, None, [], scale=1.0, window=None, softcap=None,
+                       chunk=None)
+        return {a.block_m for each in found for a in each.arguments if isinstance(a, extend.ExtendTile)}
+
+    assert widths(tokens, rows) == widths(tokens, 1) == {128}
+    assert widths(40, 16) == {16}  # pieces of two or three tokens

@@ -262,6 +262,25 @@ def alibi(module, position_ids):
     return torch.where(j <= i, -(i - j) * slopes, -math.inf)
 
 
+class Autocast(nn.Module):
+    """Calls F.sdpa with float32 operands under torch.autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, HIDDEN)
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)[:, None]
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
+
+
+def test_under_autocast_the_op_computes_in_its_dtype() -> None:
+    """torch.autocast casts the operands of F.sdpa; the semantic op does not know of it."""
+    (site,) = trace(Autocast().eval()).sites
+    assert site.dtype == torch.bfloat16
+
+
 def test_the_refusal_names_the_layer() -> None:
     model = Tiny(Attention(4, 2, is_causal=True), Attention(4, 2, mask=alibi)).eval()
     refused(model, r"cannot be paged:\n  layers.1: its mask is not proven .* .node mul.* of layers.1.; .* can be served")
