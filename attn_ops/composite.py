@@ -138,7 +138,7 @@ class Composite:
         return prepared[self.slices[part.name]] if prepared and part.name in self.slices else []
 
     def prepare(self, *args: Any) -> list[torch.Tensor]:
-        """What the parts prepare, end to end; each part's op gets its own."""
+        """The tensors that the parts prepare, end to end; each part's op gets its own."""
         found: list[torch.Tensor] = []
         for part in self.parts:
             if part.prepare is not None:
@@ -157,7 +157,7 @@ class Composite:
                 for part in self.parts if part.make_state is not None}
 
     def page_bytes(self, site: AttentionSite, page_size: int) -> int:
-        """What the parts keep of a page of that layer."""
+        """Bytes that the parts keep per page of the layer."""
         serving = self.site_parts(site)
         return 0 if isinstance(serving, str) else sum(part.bytes_beside(site, page_size) for part in serving)
 

@@ -29,7 +29,7 @@ CHUNK_ELEMENTS = 1 << 26
 
 
 def expanding_pays(query_lens: np.ndarray, seq_lens: np.ndarray, rank: int, rope: int, nope: int, dim_v: int) -> np.ndarray:
-    """(B,) bool: whether a sequence of so many scheduled tokens, of so many in all, takes fewer products expanded."""
+    """(B,) bool: whether expanded keys take fewer products, for ``seq_lens`` tokens with ``query_lens`` scheduled."""
     query, seq = query_lens.astype(np.int64), seq_lens.astype(np.int64)
     pairs = query * (seq - query) + query * (query + 1) // 2
     return pairs * ((2 * rank + rope) - (nope + rope + dim_v)) > seq * (rank * (nope + dim_v))

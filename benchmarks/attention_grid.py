@@ -22,14 +22,11 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 

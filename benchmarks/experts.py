@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
 from quire.attn_ops.ops.experts import Tile, _Pairs, expert_swiglu
 from quire.graph_runner.bench.attention_op import on_the_device
-from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.report import environment, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
 
 #: experts/experts per token x inner x hidden: Qwen3-30B-A3B, DeepSeek-V2-Lite, Mixtral, and GPT-OSS-20B's sizes without biases.
@@ -49,7 +46,7 @@ def main() -> None:
     parser.add_argument("--experts", default=SHAPES, help="experts/experts per token x inner x hidden, comma-separated")
     parser.add_argument("--tokens", default=TOKENS)
     parser.add_argument("--tiles", action="store_true", help="time each tile of each product too")
-    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     device, dtype = torch.device("cuda"), torch.bfloat16
     bandwidth = copy_bandwidth(device)
@@ -62,7 +59,7 @@ def main() -> None:
         print(" ".join(f"{k}={v}" for k, v in what.items()), f"{us:.1f} us, floor {floor:.1f} us, {floor / us:.0%}", flush=True)
         if args.json:
             seen = environment(device, bandwidth) | dict(dense_tflop_per_s=rate / 1e12, command=" ".join(sys.argv))
-            Path(args.json).write_text(json.dumps({"environment": seen, "rows": rows}, indent=1))
+            write(args.json, seen, rows)
 
     for text in args.experts.split(","):
         count, each, inner, hidden = map(int, re.split("[/x]", text))

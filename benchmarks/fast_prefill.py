@@ -9,9 +9,7 @@ given one at a time; the two engines take turns, so that both meet the same load
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -20,10 +18,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from quire import Engine, SamplingParams
-from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.report import environment, this_command, write
 
 
 def model_of(args: argparse.Namespace) -> Any:
@@ -75,11 +71,9 @@ def main() -> None:
     for engine in engines.values():
         engine.close()
     if args.json:
-        command = f"python benchmarks/fast_prefill.py {shlex.join(sys.argv[1:])}"
-        args.json.write_text(json.dumps({
-            "environment": environment(torch.device(args.device), None), "command": command, "model": "gemma3n, random weights",
-            "hidden": args.hidden, "layers": args.layers, "shared": args.shared, "prompt": args.prompt, "rows": rows,
-            "times_faster": ratio, "times_s": {str(k): v for k, v in times.items()}}, indent=1) + "\n")
+        write(args.json, environment(torch.device(args.device), None), rows, command=this_command(),
+              model="gemma3n, random weights", hidden=args.hidden, layers=args.layers, shared=args.shared, prompt=args.prompt,
+              times_faster=ratio, times_s={str(k): v for k, v in times.items()})
     if tokens[True] != tokens[False]:
         sys.exit("the first tokens differ")
 

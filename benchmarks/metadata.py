@@ -9,8 +9,6 @@ thread's own processor time, so that other work on the machine counts only by wh
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 import time
@@ -20,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from quire.attn_ops.metadata import (
     CommonAttentionMetadata,
     create_ubatch_slices,
@@ -29,7 +25,7 @@ from quire.attn_ops.metadata import (
     split_attn_metadata,
     split_decodes_and_prefills,
 )
-from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.report import environment, this_command, write
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
@@ -102,9 +98,7 @@ def main() -> int:
             print(f"{name:8}{what:40}{median:8.3f} ms, least {least:.3f}"
                   f"{f'  over the limit of {LIMITS[name]} ms' if over else ''}")
     if args.json:
-        command = f"python benchmarks/metadata.py {shlex.join(sys.argv[1:])}"
-        args.json.write_text(json.dumps({"environment": environment(torch.device("cpu"), None), "command": command,
-                                         "rows": rows}, indent=1) + "\n")
+        write(args.json, environment(torch.device("cpu"), None), rows, command=this_command())
     return int(slow > 0)
 
 

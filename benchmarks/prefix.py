@@ -11,9 +11,7 @@ and an earlier request had the same beginning. Weights are random; tokens of eve
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -22,11 +20,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from quire import Engine, SamplingParams
 from quire.graph_runner.bench.models import ModelSpec, build
-from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.report import environment, this_command, write
 
 MODES: dict[str, bool | None] = {"none": False, "together": None, "kept": True}
 
@@ -80,10 +76,8 @@ def main() -> None:
         print(f"{mode:9} mean {row['mean_s']:8.3f} s, last {row['last_s']:8.3f} s, {saved:7} tokens saved, "
               f"{row['times_faster']:6.1f} x faster", flush=True)
         if args.json:
-            command = f"python benchmarks/prefix.py {shlex.join(sys.argv[1:])}"
-            args.json.write_text(json.dumps({"environment": environment(device, None), "command": command, "model": spec.label,
-                                             "requests": args.requests, "prefix": args.prefix, "own": args.own,
-                                             "rows": rows}, indent=1) + "\n")
+            write(args.json, environment(device, None), rows, command=this_command(), model=spec.label,
+                  requests=args.requests, prefix=args.prefix, own=args.own)
     if any(tokens != seen[0] for tokens in seen):
         sys.exit("the first tokens differ between the modes")
 

@@ -11,9 +11,7 @@ Prefill: one step of ``tokens`` tokens, in prompts of 960 (the last one shorter)
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 
 from quire.graph_runner.bench.models import ModelSpec, build
-from quire.graph_runner.bench.report import environment
+from quire.graph_runner.bench.report import environment, this_command, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
@@ -83,7 +81,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches, prefills = ([int(n) for n in text.split(",") if n] for text in (args.batch, args.prefill))
     device = torch.device("cuda")
@@ -133,8 +131,7 @@ def main() -> None:
             wall = (time.perf_counter() - began) * 1e6
             rows.append(row("prefill", len(lengths), tokens, wall, profiled(once, 1)))
     if args.json:
-        report = {"environment": environment(device, copy_bandwidth(device)), "command": " ".join(sys.argv), "rows": rows}
-        Path(args.json).write_text(json.dumps(report, indent=1))
+        write(args.json, environment(device, copy_bandwidth(device)), rows, command=this_command())
 
 
 if __name__ == "__main__":

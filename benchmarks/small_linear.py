@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from quire.attn_ops.ops.small_linear import MAX_TOKENS, small_linear_cuda, small_linear_eager
 from quire.attn_ops.tuning.launch_config import STORE, Config, key
 from quire.attn_ops.tuning.small_linear import LinearShape, arguments, copies_of, graph_time

@@ -9,8 +9,8 @@ Nothing is compiled again and the model's code is not changed: a paged op that r
 and begins the next one in the same pool (``attn_ops/breaks.py``).
 
 NOTE [Memory across a break]: the tensors that attention reads are made by the graph before it, and its result is read by the
-graph after it. All lie in the pool, at the addresses of the recording, and are kept by nobody: after its last reader in the
-order of the step, memory is used again by later graphs, as inside one graph. So a break notes addresses (``alias``) and not
+graph after it. All lie in the pool, at the addresses of the recording, and nothing keeps them: after the last reader in the
+order of the step, later graphs use the memory again, as inside one graph. So a break notes addresses (``alias``) and not
 tensors, and the result of the call is copied to the memory that was recorded for it.
 """
 

@@ -45,7 +45,7 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
             with safe_open(str(file), framework="pt") as opened:
                 own = {name: opened.get_tensor(name) for name in opened.keys()}
         except Exception as error:
-            raise ValueError(f"{file.name} is incomplete or no safetensors file ({error})") from error
+            raise ValueError(f"{file.name} is incomplete or not a safetensors file ({error})") from error
         for name in own:
             if name in held_by:
                 raise ValueError(f"{held_by[name]} and {file.name} both hold the parameter {name!r}: the folder has files of "

@@ -171,7 +171,7 @@ class NpuGraphs:
         return Recorded(replay)
 
     def record_in_segments(self, run: Callable[[], Any], pool: Any) -> Recorded:
-        raise RuntimeError("piecewise graphs are not there on an NPU: make the engine without cudagraph_piecewise")
+        raise RuntimeError("piecewise graphs are not supported on an NPU: make the engine without cudagraph_piecewise")
 
     def free_bytes(self) -> int:
         return self._npu.mem_get_info(self.device)[0]

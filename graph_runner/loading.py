@@ -46,7 +46,7 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
     try:
         loaded, report = loader.from_pretrained(str(path), output_loading_info=True, **kwargs)
     except SafetensorError as error:
-        raise ValueError(f"the weights at {path} are incomplete or no safetensors file ({error})") from error
+        raise ValueError(f"the weights at {path} are incomplete or not a safetensors file ({error})") from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"the checkpoint at {path} lacks {len(missing)} of the weights of {type(loaded).__name__}, which "
                          f"would be random: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}")

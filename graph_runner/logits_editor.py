@@ -49,8 +49,8 @@ class LogitsEditor:
         self._added = self._counts = self._penalties = torch.empty(0, 0, device=device)
 
     def draw(self, batch: ScheduledBatch, logits: Tensor, sampling: SamplingTensors) -> Sampled:
-        """As ``Sampler.draw``, with the edits of the batch's requests. A row whose processor fails gets INVALID_TOKEN, and its
-        request ``failure``.
+        """``Sampler.draw`` after the edits of the batch's requests. A row whose processor fails gets INVALID_TOKEN, and its
+        request a ``failure``.
 
         Args:
             logits: (B, V), padding included. Not modified.
@@ -161,7 +161,7 @@ def _edits(request: Request) -> LogitsEdits:
 
 
 def _with_rows(table: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """A table with at least so many rows; twice as many each time it grows."""
+    """The table, enlarged to a power of two if it has fewer than ``rows`` rows."""
     if len(table) >= rows:
         return table
     larger = torch.zeros(max(2, 1 << (rows - 1).bit_length()), width, dtype=dtype, device=table.device)

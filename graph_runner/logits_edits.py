@@ -1,4 +1,4 @@
-"""What a request asks to be done to its logits before a token is drawn, read from its SamplingParams."""
+"""Edits that a request makes to its logits before a token is sampled, read from its SamplingParams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.graph_runner.sampling_params import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class LogitsEdits:
-    """Of one request; see SamplingParams.
+    """Edits of one request's logits; see SamplingParams.
 
     Args:
         added: what is added to logits, by token; -inf for tokens that are never sampled.
@@ -36,7 +36,7 @@ class LogitsEdits:
 
     @classmethod
     def of(cls, params: SamplingParams, tokenizer: Any, num_logits: int) -> LogitsEdits | None:
-        """What ``params`` ask for; None if nothing.
+        """The edits that ``params`` ask for, or None.
 
         Raises:
             ValueError: token ids without logits, or bad words without a tokenizer. TypeError: a processor of another form.

@@ -52,7 +52,7 @@ class ScoredRows(NamedTuple):
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Without waiting."""
+    """Copy to the device without waiting for it."""
     host = torch.from_numpy(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
@@ -67,7 +67,7 @@ class _More(NamedTuple):
 
 
 class RowLogprobs(NamedTuple):
-    """What a step found for one of its rows: of the sampled token, or None, and of scored prompt tokens."""
+    """Log probabilities that a step found for one row: of the sampled token, or None, and of scored prompt tokens."""
 
     sampled: dict[int, Logprob] | None
     prompt: list[dict[int, Logprob]]

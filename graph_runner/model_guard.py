@@ -70,7 +70,7 @@ class _Same:
 
 
 class _Tensor(NamedTuple):
-    """Of a parameter or buffer: what the trace and captured graphs depend on."""
+    """The facts of a parameter or buffer that the trace and captured graphs depend on."""
 
     kind: type
     dtype: torch.dtype
@@ -83,8 +83,8 @@ class _Tensor(NamedTuple):
 
 
 class _Glance(NamedTuple):
-    """Of a module without hooks and forward of its own: if all this is as it was, so are its facts, which take ten times as
-    long to compare.
+    """Quick check of a module that has no hooks and no forward of its own: if all this is unchanged, so are its facts, which
+    take ten times as long to compare.
 
     Args:
         names: of all attributes.
@@ -144,7 +144,7 @@ def _globals_read(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _reached(call: Any) -> list[Any]:
-    """What to compare of a hook, or of a forward set on an instance: what it reads beside its arguments."""
+    """What a hook, or a forward set on an instance, reads beside its arguments: this is compared."""
     if isinstance(call, functools.partial):
         return [*_reached(call.func), _fact(call.args), _fact(call.keywords)]
     if isinstance(call, types.MethodType):
@@ -295,7 +295,7 @@ class ModelGuard:
         return None if tensors is None else _Glance(frozenset(own), same, kinds, tensors)
 
     def _tensors(self, module: torch.nn.Module) -> tuple[Any, ...] | None:
-        """What the facts say of parameters and buffers; None where some are of a subclass, whose parts are compared."""
+        """Facts of the parameters and buffers; None where some are tensor subclasses, whose parts are compared."""
         found: list[Any] = [type(module)]
         for name, p in module._parameters.items():
             if p is not None:
@@ -370,8 +370,8 @@ class ModelGuard:
         return None
 
     def changed_meanwhile(self, reads: Collection[str]) -> str | None:
-        """Of a guard that was made before a trace which read ``reads`` (empty: unknown): a hook, setting or class that another
-        thread changed during the trace, or None. What was absent before does not count: a first forward may set it."""
+        """For a guard made before a trace that read ``reads`` (empty: unknown): the hook, setting or class that another thread
+        changed during the trace, or None. What was absent before does not count: a first forward may set it."""
 
         def kept(before: dict[str, Any]) -> dict[str, Any]:
             return {k: f for k, f in before.items() if not isinstance(f, _Tensor) and k not in _IMPLEMENTATIONS

@@ -316,7 +316,7 @@ class ModelRunner:
         return bucket
 
     def _inputs(self, bucket: BatchShape) -> list[torch.Tensor]:
-        """What a graph reads beside the weights."""
+        """The tensors that a graph reads beside the weights."""
         cache, buffers = self.cache, self.buffers
         tables = [table for t in (buffers.table, buffers.window_table) if t is not None for table in (t.device, t.rows)]
         return [*buffers.views(bucket).values(), buffers.last_tokens, *tables, *cache.k, *cache.v,

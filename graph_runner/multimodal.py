@@ -31,7 +31,7 @@ class MultimodalItem(NamedTuple):
 
 @dataclass
 class MultimodalInputs:
-    """What one prompt, or several (``merge``), have beside text.
+    """Inputs of one prompt, or of several (``merge``), other than text.
 
     Args:
         items: in the order of the prompt.
@@ -46,15 +46,15 @@ class MultimodalInputs:
     @classmethod
     def of(cls, num_tokens: int, items: Iterable[MultimodalItem], *, spatial_merge_size: int = 2, time_interval: float = 1.0
            ) -> MultimodalInputs:
-        """Of a prompt of ``num_tokens``, with its positions. See ``mrope_positions`` for the arguments and errors."""
+        """Inputs of a prompt of ``num_tokens`` tokens, with positions; ``mrope_positions`` has the arguments and errors."""
         ordered = sorted(items, key=lambda item: item.offset)
         positions = mrope_positions(num_tokens, ordered, spatial_merge_size=spatial_merge_size, time_interval=time_interval)
         return cls(ordered, positions, positions.amax().add(1 - num_tokens).reshape(1))
 
     @classmethod
     def merge(cls, inputs: Sequence[MultimodalInputs]) -> MultimodalInputs:
-        """Of several prompts, one after the other: items of a later prompt keep their offsets in it. Positions are joined if
-        all have them."""
+        """Inputs of several prompts, one after the other: items keep their offsets within their own prompt. Positions are
+        joined if all have them."""
         given = [one.mrope_positions for one in inputs if one.mrope_positions is not None]
         return cls([item for one in inputs for item in one.items],
                    torch.cat(given, dim=1) if given and len(given) == len(inputs) else None,

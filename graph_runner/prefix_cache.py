@@ -35,7 +35,7 @@ _PLAIN = (torch.nn.Parameter, torch.Tensor)  # their data are not in other tenso
 
 
 class Match(NamedTuple):
-    """What of a request's tokens is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were
+    """The part of a request that is in the cache: ``pages``, then ``copied`` tokens of the page ``copy_from``, which were
     computed from step ``copied_since`` on. ``coming``: a running request is about to compute the next page. ``window_from``: as
     ``copy_from``, of layers with a window that have pages of their own."""
 
@@ -104,7 +104,7 @@ class PrefixCache:
         return self.lasting or since > request.arrived_at
 
     def match(self, request: Request) -> Match:
-        """What a waiting request need not compute."""
+        """The prefix that a waiting request need not compute."""
         found = self._match(request)
         if self.windows is None or (usable := self.windows.usable(request.page_keys[: len(found.pages)])) == len(found.pages):
             return found
@@ -231,7 +231,7 @@ class PrefixCache:
 
 
 def _root(request: Request) -> bytes:
-    """What the key of a first page begins with: requests of different kinds share nothing."""
+    """Root of the key of a first page: requests of different kinds share nothing."""
     return request.root + (b"\0\0%d" % request.length_kind if request.length_kind else b"")
 
 

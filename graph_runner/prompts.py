@@ -130,7 +130,7 @@ def token_ids_of(prompt: Prompt, tokenizer: Any, vocab_size: int, max_model_len:
 
 
 def _content(prompt: Mapping[str, Any]) -> Any:
-    """Of a dict in vLLM's form."""
+    """The content of a prompt given as a dict, in vLLM's form."""
     given = {key: value for key, value in prompt.items() if value is not None}
     if "prompt_token_ids" in given and given.keys() <= {"prompt", "prompt_token_ids"}:
         return given["prompt_token_ids"]

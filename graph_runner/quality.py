@@ -115,7 +115,7 @@ def _decode(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attentio
 
 def _prefill(model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], attention: str, options: dict[str, Any]
              ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``_decode``, of all positions but the first."""
+    """As ``_decode``, for all positions but the first."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
     longest = max(map(len, texts))
     with Engine(model, tokenizer, attention=attention, enable_prefix_caching=False, max_num_seqs=1,

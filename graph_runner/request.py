@@ -226,7 +226,7 @@ def check_logprobs(params: SamplingParams, limits: Limits) -> None:
 
 
 class RequestOptions(NamedTuple):
-    """What a caller says about a request beside its prompt and sampling.
+    """Options of a request other than its prompt and sampling.
 
     Args:
         request_id: a name to ``abort`` it by and to find in its output; None: a number is given.
@@ -266,8 +266,8 @@ class Ask(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What an engine can serve: token ids below ``vocab_size``, of which those below ``num_logits`` can be sampled and scored,
-    in requests of up to ``max_model_len`` tokens, with up to ``max_logprobs`` log probabilities per position."""
+    """Bounds of an engine: token ids below ``vocab_size``, of which those below ``num_logits`` can be sampled and scored, in
+    requests of up to ``max_model_len`` tokens, with up to ``max_logprobs`` log probabilities per position."""
 
     vocab_size: int
     num_logits: int

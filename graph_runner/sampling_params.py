@@ -235,7 +235,7 @@ class SamplingParams:
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by for the log probabilities of sampled tokens; 0 where none are wanted."""
+        """Divisor of the logits for the log probabilities of sampled tokens; 0 where none are wanted."""
         if not self.wants_logprobs:
             return 0.0
         return 1.0 if self.logprobs_mode == "raw_logprobs" or self.temperature < 1e-5 else self.temperature

@@ -1,4 +1,4 @@
-"""What a thread has set in torch does not reach the runner's steps."""
+"""Steps run with torch's default settings, whatever the calling thread has set."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _KNOWN = ("gradient_checkpointing", "cache_params", "is_activation_checkpointing
 
 
 def training_difference(model: torch.nn.Module) -> str | None:
-    """What makes the model in training mode random, or otherwise different from evaluation mode; None: nothing.
+    """Why the model in training mode is random, or otherwise differs from evaluation mode; None: it does not.
 
     Read from the modules in training mode: their rates, and the code of their classes where it asks for ``self.training``.
     """

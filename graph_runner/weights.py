@@ -38,7 +38,7 @@ class WeightUpdateError(ValueError):
 
 
 class WeightSpec(NamedTuple):
-    """What is to come for one parameter."""
+    """The update expected for one parameter."""
 
     name: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype given by name ("bfloat16") or as it is. Raises WeightUpdateError for another name."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise WeightUpdateError(f"{dtype!r} is no dtype of torch; give names such as 'bfloat16'")
+        raise WeightUpdateError(f"{dtype!r} is not a torch dtype; give names such as 'bfloat16'")
     return found
 
 
@@ -63,7 +63,7 @@ def check_specs(model: torch.nn.Module, specs: Iterable[WeightSpec]) -> dict[str
 
     Raises:
         WeightUpdateError: a name that the model has not, or twice; another shape; a dtype that is not converted; a parameter
-            that is no plain tensor.
+            that is not a plain tensor.
     """
     state, found = state_of(model), {}
     for name, dtype, shape in specs:

@@ -119,7 +119,7 @@ def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "aut
         page_size: tokens per page, which some backends restrict.
 
     Raises:
-        ValueError: an unknown backend, or a page size below 1. TypeError: ``model`` is no module.
+        ValueError: an unknown backend, or a page size below 1. TypeError: ``model`` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"explain takes a model, got {model!r:.60}; load it first, or use the command line: quire explain "

@@ -49,7 +49,7 @@ def mla_paged_attention(
 
 
 def _workspace(pages: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """Of batches of ``tokens`` tokens with ``pages`` pages each. One split of the keys: the number that graphs can replay."""
+    """Workspace for batches of ``tokens`` tokens with ``pages`` pages each. Keys are not split: graphs need a fixed number."""
     size = importlib.import_module(LIBRARY).cutlass_mla_get_workspace_size(
         max_seq_len=pages * PAGE_SIZE, num_batches=tokens, num_kv_splits=1)
     return torch.empty(size, dtype=torch.uint8, device=device)

@@ -86,7 +86,7 @@ class LayerLabels:
     own: bool  # labels are not the key cache
 
     def store(self, k_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """The labels of keys that are in the cache already. Slot -1 writes to the null page, which nobody reads."""
+        """The labels of keys that are in the cache already. Slot -1 writes to the null page, which is never read."""
         if self.own:
             slot = slot_mapping.clamp_min(0)
             page, offset = slot // k_cache.shape[1], slot % k_cache.shape[1]

@@ -27,7 +27,7 @@ NOISE = 30.0  # standard deviation of what lies in slots without an owner; keys 
 
 
 class Failure(AssertionError):
-    """What a backend did wrong."""
+    """A check found an error in a backend."""
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Batch:
         return [tensor for tensor in self.arguments()[:12] if tensor is not None]
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What the op only reads."""
+        """The tensors that the op only reads."""
         names = ("q", "k", "v", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "sinks")
         tensors = (self.q, self.k, self.v, *self.tables, self.sinks)
         return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}

@@ -1,4 +1,4 @@
-"""The kit for ops that are no backend's: ``merge_state(s)`` and attention over ragged sequences without a KV cache."""
+"""The kit for ops that belong to no backend: ``merge_state(s)`` and attention over ragged sequences without a KV cache."""
 
 from __future__ import annotations
 

@@ -101,10 +101,10 @@ def subclass_attention_metadata(name_prefix: str, metadata_cls: type, fields: Se
     """A dataclass that has ``metadata_cls``'s fields and these (name, type, default), frozen if ``metadata_cls`` is.
 
     Raises:
-        TypeError: ``metadata_cls`` is no dataclass.
+        TypeError: ``metadata_cls`` is not a dataclass.
     """
     if not is_dataclass(metadata_cls):
-        raise TypeError(f"{metadata_cls.__name__} is no dataclass: fields cannot be added to it")
+        raise TypeError(f"{metadata_cls.__name__} is not a dataclass: fields cannot be added to it")
     frozen: bool = metadata_cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     added = [(name, kind, field(default=default)) for name, kind, default in fields]
     return make_dataclass(name_prefix + metadata_cls.__name__, added, bases=(metadata_cls,), frozen=frozen)

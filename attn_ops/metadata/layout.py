@@ -29,7 +29,7 @@ def get_kv_cache_layout() -> KVCacheLayoutType:
         return _override
     value = os.environ.get("QUIRE_KV_CACHE_LAYOUT") or "NHD"
     if not is_valid_kv_cache_layout(value):
-        raise ValueError(f"QUIRE_KV_CACHE_LAYOUT={value!r} is no layout of a KV cache; set NHD or HND, or unset it")
+        raise ValueError(f"QUIRE_KV_CACHE_LAYOUT={value!r} is not a KV cache layout; set NHD or HND, or unset it")
     return value
 
 

@@ -19,7 +19,7 @@ def reshape_query_for_spec_decode(query: torch.Tensor, batch_size: int) -> torch
     """(T, H, D) -> (B, T / B, H, D), a view.
 
     Raises:
-        ValueError: another rank, or T is no multiple of B.
+        ValueError: another rank, or T is not a multiple of B.
     """
     if query.dim() != 3 or batch_size < 1 or query.shape[0] % batch_size:
         raise ValueError(f"queries of shape {tuple(query.shape)} cannot be cut into {batch_size} sequences of equal lengths; "

@@ -52,7 +52,7 @@ def _splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_he
             static: bool) -> None:
     rows = seq_lens.shape[0]
     if rows < 1 or out.shape[0] % rows:
-        raise ValueError(f"num_kv_splits has {out.shape[0]} rows, no multiple of the {rows} sequences")
+        raise ValueError(f"num_kv_splits has {out.shape[0]} rows, not a multiple of the {rows} sequences")
     if static or num_cores < 1:
         out.fill_(max_kv_splits)
         return

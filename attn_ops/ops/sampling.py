@@ -173,7 +173,7 @@ def inverse(temperature: Tensor) -> Tensor:
 
 
 def score(x: Tensor, index: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Of x's shape, float32: logits / temperature plus Gumbel noise; for greedy rows the logits."""
+    """logits / temperature plus Gumbel noise, float32, of x's shape; for greedy rows the logits."""
     noise = gumbel_noise(seed[:, None, None], position[:, None, None], index)
     return x * inverse(temperature) + torch.where(is_greedy(temperature)[:, None, None], 0.0, noise)
 

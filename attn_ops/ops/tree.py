@@ -48,7 +48,7 @@ def build_tree_mask(parents: torch.Tensor, query_start_loc: torch.Tensor, width:
     tokens, rows = parents.shape[0], query_start_loc.shape[0] - 1
     row, number = _rows(query_start_loc, tokens)
     live = (torch.arange(tokens, device=parents.device) < query_start_loc[-1]) & (number < width)
-    # (B, W + 1, W + 1): one step up from each token; the last row and column take what is no token.
+    # (B, W + 1, W + 1): one step up from each token; the last row and column take what is not a token.
     reach = torch.eye(width + 1, device=parents.device).repeat(rows, 1, 1)
     up = torch.where(live & (parents >= 0), parents.long().clamp(0, width - 1), width)
     reach[row, torch.where(live, number, width).clamp_max(width), up] = 1.0

@@ -101,7 +101,7 @@ class Measurement:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What must agree for two times to be comparable, besides class, device and versions."""
+        """Conditions that two times must share to be comparable, besides class, device and versions."""
         return self.num_kv_heads, self.window, self.chunk
 
     @property
@@ -122,9 +122,9 @@ class Measurement:
             raise TypeError(f"window and chunk are integers or null: {row}")
         for times in (made.decode_us, made.extend_us):
             if not all(math.isfinite(us) and us > 0 for us in times.values()):
-                raise ValueError(f"a time that is no positive number: {row}")
+                raise ValueError(f"a time that is not a positive number: {row}")
         if not made.decode_us or not all(isinstance(v, str) for v in made.packages.values()):
-            raise ValueError(f"a row without times or with versions that are no text: {row}")
+            raise ValueError(f"a row without times or with versions that are not text: {row}")
         return made
 
 

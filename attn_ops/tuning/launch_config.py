@@ -68,7 +68,7 @@ def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
     for configs in devices.values():
         for config in configs.values():
             if config is not None and (len(config) not in (4, 5) or not all(type(x) is int and x > 0 for x in config)):
-                raise ValueError(f"{config} are no launch parameters")
+                raise ValueError(f"{config} are not launch parameters")
     return devices
 
 

@@ -84,7 +84,7 @@ class AttentionSession(Run):
     def measure(self) -> None:
         """All of it; a failure becomes a row that says why."""
         for site in self.sites:
-            self.console.print(f"{tuning.describe(site)}, page size {self.args.page_size}", highlight=False)
+            self.say(f"{tuning.describe(site)}, page size {self.args.page_size}")
             serving: dict[str, AttentionBackend] = {}
             for name, backend in self.backends.items():
                 why = backend if isinstance(backend, str) else "; ".join(backend.capabilities.reasons_against(
@@ -115,7 +115,7 @@ class AttentionSession(Run):
     def _keep(self, site: AttentionSite, point: Point | None, name: str, row: Row) -> None:
         needs = tuning.describe(site)
         kind = point.kind if point else "decode"
-        self.keep({
+        self.complete_and_keep({
             "workload": "attention", "variant": f"{kind} {needs}", "system": "quire", "attention": name, "model": self.label,
             "dtype": dtype_name(site.dtype), "batch": len(point.seq_lens) if point else None,
             "context": max(point.seq_lens) if point else None, "kind": kind, "point": point.name if point else None,
@@ -148,11 +148,11 @@ class AttentionSession(Run):
                         decode_us=times["decode"], extend_us=times["extend"], date=now))
         if not found:
             raise ValueError("nothing to save: no backend was measured at any decode point")
-        self.console.print(f"saved in {tuning.save(found)}", highlight=False)
+        self.say(f"saved in {tuning.save(found)}")
         for site in self.sites:
             chosen: Any = select_backend("auto", [site], device=self.device, page_size=self.args.page_size,
                                          layout=self.args.layout)
-            self.console.print(f"attention=\"auto\" for {tuning.describe(site)}: {chosen}", highlight=False, markup=False)
+            self.say(f"attention=\"auto\" for {tuning.describe(site)}: {chosen}")
 
 
 __all__ = ["AttentionSession", "heads_of"]

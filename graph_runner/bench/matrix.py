@@ -24,7 +24,7 @@ from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.matrix_cells import Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import cell_name, merged, summary
 from quire.graph_runner.bench.models import layers_asked
-from quire.graph_runner.bench.report import Row, complete, describe, result_line, write
+from quire.graph_runner.bench.report import Row, complete, write
 from quire.graph_runner.bench.session import Run
 from quire.graph_runner.bench.shapes import MATRIX, NAMES
 from quire.graph_runner.bench.systems import SYSTEMS, SteppedSystem
@@ -181,12 +181,10 @@ class Matrix(Run):
                 self.environment = self.environments[self.run_id]
                 return
             row = {**row, "run": self.run_id, "command": self.command}
-            self.rows.append(row)
             self.known.append(row)
             if row.get("rate"):
                 self.rates.setdefault(row["model"], row["rate"])
-            self.write()
-            self.console.print(f"{describe(row)}: {result_line(row)}", highlight=False, markup=False)
+            self.keep(row)
 
     def write(self) -> None:
         if self.args.out is not None:
@@ -198,11 +196,10 @@ class Matrix(Run):
         self.console.print(summary(self.rows))
         left = [f"{m} {s}: {len(n)}" for m in self.models for s in self.systems if (n := self._left(m, s))]
         if left:
-            self.console.print(f"cells left (run again with --resume): {', '.join(left)}", highlight=False, markup=False)
+            self.say(f"cells left (run again with --resume): {', '.join(left)}")
             if self.deadline is not None:
-                self.console.print(f"--deadline {self.args.deadline:g} is up, or too near to start an engine for them "
-                                   f"({', '.join(f'{s} {STARTS.get(s, 60.0):g} s' for s in self.systems)} at least)",
-                                   highlight=False, markup=False)
+                self.say(f"--deadline {self.args.deadline:g} is up, or too near to start an engine for them "
+                         f"({', '.join(f'{s} {STARTS.get(s, 60.0):g} s' for s in self.systems)} at least)")
         super().finish()
 
 

@@ -68,7 +68,7 @@ def cells(scale: int = 1) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker measures: the cells by name. ``rate``: requests per second of the online cell; None: measure it.
+    """A worker's task: the cells by name. ``rate``: requests per second of the online cell; None: measure it.
     ``deadline``: by ``time.time()``; cells that may end later are left out."""
 
     model: str

@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Of the roofline, that quire reaches."""
+        """Share of the roofline that quire reaches."""
         return self.quire.get("share_of_floor") if self.quire else None
 
     @property

@@ -14,7 +14,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,11 @@ def write(path: Path, env: dict[str, Any], rows: Sequence[Row], **more: Any) -> 
     part.replace(path)
 
 
+def this_command() -> str:
+    """How this script was called, for the record."""
+    return f"python {shlex.join(sys.argv)}"
+
+
 def _identity(row: Row) -> dict[str, str]:
     """What the row measured, by column of the table."""
     kv_cache = row.get("kv_cache_dtype")
@@ -104,7 +111,7 @@ def _identity(row: Row) -> dict[str, str]:
 
 
 def _numbers(row: Row) -> dict[str, str]:
-    """What came out, by column of the table."""
+    """The measured numbers, by column of the table."""
     share = row["share_of_floor"]
     parts = {**(row["phases_ms"] or {}), **(row.get("parts_s") or {})}
     us = row.get("us")  # of one call of an attention op
@@ -159,4 +166,4 @@ def table(rows: Sequence[Row], title: str) -> Any:
 
 
 __all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "failure", "first_line", "result_line",
-           "rich_table", "table", "write"]
+           "rich_table", "table", "this_command", "write"]

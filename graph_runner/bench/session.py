@@ -23,7 +23,7 @@ from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Sizes, s
 from quire.graph_runner.config import kv_dtype
 
 logger = logging.getLogger(__name__)
-LOG_WIDTH = 160  # of tables where the output is no terminal
+LOG_WIDTH = 160  # of tables where the output is not a terminal
 
 
 class Run:
@@ -54,16 +54,19 @@ class Run:
         self.bandwidth = copy_bandwidth(self.device)
         free_memory()
         self.environment = environment(self.device, self.bandwidth)
-        self.console.print(f"{self.environment['device']}, copy {self.bandwidth / 1e12:.3f} TB/s, "
-                           f"torch {torch.__version__}", highlight=False)
+        self.say(f"{self.environment['device']}, copy {self.bandwidth / 1e12:.3f} TB/s, torch {torch.__version__}")
 
-    def keep(self, row: Row) -> Row:
-        """Complete, write and print a row."""
-        row = complete({"command": self.command, **row}, self.bandwidth)
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def keep(self, row: Row) -> None:
+        """Add a row that is complete, write all, and print it."""
         self.rows.append(row)
         self.write()
-        self.console.print(f"{describe(row)}: {result_line(row)}", highlight=False, markup=False)
-        return row
+        self.say(f"{describe(row)}: {result_line(row)}")
+
+    def complete_and_keep(self, row: Row) -> None:
+        self.keep(complete({"command": self.command, **row}, self.bandwidth))
 
     def write(self) -> None:
         if self.args.out is not None:
@@ -73,7 +76,7 @@ class Run:
         """Write everything, and say where."""
         self.write()
         if self.args.out is not None:
-            self.console.print(f"wrote {self.args.out}", highlight=False)
+            self.say(f"wrote {self.args.out}")
 
 
 class Session(Run):
@@ -119,21 +122,21 @@ class Session(Run):
         common = {"workload": workload, "system": system, "attention": attention, "model": self.models.spec.label,
                   "dtype": dtype_name(dtype), "quantization": self.args.quantize,
                   "kv_cache_dtype": dtype_name(self.kv_cache_dtype if ours else dtype)}
-        self.console.print(f"{workload}: setting up {system} {attention}".rstrip(), highlight=False)
+        self.say(f"{workload}: setting up {system} {attention}".rstrip())
         bar = self._progress()
         try:
             total, rows = self._rows(workload, system, attention, dict(self.options) if ours else {})
             with bar:
                 task = bar.add_task(" ".join(filter(None, (workload, system, attention))), total=total)
                 for row in rows:
-                    self.keep({**common, **row})
+                    self.complete_and_keep({**common, **row})
                     bar.advance(task)
                     bar.refresh()
         except NotMeasured as error:
-            self.keep({**common, "error": str(error)})
+            self.complete_and_keep({**common, "error": str(error)})
         except Exception as error:
             logger.debug("%s, %s", workload, system, exc_info=True)
-            self.keep({**common, **failure(error)})
+            self.complete_and_keep({**common, **failure(error)})
 
     def _rows(self, workload: str, system: str, attention: str, options: Row) -> tuple[int, Iterator[Row]]:
         """The number of rows, and the rows."""

@@ -56,8 +56,8 @@ class Sizes:
 class Prompts:
     """Random token ids of a model's vocabulary, different at every call."""
 
-    def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        self._random, self._vocab_size = random.Random(seed), vocab_size
+    def __init__(self, vocab_size: int) -> None:
+        self._random, self._vocab_size = random.Random(0), vocab_size
 
     def __call__(self, lengths: Sequence[int]) -> list[list[int]]:
         return [self._random.choices(range(self._vocab_size), k=n) for n in lengths]

@@ -85,7 +85,7 @@ def is_first_read(error: Exception) -> bool:
 
 
 def _reason(text: str, means: str = "") -> str:
-    """What helps in Dynamo's further lines: what it met, unless ``means`` says it, and where in the user's code."""
+    """The useful part of Dynamo's further lines: what it met, unless ``means`` says it, and the place in the user's code."""
     met = None if means in _MEANS.values() else re.search(r"Developer debug context: *(\S.*)", text)
     places = [re.sub(r'"[^"]*[/\\]site-packages[/\\]', '"', place)
               for place in re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)]

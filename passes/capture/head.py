@@ -1,4 +1,4 @@
-"""Refuses transformers models without a language-model head: their logits are no tokens."""
+"""Refuses transformers models without a language-model head: their logits are not over tokens."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ class PagedModel:
 
     def run(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor,
             sampling: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a call, and the tokens (B,) int64 too: of a greedy row the first of the largest logits; -1 where they are NaN.
+        """As a call, and also the tokens (B,) int64: argmax for greedy rows (the first if several), -1 where logits are NaN.
 
         Args:
             sampling: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows

@@ -56,8 +56,8 @@ class Reads:
                 self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = readable(source), code
 
     def values(self) -> dict[str, Any]:
-        """What was read outside modules and configs means now, by its name for users: plain values, functions, classes of other
-        objects, lengths and keys of containers, and whether an object has an attribute."""
+        """Current values of what was read outside modules and configs, by the name users know: plain values, functions, classes
+        of other objects, lengths and keys of containers, and whether an object has an attribute."""
         found: dict[str, Any] = {}
         scope = dict(self._scope)  # eval adds __builtins__
         for (_, what), (shown, code) in self._sources.items():

@@ -279,7 +279,7 @@ class TracedGraph:
 
     @property
     def assumed(self) -> list[Assumptions]:
-        """What compilers assumed about sizes."""
+        """The assumptions about sizes that compilers made."""
         return [each for compiled in self.compilations.values() for each in compiled.assumed]
 
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:

@@ -153,7 +153,7 @@ def _piece(graph: fx.Graph, nodes: list[fx.Node], values: dict[fx.Node, Any]) ->
 
 
 def _symbols(x: Any) -> set[Any]:
-    """Of a tensor's sizes and strides."""
+    """Free symbols of a tensor's sizes and strides."""
     numbers = (*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else ()
     return {s for n in numbers if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
 
@@ -183,7 +183,7 @@ class _Values:
         return _storage(tensor) in self._caches
 
     def compute(self, nodes: Sequence[fx.Node], at: int) -> None:
-        """Of the nodes of piece ``at``, in order. What they read is known."""
+        """Values of the nodes of piece ``at``, in order; those of their inputs are known."""
         interpreter = fx.Interpreter(self._lowered.gm)
         interpreter.env = self.of
         with self._fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(self._fake):
@@ -220,7 +220,7 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
         read: (input of the piece, input of the equal piece).
 
     Returns:
-        None where fresh tensors might be wrong: outputs that share memory with anything, are no plain fakes, or have sizes for
+        None where fresh tensors might be wrong: outputs that share memory with anything, are not plain fakes, or have sizes for
         which the inputs of this piece have other symbols.
     """
     if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
@@ -253,7 +253,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _storages(x: Any) -> set[int]:
-    """Of everything that a value is made of."""
+    """Storages of all tensors in a value."""
     if _wraps(x):
         return {s for name in x.__tensor_flatten__()[0] for s in _storages(getattr(x, name))}
     return {_storage(t) for t in tree_leaves(x) if isinstance(t, torch.Tensor)}

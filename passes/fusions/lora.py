@@ -136,7 +136,7 @@ def _fuse(fusion: Fusion, layers: list[_Layer]) -> int:
 
 
 def _residual(total: fx.Node) -> tuple[fx.Node | None, fx.Node]:
-    """What is added to the layer's result, and the sum: the kernel can do both."""
+    """The residual added to the layer's result, and the sum node: the kernel can do both."""
     result = total
     while (user := only_user(result)) is not None and is_method(user, "to") and value(user).dtype == value(total).dtype:
         result = user  # to the dtype that it has

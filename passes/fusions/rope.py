@@ -50,7 +50,7 @@ class _Heads(NamedTuple):
     norm_after: bool = False
 
     def form(self) -> tuple[Any, ...]:
-        """What must be equal for q and k."""
+        """The facts that must be equal for q and k."""
         r, norm = self.rotation, self.norm
         return r.cos, r.sin, r.interleaved, r.half_tables, self.norm_after, norm and (norm.eps, norm.offset)
 

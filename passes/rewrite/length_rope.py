@@ -65,7 +65,7 @@ def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> int:
 
 
 def _limit(choice: Any) -> tuple[int | None, Any]:
-    """Of ``where(position_ids.max() + 1 > limit, a, b)``: the limit and the positions; else (None, None)."""
+    """The limit and the positions of ``where(position_ids.max() + 1 > limit, a, b)``; else (None, None)."""
     if not is_function(choice, (torch.where,)) or len(choice.args) != 3:
         return None, None
     above = choice.args[0]

@@ -59,7 +59,7 @@ _LENGTHS = (5, 7)  # tokens of the probes
 
 @dataclass(frozen=True)
 class MlaSite:
-    """What the keys and values of an attention node are made of: latent vectors c, the rotary key of all heads, the weight; and
+    """Sources of an attention node's keys and values: latent vectors c, the rotary key shared by all heads, the weight; and
     the nodes that write into a key made by new_empty."""
 
     node: fx.Node

@@ -263,7 +263,7 @@ def test_blackwell(monkeypatch: pytest.MonkeyPatch, module: Any, check: str) -> 
 
 
 def test_blackwell_is_said_to_be_needed() -> None:
-    """What cannot run is not offered, and tables say that nobody has run it."""
+    """What cannot run is not offered, and tables say that it has not been run on hardware."""
     for module in (trtllm_mla, cutlass_mla):
         assert not module.BACKEND.verified and module.BACKEND.priority is None
         assert module.NAME in str(backends("cpu")).split("not verified on hardware")[1]

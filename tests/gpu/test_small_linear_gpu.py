@@ -84,7 +84,7 @@ def test_in_a_cuda_graph(tokens) -> None:
 
 @pytest.mark.alone  # times kernels
 def test_tuning(monkeypatch, tmp_path) -> None:
-    """A shape that nobody measured is measured, kept, and its parameters give the right result."""
+    """A shape that was not measured before is measured and kept, and its parameters give the right result."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     device, shape = torch.device("cuda", 0), LinearShape(1536, 2304, True, True, False, torch.bfloat16)
     assert len(missing([shape], device)) == 3 and tune([shape], device) == 3 and not missing([shape], device)

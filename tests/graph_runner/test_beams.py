@@ -204,7 +204,7 @@ def served(request):
 
 
 def check(rows: Rows, engine: quire.Engine) -> None:
-    """Each page has as many owners as rows that hold it, and nobody else's; a partial one has one owner."""
+    """Each page has one reference per row that holds it, and no other; a partial page has one."""
     scheduler = engine.scheduler
     owners = Counter(page for r in rows.requests for page in r.pages)
     assert {page: scheduler.allocator.ref_count(page) for page in owners} == owners

@@ -216,7 +216,7 @@ def test_engine_options_are_as_good_as_those_of_their_own(options: list[str], sm
 
 @pytest.mark.parametrize(("file", "text", "message"), [
     ("model.safetensors", None, "model at {} cannot be loaded: Error no file named model.safetensors"),
-    ("model.safetensors", "torn", "weights at {} are incomplete or no safetensors file (Error while deserializing header"),
+    ("model.safetensors", "torn", "weights at {} are incomplete or not a safetensors file (Error while deserializing header"),
     ("config.json", "{nope", "model at {} cannot be loaded: It looks like the config file at "),
     ("config.json", '{"model_type": "llama", "hidden_size": "many"}',
      "model at {} cannot be loaded: Validation error for field 'hidden_size'"),

@@ -182,7 +182,7 @@ def test_two_engines_freeze_once() -> None:
 
 
 def test_serving_that_stops_stepping_is_unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without anybody running the collector."""
+    """Although nothing runs the collector."""
     monkeypatch.setattr(ServingFreeze, "STALE_SECONDS", 0.2)
     freeze = serving()
     for _ in range(5):

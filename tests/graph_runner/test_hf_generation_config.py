@@ -119,5 +119,5 @@ def test_options_of_a_newer_transformers_are_named() -> None:
     config = NewerConfig()
     config.new_warper = 0.5
     assert from_generation_config(config, 10)[1] == ["new_warper"]
-    # Keys that a model repository adds to generation_config.json are no options: generate does not read them.
+    # Keys that a model repository adds to generation_config.json are not options: generate does not read them.
     assert from_config(chat_format="chatml")[1] == []

@@ -108,7 +108,7 @@ def test_weights_that_are_missing(tmp_path) -> None:
     with pytest.raises(ValueError, match="lacks 2 of the weights .* random: lm_head.weight, model.layers.0.mlp.up"):
         load(tmp_path, None)
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match="are incomplete or no safetensors file"):
+    with pytest.raises(ValueError, match="are incomplete or not a safetensors file"):
         load(tmp_path, None)
 
 

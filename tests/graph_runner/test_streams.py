@@ -66,7 +66,7 @@ def collector():
 
 
 def test_collector_is_frozen_while_serving_only(engine, prompts, expected, collector, monkeypatch) -> None:
-    """Not after the end, nor after an error, nor once nobody reads a stream on."""
+    """Not after the end, nor after an error, nor once a stream is no longer read."""
     turns = ServingFreeze.TURNS
     seen = [gc.get_freeze_count() for _ in engine.stream(prompts[3], replace(GREEDY, ignore_eos=True))]
     assert seen[turns] > 1000 > max(seen[: turns - 1]) and gc.get_freeze_count() < 1000
@@ -132,7 +132,7 @@ class Picky:
 @pytest.mark.parametrize("depth", [False, True], ids=["sync", "async"])
 def test_a_tokenizer_that_fails_ends_one_request_only(depth, model, tokenizer, prompts, expected) -> None:
     def lone(which: int) -> list[int]:
-        """Places of tokens that nobody else has, and that are neither its first nor its last."""
+        """Places of tokens that no other row has, neither its first nor its last."""
         others = {t for i, found in enumerate(expected) if i != which for t in found} | {t for p in prompts for t in p}
         return [i for i, t in enumerate(expected[which][:-1]) if i and t not in others and t not in expected[which][:i]]
 

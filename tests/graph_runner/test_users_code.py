@@ -362,7 +362,7 @@ def test_generate_falls_back(change: Any, options: dict[str, Any], reason: str, 
 
 
 def test_generate_is_paged_where_a_forward_passes_its_inputs_on(model: Any, recwarn: pytest.WarningsRecorder) -> None:
-    """And an end token that is no integer is read as transformers reads it."""
+    """And an end token that is not an integer is read as transformers reads it."""
     model.__class__ = PassedOn
     call = BATCH | dict(max_new_tokens=6, do_sample=False)
     calls = [call, call | dict(eos_token_id=True)]

@@ -161,7 +161,7 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
         assert_old(engine, before, said)
 
     last.write_bytes(whole[: len(whole) // 2])
-    fails(quire.WeightUpdateError, f"{last.name} is incomplete or no safetensors file")
+    fails(quire.WeightUpdateError, f"{last.name} is incomplete or not a safetensors file")
     last.write_bytes(whole[:5])
     fails(quire.WeightUpdateError, f"{last.name} is incomplete")
     last.unlink()
@@ -179,7 +179,7 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
 
 
 def test_files_of_two_checkpoints_in_one_folder(engine, tmp_path) -> None:
-    """Whole and in shards, saved after each other: which of them is meant, nobody knows."""
+    """Saved whole and in shards, one after the other: it is not clear which is meant."""
     engine.save_sharded_model(tmp_path, max_size="300KB")
     (tmp_path / "model.safetensors.index.json").unlink()
     name, value = next(iter(other_weights(engine.model, 7).items()))
@@ -336,7 +336,7 @@ def test_a_rank_that_dies(engine) -> None:
 
 
 @pytest.mark.parametrize(("dtypes", "message"), [
-    (["float32"], "describe 2, 1 and 2 parameters"), (["float32", "flaot32"], "'flaot32' is no dtype of torch"),
+    (["float32"], "describe 2, 1 and 2 parameters"), (["float32", "flaot32"], "'flaot32' is not a torch dtype"),
 ])
 def test_descriptions_that_do_not_fit(engine, dtypes, message) -> None:
     """Before anything is received; the group stays, for the right description."""

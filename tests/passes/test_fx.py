@@ -56,7 +56,7 @@ def test_in_place_nodes_are_not_pure() -> None:
 
 
 def test_erase_dead() -> None:
-    """What nobody uses goes, and then its inputs; what has users, or an effect, stays."""
+    """A node without users is erased, and then its inputs; one with users, or an effect, stays."""
     gm = traced(mutating, torch.zeros(5), torch.zeros(2, dtype=torch.long), torch.ones(2))
     graph = gm.graph
     assert erase_dead(graph, [named(graph, "scatter_"), named(graph, "setitem"), named(graph, "add")]) == 0
@@ -111,7 +111,7 @@ def test_shape_conditions_are_not_sampled(condition, first: int) -> None:
 
 
 def test_shape_conditions_beyond_a_limit() -> None:
-    """A stored table is as long as the model can go: the guard that says so is no other path."""
+    """A stored table is as long as the model can go: the guard that says so is not another path."""
     table = torch.zeros(64)
 
     def cut(x):

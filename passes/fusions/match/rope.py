@@ -211,14 +211,14 @@ def _flattens_last(node: Any) -> bool:
 
 
 def _before_casts(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """What was cast to ``dtype``, by one cast or by several."""
+    """The value before one or more casts to ``dtype``."""
     while is_method(node, "to", "type_as", "float") and is_tensor(node) and value(node).dtype == dtype:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _before_widening(node: fx.Node) -> fx.Node:
-    """What ``node`` is a cast of, if the cast loses nothing: to a dtype that holds every number of the other's."""
+    """The value before casts that lose nothing, that is to dtypes that hold every number of the narrower one."""
     while is_method(node, "to", "type_as", "float") and is_tensor(node) and is_tensor(node.args[0]):
         new, old = value(node), value(node.args[0])
         if new.device != old.device or new.is_complex() != old.is_complex() or not (

@@ -31,7 +31,7 @@ def test_boundary_lengths(page_size) -> None:
 
 
 @pytest.mark.parametrize("features", [{}, dict(window=KEYS // 2), dict(chunk=100, sinks=True)], ids=str)
-@pytest.mark.parametrize("page_size", [1, 16, 48])  # 48: a chunk of keys is no whole number of pages
+@pytest.mark.parametrize("page_size", [1, 16, 48])  # 48: a chunk of keys is not a whole number of pages
 def test_sequences_longer_than_a_chunk_of_keys(page_size, features) -> None:
     lens = [KEYS - 1, KEYS, KEYS + 1, 2 * KEYS + 3]
     check_case(BACKEND, case([1, 3, 1, 20], lens, page_size=page_size, **features))

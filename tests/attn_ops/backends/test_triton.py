@@ -89,7 +89,7 @@ def test_window_and_chunk_visit_no_key_outside():
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 6], [9]])
 def test_slot_minus_1_is_not_written(query_lens):
-    """Of a token that is no padding, too. What it attends to then is not defined."""
+    """Also of a token that is not padding. What it attends to then is not defined."""
     case = make_case(query_lens, [n + 18 for n in query_lens], **SMALL)
     case.metadata.slot_mapping[0] = -1
     page, slots = SMALL["page_size"], case.metadata.slot_mapping[1:]

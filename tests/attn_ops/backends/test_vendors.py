@@ -304,7 +304,7 @@ def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
 
 @pytest.mark.parametrize("module", [trtllm_mha, flash_attention, aiter, ascend, intel_amx, cudnn, wave])
 def test_why_it_is_not_usable(module) -> None:
-    """One reason, with what to do about it; and tables say where nobody has run it."""
+    """One reason, with what to do about it; and tables say what has not been run on hardware."""
     devices = {"ascend": "npu", "intel_amx": "cpu"}
     why = module.BACKEND.available(SimpleNamespace(type=devices.get(module.NAME, "cuda")))
     assert why and ("GPU" in why or "install" in why or "AMX" in why)

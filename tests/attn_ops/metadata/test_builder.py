@@ -118,7 +118,7 @@ def test_layout_affects_the_next_cache(monkeypatch) -> None:
     finally:
         set_kv_cache_layout(None)
     monkeypatch.setenv("QUIRE_KV_CACHE_LAYOUT", "nhd")
-    with pytest.raises(ValueError, match="QUIRE_KV_CACHE_LAYOUT='nhd' is no layout"):
+    with pytest.raises(ValueError, match="QUIRE_KV_CACHE_LAYOUT='nhd' is not a KV cache layout"):
         cache()
     with pytest.raises(ValueError, match="'NHD' or 'HND', got 'LBHNC'"):
         set_kv_cache_layout("LBHNC")
@@ -187,5 +187,5 @@ def test_subclass_of_metadata(frozen) -> None:
     if frozen:
         with pytest.raises(FrozenInstanceError):
             one.a = 2
-    with pytest.raises(TypeError, match="Builder is no dataclass"):
+    with pytest.raises(TypeError, match="Builder is not a dataclass"):
         subclass_attention_metadata("Fast", Builder, [])

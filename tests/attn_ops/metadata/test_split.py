@@ -122,7 +122,7 @@ def test_reorder_examples(rows, want) -> None:
     ([100, 200, 1, 1], 1, [3, 2, 1, 0]), ([1, 7, 1, 7, 1, 7, 1], 1, [0, 6, 2, 4, 3, 5, 1]), ([2, 3, 5, 6], 4, [0, 1, 2, 3]),
 ])
 def test_reorder_examples_of_which_only_the_regions_are_fixed(lens, threshold, page) -> None:
-    """The order inside a region is nobody's: vLLM's own versions differ. As many rows move as on its page."""
+    """The order inside a region is not specified, and vLLM's versions differ. As many rows move as vLLM documents."""
     order = reorder([(n, 5) for n in lens], threshold)
     decodes = sum(n <= threshold for n in lens)
     assert set(order[:decodes]) == set(page[:decodes]) == {i for i, n in enumerate(lens) if n <= threshold}

@@ -104,7 +104,7 @@ def test_fixed_splits() -> None:
     assert out.tolist() == [16] * 4
     get_num_kv_splits(out, ints([5, 9]), 8, 8, 8, 132, static=True)
     assert out.tolist() == [8] * 4
-    with pytest.raises(ValueError, match="4 rows, no multiple of the 3 sequences"):
+    with pytest.raises(ValueError, match="4 rows, not a multiple of the 3 sequences"):
         get_num_kv_splits(out, ints([5, 9, 1]), 8, 8, 8, 132)
 
 

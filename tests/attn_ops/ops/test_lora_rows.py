@@ -39,7 +39,7 @@ def test_each_token_has_its_own(bits) -> None:
     with running(step(rows)):
         torch.testing.assert_close(lora_rows(base, x, a, b, scaling, bits), want)
     assert torch.equal(base, before)
-    with pytest.raises(RuntimeError, match="does not say which adapters"):  # nobody's tokens get all of them
+    with pytest.raises(RuntimeError, match="does not say which adapters"):  # tokens of no request get all of them
         lora_rows(base, x, a, b, scaling, bits)
 
 

@@ -95,7 +95,7 @@ def test_a_gate_of_its_own() -> None:
 
 @torch.no_grad()
 def test_experts_of_other_devices() -> None:
-    """With expert parallelism ids past the last expert have a weight of zero here, and are somebody else's."""
+    """With expert parallelism ids past the last expert have a weight of zero here, and belong to another rank."""
     module, (x, ids, weights) = module_of(bias=True, norm=True), routed()
     module._is_expert_parallel = True
     ids[0], ids[3, 1] = E, E

@@ -61,7 +61,7 @@ def _seed() -> None:
 
 
 def detached(weights: FusedWeights) -> int:
-    """Parameters that are no views of their fused tensor any more."""
+    """Parameters that are no longer views of their fused tensor."""
     return sum(p.untyped_storage().data_ptr() != weights.fused[key].untyped_storage().data_ptr()
                for key, group in weights.parameters.items() for p in group)
 
