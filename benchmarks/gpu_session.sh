@@ -43,6 +43,8 @@ pieces() {
     piece prefix 240 measure prefix
     piece fast_prefill 200 measure fast_prefill
     piece grpo 300 measure grpo
+    piece grpo_vllm 300 measure grpo_vllm
+    piece evaluate 300 measure evaluate
     piece windows 420 measure windows
     piece updates 300 measure updates
     piece pieces 400 measure pieces
