@@ -5,8 +5,8 @@ transformers' ``generate_batch``, plain ``generate``, and vLLM in the same proce
     python benchmarks/grpo.py --model tiny --prompts 2 --group 2 --new-tokens 8    # a dry run on a CPU
 
 A step: ``group`` completions of each prompt at temperature 1, a reward (the share of tokens in the lower half of the
-vocabulary, normalized in its group), GRPO's loss (Shao et al., "DeepSeekMath", 2024, section 4.1, one update per rollout, so all
-ratios are 1, and no KL term), backward with gradient checkpointing, and AdamW. The weights are random and no token ends
+vocabulary, normalized in its group), GRPO's loss (Shao et al., "DeepSeekMath", 2024, section 4.1, one update per rollout, so
+all ratios are 1, and no KL term), backward with gradient checkpointing, and AdamW. The weights are random and no token ends
 a completion. All ways train one model. quire and ``generate_batch`` run the same call; vLLM gets the weights before each
 rollout, and the time for that counts as its generation (``sync_s``).
 
