@@ -1,21 +1,27 @@
-"""Requests per second of an evaluation: lm-eval's own HFLM, HFLM over a paged model, and quire's QuireLM.
+"""Requests per second of an evaluation: lm-eval's own HFLM, HFLM over a paged model, quire's QuireLM, and lm-eval's VLLM where
+vLLM can be imported.
 
     pip install 'quire[integrations]'
     python benchmarks/evaluate.py --model tiny                       # a CPU will do
-    python benchmarks/evaluate.py --model llama-8b --documents 256 --batch 64
+    python benchmarks/evaluate.py --model llama-8b --documents 128 --batch 64 --json evaluate.json
 
 Each document is a multiple choice of four options after the same examples (``--examples`` tokens), as few-shot tasks have
 it, and then a text to continue. The weights are random unless ``--model`` is a path; the texts are tokenized by the tokenizer
-of the model that ships with quire, or of the path. Prints one JSON line per way and kind of request, with the largest
-difference of a log-likelihood from HFLM's.
+of the model that ships with quire, or of the path. vLLM loads the same weights, saved to a temporary folder. Prints one JSON
+line per way and kind of request, with the largest difference of a log-likelihood from HFLM's. ``--deadline`` (seconds) leaves
+out ways that have not begun then.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import random
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,7 @@ from transformers import AutoTokenizer
 
 import quire
 from quire.graph_runner.bench.models import ModelSpec, build
+from quire.graph_runner.bench.report import environment, failure, write
 from quire.graph_runner.loading import TINY_MODEL
 from quire.integrations.lm_eval import QuireLM
 
@@ -47,6 +54,21 @@ def requests(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[Instanc
     return {"loglikelihood": choices, "generate_until": continuations}
 
 
+def vllm(model: Any, tokenizer: Any, folder: str, max_model_len: int, batch: int) -> Any:
+    """lm-eval's model of vLLM, beside the model that is measured before it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise RuntimeError("vllm is not installed here")
+    if not torch.cuda.is_available():
+        raise RuntimeError("vllm is measured on a GPU only")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from lm_eval.models.vllm_causallms import VLLM
+
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return VLLM(pretrained=folder, dtype="bfloat16", batch_size="auto", max_model_len=max_model_len,
+                gpu_memory_utilization=0.5, max_num_seqs=batch, enable_prefix_caching=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
@@ -54,6 +76,8 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=200, help="tokens that all documents begin with")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--deadline", type=float, default=float("inf"))
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -66,25 +90,43 @@ def main() -> None:
     def hflm(of: Any) -> HFLM:
         return HFLM(of, tokenizer=tokenizer, backend="causal", batch_size=args.batch)
 
-    ways = {"HFLM": lambda: hflm(model), "HFLM, paged": lambda: hflm(quire.paged(model, **options)),
-            "QuireLM": lambda: QuireLM(model, tokenizer, **options)}
-    want: list[float] = []
+    folder = tempfile.TemporaryDirectory()
+    ways: dict[str, Callable[[], Any]] = {
+        "QuireLM": lambda: QuireLM(model, tokenizer, **options),
+        "HFLM, paged": lambda: hflm(quire.paged(model, **options)),
+        "HFLM": lambda: hflm(model),
+        "VLLM": lambda: vllm(model, tokenizer, folder.name, options["max_model_len"], args.batch)}
+    rows: list[dict[str, Any]] = []
+    scores: dict[str, list[float]] = {}
+    start = time.perf_counter()
     for name, make in ways.items():
-        lm = make()
-        for kind, instances in asked.items():
-            getattr(lm, kind)(instances[: args.batch], disable_tqdm=True)  # starts the engine
-            began = time.perf_counter()
-            found = getattr(lm, kind)(instances, disable_tqdm=True)
-            row = {"way": name, "requests": kind, "requests_per_s": len(instances) / (time.perf_counter() - began)}
-            if kind == "loglikelihood":
-                scores = [score for score, _ in found]
-                want = want or scores
-                row["largest_difference"] = max(abs(a - b) for a, b in zip(scores, want, strict=True))
-            print(json.dumps(row), flush=True)
-        if name == "HFLM, paged":
+        if time.perf_counter() - start > args.deadline:
+            rows.append({"way": name, "error": f"left out: {args.deadline:.0f} s had passed"})
+            continue
+        lm: Any = None
+        try:
+            lm = make()
+            for kind, instances in asked.items():
+                getattr(lm, kind)(instances[: args.batch], disable_tqdm=True)  # starts the engine
+                began = time.perf_counter()
+                found = getattr(lm, kind)(instances, disable_tqdm=True)
+                rows.append({"way": name, "requests": kind,
+                             "requests_per_s": len(instances) / (time.perf_counter() - began)})
+                if kind == "loglikelihood":
+                    scores[name] = [score for score, _ in found]
+        except Exception as error:  # the others are measured
+            rows.append({"way": name, **failure(error)})
+        if hasattr(model.generate, "close"):
             model.generate.close()
-        elif isinstance(lm, QuireLM):
+        if isinstance(lm, QuireLM):
             lm.close()
+    for row in rows:
+        if row.get("requests") == "loglikelihood" and "HFLM" in scores:
+            row["largest_difference"] = max(abs(a - b) for a, b in zip(scores[row["way"]], scores["HFLM"], strict=True))
+        print(json.dumps(row), flush=True)
+    if args.json:
+        write(args.json, environment(device, None), rows, arguments=vars(args))
+    folder.cleanup()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ MODELS_TESTS="tests/gpu/test_zoo_gpu.py tests/gpu/test_flashinfer_gpu.py tests/g
      tests/gpu/test_logprobs_gpu.py tests/gpu/test_compile_ahead_gpu.py tests/gpu/test_bench_attention_gpu.py
      tests/gpu/test_bench_matrix_gpu.py"
 KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/gpu/test_sampler_gpu.py
-     tests/gpu/test_small_linear_gpu.py tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py"
+     tests/gpu/test_small_linear_gpu.py tests/attn_ops/ops/test_rope.py tests/attn_ops/ops/test_small_linear.py
+     tests/attn_ops/ops/test_lora.py tests/attn_ops/ops/test_lora_rows.py"
 
 measure() { benchmarks/measure.sh "$@"; }
 suite() { TESTS="$*" measure tests; }
@@ -43,6 +44,9 @@ pieces() {
     piece prefix 240 measure prefix
     piece fast_prefill 200 measure fast_prefill
     piece grpo 300 measure grpo
+    piece grpo_vllm 300 measure grpo_vllm
+    piece evaluate 300 measure evaluate
+    piece adapters 240 measure adapters
     piece windows 420 measure windows
     piece updates 300 measure updates
     piece pieces 400 measure pieces

@@ -22,12 +22,14 @@
 # profile   GPU time by kernel
 # experts   the experts' kernels; mla: MLA on the latent cache
 # windows   KV memory of window models and of models that mix windows and full layers; updates: of weights, and cast ones
-# kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: examples/grpo with quire and without
+# kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: rollouts and training beside
+#           generate_batch and generate; grpo_vllm: beside vLLM in the same process
+# evaluate  lm-eval's requests per second: quire, HFLM and vLLM; adapters: what LoRA costs in a decode step
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any)
 # The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $KITS; others
-# in the place of the model and sizes: $WINDOW, $MIXED, $CAST, $FAST_PREFILL.
+# in the place of the model and sizes: $WINDOW, $MIXED, $CAST, $FAST_PREFILL, $GRPO, $EVALUATE, $ADAPTERS.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
@@ -86,7 +88,16 @@ for part in "$@"; do
         updates)   run h200_updates benchmarks/window_weights.py weights --model "$MODEL"
                    run h200_cast benchmarks/window_weights.py cast ${CAST:---model qwen3-0.6b} ;;
         kits)      run h200_kits -m quire.attn_ops.conformance --backend all --json "$OUT/h200_kits.json" ${KITS:-} ;;
-        grpo)      run h200_grpo examples/grpo/train.py --steps "${STEPS:-15}" --out "$OUT/h200_grpo.png" ;;
+        grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
+                       run "h200_grpo_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_$m.json" \
+                           --deadline 75 ${GRPO:---ways quire,generate_batch,generate}; done ;;
+        grpo_vllm) for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
+                       run "h200_grpo_vllm_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_vllm_$m.json" \
+                           ${GRPO:---ways quire,vllm}; done ;;
+        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" \
+                       ${ADAPTERS:---model $MODEL --attention triton} ;;
+        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" \
+                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --deadline 150} ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \

@@ -1,4 +1,4 @@
-"""Kernel of ``attn_ops/ops/lora.py``."""
+"""Kernels of ``attn_ops/ops/lora.py`` and ``lora_rows.py``."""
 
 from __future__ import annotations
 
@@ -46,4 +46,50 @@ def expand_kernel(base, shrunk, b, residual, out, m, n, base_stride, shrunk_stri
     tl.store(out + rows.to(tl.int64)[:, None] * n + (row + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
-__all__ = ["expand_kernel"]
+@triton.jit
+def rows_shrink_kernel(x, rows, a, out, t, k, x_stride, ranks, bits, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr,
+                       BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Program (adapter, part of k, tile of tokens): ``A x`` over its part of k, to ``out`` (ADAPTERS, SPLITS, t, BLOCK_R)
+    float32. Nothing where no token of the tile has the adapter. The tuples have an entry for each adapter."""
+    split, tokens = tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mine = tl.load(rows + tokens, mask=tokens < t, other=0)
+    r = tl.arange(0, BLOCK_R)
+    for i in tl.static_range(ADAPTERS):
+        if tl.program_id(0) == i:
+            if tl.max(((mine >> bits[i]) & 1).to(tl.int32), axis=0) > 0:
+                total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+                for start in range(split * BLOCK_K, k, SPLITS * BLOCK_K):
+                    at = start + tl.arange(0, BLOCK_K)
+                    tile = tl.load(x + tokens.to(tl.int64)[:, None] * x_stride + at[None, :],
+                                   mask=(tokens < t)[:, None] & (at < k)[None, :], other=0.0)
+                    factors = tl.load(a[i] + r.to(tl.int64)[None, :] * k + at[:, None],
+                                      mask=(r < ranks[i])[None, :] & (at < k)[:, None], other=0.0)
+                    total += tl.dot(tile.to(factors.dtype), factors, input_precision="ieee")
+                place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+                tl.store(out + place, total, mask=(tokens < t)[:, None])
+
+
+@triton.jit
+def rows_expand_kernel(base, rows, b, shrunk, out, t, n, base_stride, ranks, bits, scalings, ADAPTERS: tl.constexpr,
+                       SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters. ``shrunk``: of
+    ``rows_shrink_kernel`` with the same tiles of tokens."""
+    columns, tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mine = tl.load(rows + tokens, mask=tokens < t, other=0)
+    r, live = tl.arange(0, BLOCK_R), (tokens < t)[:, None] & (columns < n)[None, :]
+    total = tl.load(base + tokens.to(tl.int64)[:, None] * base_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
+    for i in tl.static_range(ADAPTERS):
+        on = (mine >> bits[i]) & 1
+        if tl.max(on.to(tl.int32), axis=0) > 0:
+            low = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+            for split in range(SPLITS):
+                place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+                low += tl.load(shrunk + place, mask=(tokens < t)[:, None], other=0.0)
+            factors = tl.load(b[i] + columns.to(tl.int64)[None, :] * ranks[i] + r[:, None],
+                              mask=(columns < n)[None, :] & (r < ranks[i])[:, None], other=0.0)
+            more = tl.dot(low.to(factors.dtype), factors, input_precision="ieee") * scalings[i]
+            total = tl.where((on != 0)[:, None], total + more, total)
+    tl.store(out + tokens.to(tl.int64)[:, None] * n + columns[None, :], total.to(out.dtype.element_ty), mask=live)
+
+
+__all__ = ["expand_kernel", "rows_expand_kernel", "rows_shrink_kernel"]

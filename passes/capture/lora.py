@@ -4,7 +4,8 @@
     after   quire.lora_rows(base_layer(x), x, [A ...], [B ...], [scaling ...], bits) with every adapter of the layer
 
 And DoRA (Liu et al., 2024), which gives each row of ``W + B A * scaling`` a trained length, its magnitude: PEFT's code for it
-looks for quantized weights in a way that Dynamo cannot trace, so plain weights get the same formula here.
+looks for quantized weights in a way that Dynamo cannot trace, so plain weights get the same formula here. Where requests have
+adapters of their own, each DoRA adapter is computed for all tokens, and kept for those that have it.
 
 The forwards are replaced only while the model is traced. What a layer may do otherwise is refused: ``check_adapters``.
 """
@@ -68,6 +69,9 @@ def check_adapters(model: torch.nn.Module) -> None:
         if why is not None:
             raise ValueError(
                 f"adapters cannot be chosen for each request: {path} {why}. set_adapter chooses one for all requests")
+    if any(len(active) > 1 for _, active in states) and any(_dora_layers(layer) for layer in layers.values()):
+        raise ValueError("adapters cannot be chosen for each request while several are active together, of which some are "
+                         "DoRA: their result depends on the order. set_adapter makes one active")
     if len(states) > 1:
         raise ValueError("adapters cannot be chosen for each request: its layers have different active adapters, which "
                          "set_adapter makes equal")
@@ -80,9 +84,9 @@ def _unknown(layer: Any) -> str | None:
         return f"is a {type(layer).__name__}, and quire knows LoRA and rsLoRA on linear layers"
     if layer.merged_adapters:
         return f"has merged {', '.join(layer.merged_adapters)} into its weight (unmerge_adapter takes it out)"
-    if layer.lora_variant:
-        kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in layer.lora_variant.values()})
-        return f"has {' and '.join(kinds).replace('Dora', 'DoRA')}, and not LoRA alone"
+    if other := {name: v for name, v in layer.lora_variant.items() if name not in _dora_layers(layer)}:
+        kinds = sorted({type(v).__name__.removesuffix("LinearVariant") for v in other.values()})
+        return f"has {' and '.join(kinds).replace('Dora', 'DoRA of quantized weights')}, and not LoRA or DoRA alone"
     for name in layer.lora_A:
         if (why := _more_than_matrices(layer, name)) is not None:
             return f"has an adapter {name!r} {why}"
@@ -112,7 +116,7 @@ def adapters_per_token(model: torch.nn.Module, names: Sequence[str] | None) -> I
     forwards = [(dora, functools.partial(_dora, dora)) for layer in layers for dora in _dora_layers(layer).values()]
     if names is not None:
         check_adapters(model)
-        forwards += [(layer, functools.partial(_forward, layer, list(names))) for layer in layers]
+        forwards += [(layer, functools.partial(_forward, layer, list(names), sorted(_dora_layers(layer)))) for layer in layers]
     try:
         for module, forward in forwards:
             object.__setattr__(module, "forward", forward)
@@ -143,18 +147,33 @@ def _dora(dora: Any, x: torch.Tensor, *, lora_A: Any, lora_B: Any, scaling: floa
     return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
 
 
-def _forward(layer: Any, names: list[str], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward(layer: Any, names: list[str], doras: list[str], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     base = layer.base_layer(x, *args, **kwargs)
     a, b, scaling, bits = [], [], [], []
     if layer.merged_adapters:  # read, so that a merge is noticed and the model traced again
         raise ValueError("the layer has merged adapters")
     for i, name in enumerate(names):
-        if name in layer.lora_A:
+        if name in layer.lora_A and name not in doras:
             a.append(layer.lora_A[name].weight)
             b.append(layer.lora_B[name].weight)
             scaling.append(float(layer.scaling[name]))
             bits.append(1 << i)
-    return lora_rows(base, x, a, b, scaling, bits) if a else base
+    result = lora_rows(base, x, a, b, scaling, bits) if a else base
+    for i, name in enumerate(names):
+        if name in doras:
+            own = layer.lora_A[name].weight.dtype
+            added = layer.lora_magnitude_vector[name](
+                x.to(own), lora_A=layer.lora_A[name], lora_B=layer.lora_B[name], scaling=layer.scaling[name],
+                base_layer=layer.get_base_layer(), base_result=result)
+            result = torch.where(_has(x, 1 << i), (result + added).to(base.dtype), result)
+    return result
+
+
+def _has(x: torch.Tensor, bit: int) -> torch.Tensor:
+    """(1, T, 1) bool: the tokens that have an adapter, for ``lora_rows`` adds one to their zeros."""
+    one = (x[..., :1].abs() >= 0).to(torch.float32)  # a number of each token: rows of the batch, to the proof
+    unit = torch.ones(1, 1, device=x.device)
+    return lora_rows(one - one, one, [unit], [unit], [1.0], [bit]) != 0
 
 
 __all__ = ["active_adapters", "adapter_layers", "adapter_names", "adapters_per_token", "can_choose", "check_adapters"]

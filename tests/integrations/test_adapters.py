@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -109,8 +110,40 @@ def test_a_life_with_adapters() -> None:
         assert_idle(engine)
 
 
+@pytest.mark.slow
+def test_dora_beside_lora() -> None:
+    """Each request of a batch gets what PEFT gives with its adapter alone, whichever is active; a bias counts once."""
+    model = small_llama(std=0.3, attention_bias=True)
+    peft = get_peft_model(model, CONFIGS["two"], adapter_name="plain")
+    peft.add_adapter("dora", LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    peft.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "o_proj"], use_dora=True))
+    names = ["dora", "plain", "__base__", "other"]
+    for i, name in enumerate(names):
+        fill(peft, name, i)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "magnitude" in key or key.endswith("bias"):
+                p.add_(torch.rand_like(p))
+    alone = []
+    for name in names:
+        with peft.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+            if name != "__base__":
+                peft.set_adapter(name)
+            alone.append(hf_greedy(model, PROMPTS[0], 12))
+    assert len(set(map(tuple, alone))) == 4
+    with quire.Engine(peft, **OPTIONS, cudagraph_capture_sizes=[4]) as engine:
+        for active in ("dora", "plain"):
+            peft.set_adapter(active)
+            assert tokens(engine.generate([PROMPTS[0]] * 4, PARAMS, adapter=names)) == alone
+            assert tokens(engine.generate(PROMPTS[0], PARAMS)) == [alone[names.index(active)]]
+        scores = engine.score([PROMPTS[0]] * 2, [alone[1][:4]] * 2, adapter=["plain", "__base__"])
+        assert scores[0].is_greedy and not scores[1].is_greedy
+        peft.base_model.set_adapter(["plain", "dora"])
+        with pytest.raises(ValueError, match="several are active together, of which some are DoRA"):
+            check_adapters(model)
+
+
 @pytest.mark.parametrize(("config", "message"), [
-    (LoraConfig(target_modules=["q_proj"], use_dora=True), "has DoRA, and not LoRA alone"),
     (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens is a Embedding, and quire knows LoRA"),
     (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head is a ModulesToSaveWrapper"),
     (LoraConfig(target_modules=["lm_head", "q_proj"]), "lm_head is the head"),
