@@ -45,7 +45,7 @@ _LONGEST = "quire_longest"  # in the meta of a graph: sequences up to this lengt
 
 
 def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool, *, row_data: str | None = None,
-                max_length: int | None = None) -> tuple[fx.GraphModule, list[AttentionSite]]:
+                max_length: int | None = None, by_hand: bool = False) -> tuple[fx.GraphModule, list[AttentionSite]]:
     """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites.
 
     Args:
@@ -54,6 +54,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
         row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
         max_length: no sequence will be longer; None: unknown.
+        by_hand: every step is checked by ``check_longest``.
 
     Raises:
         UnsupportedAttention: the model cannot be served.
@@ -85,7 +86,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
     check_tokens(gm.graph, tokens, _row_data(gm, row_data))
     check_rows(gm.graph, real)
     gm.meta[KV_SOURCES] = shared_layers(gm.graph)
-    _check_shape_conditions(gm, inputs, tokens, raised > 0, max_length)
+    _check_shape_conditions(gm, inputs, tokens, raised > 0, max_length, by_hand)
     return gm, with_sources(gm, with_latents(gm, sites))
 
 
@@ -145,21 +146,21 @@ def _check_one_row(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
                                        f"{shape} for one row of tokens; need (1, H, S, D)")
 
 
-def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, max_length: int | None
-                            ) -> None:
+def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: Any, raised: bool, max_length: int | None,
+                            by_hand: bool) -> None:
     """Refuse a path that the trace shows for some numbers of tokens only: a sequence alone may take another. Conditions that
-    hold up to a length are harmless for sequences up to it, which ``check_longest`` sees to if ``max_length`` does not."""
+    hold up to a length are harmless for sequences up to it, which ``max_length`` or ``check_longest`` sees to."""
     stored_masks = {x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() >= 2
                     and x.shape[-1] == x.shape[-2] and isinstance(x.shape[-1], int)}
     conditions = shape_conditions(gm.graph, tokens, stored_masks, longest=max_length)
     longest = min(conditions.values(), default=0) - 1
-    if conditions and max_length is None and longest > 1:
+    if conditions and by_hand and longest > 1:
         gm.meta[_LONGEST] = longest, ", ".join(conditions)
     elif conditions:
         raise UnsupportedAttention(
             f"the model takes a path of its own for some numbers of tokens ({', '.join(conditions)}), so one trace does not "
             "show what it computes for others; " + (
-                "" if longest < 2 else "set max_model_len to a length up to which that condition holds, or ")
+                "" if by_hand or longest < 2 else "set max_model_len to a length up to which that condition holds, or ")
             + "let its forward not branch on the length of its input.")
     if raised and not symbolic(tokens):
         raise UnsupportedAttention(

@@ -267,7 +267,7 @@ class AnyLength:
             UnsupportedAttention: they give different numbers.
         """
         with torch.no_grad():
-            own, other = (contextvars.Context().run(g.forward, *given)  # with no step in progress
+            own, other = (contextvars.Context().run(g.forward, *_copies(g, given))  # with no step in progress
                           for g, given in ((static, args), (gm, self.inputs(args))))
         for x, y in zip(own, other, strict=True):
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.numel() == 0:
@@ -290,6 +290,12 @@ class AnyLength:
                 x = x.narrow(dim, 0, self.length) if isinstance(x, torch.Tensor) else self.length
             found.append(x)
         return tuple(found)
+
+
+def _copies(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+    """The arguments of a call, which a forward may change in place; the model's own tensors as they are."""
+    return [x.clone() if isinstance(x, torch.Tensor) and not is_module_tensor(n) else x
+            for n, x in zip(placeholders(gm.graph), args, strict=True)]
 
 
 def is_static(gm: fx.GraphModule) -> bool:

@@ -135,6 +135,21 @@ def behind(change: Callable[[Model, Tensor, Tensor], Tensor]) -> Callable[..., T
     return forward
 
 
+def moved_in_place(m: Model, ids: Tensor, p: Tensor) -> Tensor:
+    """As models do that keep an offset in their position embedding."""
+    p += 2
+    return m.head(start(m, ids, p) + merge(sdpa(*qkv(m, start(m, ids, p)), is_causal=True)))
+
+
+def keys_changed(m: Model, ids: Tensor, p: Tensor) -> Tensor:
+    """The second call reads other keys, of the same name."""
+    x = start(m, ids, p)
+    q, k, v = qkv(m, x)
+    first = sdpa(q, k, v, is_causal=True)
+    k.mul_(2)
+    return m.head(x + merge(first + sdpa(q, k, v, is_causal=True)))
+
+
 # fmt: off
 MIXES = {
     "another path for one token": before(lambda m, ids, x: x * 3 if x.shape[1] == 1 else x),
@@ -169,6 +184,8 @@ SERVED = {
     "the same layer twice": (twice(lambda m, x, first, q, k, v: qkv(m, x)), (2, 4, 4)),
     "keys and values shared": (twice(lambda m, x, first, q, k, v: (qkv(m, x)[0], k, v)), (2, 4, 4)),
     "keys of the embeddings": (twice(lambda m, x, first, q, k, v: (qkv(m, x)[0], *qkv(m, first)[1:])), (2, 4, 4)),
+    "keys changed in place": (keys_changed, (2, 4, 4)),
+    "positions changed in place": (moved_in_place, (1, 4, 4)),
     "value residual": (twice(lambda m, x, first, q, k, v: (*qkv(m, x)[:2], 0.5 * v + 0.5 * qkv(m, x)[2])), (2, 4, 4)),
     "differential": (differential, (2, 4, 4)),
     "attention over heads before": (over_heads_too, (1, 4, 4)),
