@@ -77,7 +77,7 @@ for part in "$@"; do
                        --context "${CONTEXT:-32768}" ;;
         prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
         fast_prefill) run h200_fast_prefill benchmarks/fast_prefill.py --json "$OUT/h200_fast_prefill.json" \
-                       ${FAST_PREFILL:---attention triton --hidden 2048 --layers 35 --shared 15 --prompt 4096} ;;
+                       ${FAST_PREFILL:---attention triton --hidden 2048 --prompt 8192} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
