@@ -1,8 +1,8 @@
 """Backend ``triton``: paged attention in Triton kernels, with every feature of the semantic op.
 
 Three kernels: ``decode`` (split-KV, one query token per program), ``extend`` (tiles of several query tokens) and
-``write`` (the KV cache). MLA on the latent cache has its own (``mla.py``). Which of them run, and on what grid, follows from
-tensor shapes alone; lengths are read on the device. So every launch can be captured in a CUDA graph, at any length, and
+``write`` (the KV cache). MLA on the latent cache has its own (``mla.py``). Which of them a graph has, and on what grid, follows
+from tensor shapes alone; lengths are read on the device. So every launch can be captured in a CUDA graph, at any length, and
 replayed at any other.
 
 =======  ==========================================================================================================
