@@ -88,13 +88,13 @@ def _time(row: Row | None) -> str:
     return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
-def summary(rows: Sequence[Row], rival: str = "vllm") -> Any:
-    """A table with a line per cell."""
+def summary(rows: Sequence[Row]) -> Any:
+    """A table with a line per cell: quire beside vLLM."""
     return rich_table("matrix, ms", [{
         "row": pair.model, "workload": f"{pair.cell} {pair.variant}".strip(), "quire": _time(pair.quire),
-        rival: _time(pair.rival), "ratio": "" if pair.ratio is None else f"{pair.ratio:.2f}",
+        "vllm": _time(pair.rival), "ratio": "" if pair.ratio is None else f"{pair.ratio:.2f}",
         "of roofline": "" if not pair.share else f"{pair.share:.0%}", "not measured": pair.why}
-        for pair in pairs(rows, rival)])
+        for pair in pairs(rows)])
 
 
 def _cell(pair: Pair | None) -> str:

@@ -36,18 +36,13 @@ def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any])
     """A row for the cold start and one for the warm one."""
     if not SYSTEMS[system].starts:
         raise NotMeasured(f"{system} has no start-up of its own: it compiles, if at all, at the first batch of a size")
+    job = {"name": spec.name, "dtype": dtype_name(spec.dtype), "device": str(spec.device), "layers": spec.layers,
+           "quantization": spec.quantization, "system": system, "attention": attention, "options": options}
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, sub) for name, sub in _CACHES.items()}
         for variant in ("cold", "warm"):
-            yield {"variant": variant, "engine_options": options, **_run(spec, system, attention, options, caches)}
-
-
-def _run(spec: ModelSpec, system: str, attention: str, options: dict[str, Any], caches: dict[str, str]) -> Row:
-    job = {"name": spec.name, "dtype": dtype_name(spec.dtype), "device": str(spec.device),
-           "layers": spec.layers, "quantization": spec.quantization, "system": system, "attention": attention,
-           "options": options, "began": time.time()}
-    (row,) = workers.rows(["-m", "quire.graph_runner.bench.start"], job, caches)
-    return row
+            (row,) = workers.rows(["-m", "quire.graph_runner.bench.start"], {**job, "began": time.time()}, caches)
+            yield {"variant": variant, "engine_options": options, **row}
 
 
 def main() -> None:
