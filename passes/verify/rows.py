@@ -132,10 +132,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of expert ``at``, of ``rows`` sorted by expert."""
+    """The rows of expert ``at`` of as many as ``experts``, of ``rows`` sorted by expert."""
 
     rows: Rows
     at: int
+    experts: int
 
 
 @dataclass(frozen=True)

@@ -165,12 +165,13 @@ class TokenPass:
             dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
             if dim == rows.dim == 0 and rows.data and all(
                     isinstance(p, Counts) and p.at == i and of_order(p, rows.order) for i, p in enumerate(parts)):
-                return [Group(rows.data, i) for i in range(len(parts))]
+                return [Group(rows.data, i, len(parts)) for i in range(len(parts))]
             raise Mixes("it splits the tokens")
         if name in ("cat", "concat") and any(isinstance(k, Group) for k in known):
             parts = [self.known[p] for p in node.args[0]]  # type: ignore[union-attr,index]
             groups = [p for p in parts if isinstance(p, Group)]
-            if len(groups) == len(parts) and all(g.at == i and g.rows == groups[0].rows for i, g in enumerate(groups)) and (
+            all_of = len(groups) == len(parts) == groups[0].experts
+            if all_of and all(g.at == i and g.rows == groups[0].rows for i, g in enumerate(groups)) and (
                     node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) == 0):
                 return groups[0].rows
             raise Mixes("it joins rows of tokens")

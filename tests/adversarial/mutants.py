@@ -288,6 +288,21 @@ TOKEN_MUTANTS = [
            "[k if isinstance(k := call.known(t), Rows) else None for t in call.tensors()]",
            _tokens("tokens drawn by the numbers of others", test="test_rows_asked_for"),
            "numbers of rows are no data, whatever uses them (rows.py)"),
+    Mutant(TOKENS, "experts in a loop: a part for each expert, in order", "isinstance(p, Counts) and p.at == i and",
+           "isinstance(p, Counts) and", _tokens("loop: sizes in another order")),
+    Mutant(TOKENS, "experts in a loop: parts of the counts of what is sorted", "p.at == i and of_order(p, rows.order) for",
+           "p.at == i for", _tokens("loop: counts of others")),
+    Mutant(TOKENS, "experts in a loop: joined in order", "all(g.at == i and g.rows", "all(g.rows",
+           _tokens("loop: joined in another order")),
+    Mutant(TOKENS, "experts in a loop: all of them are joined", "len(groups) == len(parts) == groups[0].experts",
+           "len(groups) == len(parts)", _tokens("loop: one expert left out")),
+    Mutant(TOKENS, "experts in a loop: joined with nothing else", "len(groups) == len(parts) == groups[0].experts",
+           "len(groups) == groups[0].experts", _tokens("loop: joined with more")),
+    Mutant(TOKENS, "experts in a loop: of one order", "g.at == i and g.rows == groups[0].rows", "g.at == i",
+           _tokens("loop: joined with others")),
+    Mutant(RULES, "experts in a loop: each by its weight alone",
+           'isinstance(group := call.of("self"), Group) and isinstance(call.of("mat2"), Const):',
+           'isinstance(group := call.of("self"), Group):', _tokens("loop: multiplied by all tokens")),
 ]
 
 
@@ -502,6 +517,7 @@ SITE_MUTANTS = [
 ]
 
 HEAD, INTERFACE, EFFECTS = (f"passes/capture/{n}.py" for n in ("head", "hf_interface", "side_effects"))
+SHARED = "passes/verify/shared_kv.py"
 GUARD, PACKING, FUSED = "graph_runner/model_guard.py", "graph_runner/packing_check.py", "passes/fusions/base.py"
 _CHANGE, _BEYOND = "test_change", "test_change_beyond_plain_attributes"
 
@@ -642,6 +658,20 @@ MODEL_MUTANTS = [
     Mutant("graph_runner/paged.py", "an aborted row is an error", 'if output.finish_reason == "abort":', "if False:",
            _in("graph_runner", "test_engine_lock", "test_threads_share_a_paged_model",
            "test_a_row_that_is_aborted_is_an_error")),
+    Mutant(SHARED, "shared keys: the same values", "setdefault((k, v, site.bounded)", "setdefault((k, site.bounded)",
+           _in("graph_runner", "test_fast_prefill", "test_keys_changed_in_between_are_not_shared[other values]")),
+    Mutant(SHARED, "shared keys: the same keys", "setdefault((k, v, site.bounded)", "setdefault((v, site.bounded)",
+           _in("graph_runner", "test_fast_prefill", "test_keys_changed_in_between_are_not_shared[other keys]")),
+    Mutant(SHARED, "shared keys: both with a window, or neither", "setdefault((k, v, site.bounded)", "setdefault((k, v)",
+           _in("graph_runner", "test_fast_prefill", "test_layers_with_and_without_a_window_do_not_share")),
+    Mutant(SHARED, "shared keys: keys unchanged in between", "where in (memory(k), memory(v))", "where in (memory(v),)",
+           _in("graph_runner", "test_fast_prefill", "test_keys_changed_in_between_are_not_shared[keys changed]")),
+    Mutant(SHARED, "shared keys: values unchanged in between", "where in (memory(k), memory(v))", "where in (memory(k),)",
+           _in("graph_runner", "test_fast_prefill", "test_keys_changed_in_between_are_not_shared[values changed]")),
+    Mutant(SHARED, "shared keys: nor by a view of them", "return val.untyped_storage()._cdata if whole",
+           "return id(val) if whole",
+           _in("graph_runner", "test_fast_prefill",
+               "test_keys_changed_in_between_are_not_shared[a view of the keys changed]")),
 ]
 
 MUTANTS = [*TOKEN_MUTANTS, *MASK_MUTANTS, *SITE_MUTANTS, *MODEL_MUTANTS]

@@ -79,11 +79,19 @@ class Shares(nn.Module):
             return x.unflatten(-1, (2, 8)).transpose(1, 2)
 
         x = self.embed(input_ids) + self.place(position_ids)
-        k, v = heads(3 * self.kv(x)), heads(x)
+        k, v = heads(3 * self.kv(x)), heads(x + 0)
         first = x.cos()
         for i, q in enumerate(self.qs):
             if i and self.flaw == "keys changed":
                 k.add_(1.0)
+            if i and self.flaw == "a view of the keys changed":
+                k[:, :1].add_(1.0)
+            if i and self.flaw == "values changed":
+                v.add_(1.0)
+            if i and self.flaw == "other values":
+                v = v * 2
+            if i and self.flaw == "other keys":
+                k = k * 2
             if i and self.flaw == "written":
                 first.mul_(2.0)
             x = x + F.scaled_dot_product_attention(heads(3 * q(x)), k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -132,11 +140,33 @@ def test_fused_and_cut_into_pieces() -> None:
     paged.close()
 
 
-def test_keys_changed_in_between_are_not_shared() -> None:
-    model = Shares("keys changed").eval()
+@pytest.mark.parametrize("flaw", ["keys changed", "a view of the keys changed", "values changed", "other values", "other keys"])
+def test_keys_changed_in_between_are_not_shared(flaw: str) -> None:
+    """The second layer would attend to those of the first."""
+    model = Shares(flaw).eval()
     assert [s.kv_source for s in find_sites(model)] == [None, None]
     with quire.Engine(model, **SIZES) as engine, torch.no_grad():
         assert tokens(engine.generate(SHORT, GREEDY)) == [own_tokens(model, p, 10) for p in SHORT]
+
+
+class OneWindow(Shares):
+    """The first of two layers with one set of keys and values has a window."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.kv(x), x))
+        away = position_ids[0][:, None] - position_ids[0]
+        for q, window in zip(self.qs, (4, 64), strict=True):
+            mask = (away >= 0) & (away < window) if window == 4 else away >= 0
+            y = F.scaled_dot_product_attention(q(x).unflatten(-1, (2, 8)).transpose(1, 2), k, v, attn_mask=mask)
+            x = x + y.transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+def test_layers_with_and_without_a_window_do_not_share() -> None:
+    """The pages of the first are freed behind its window, and the second still reads them."""
+    sites = find_sites(OneWindow().eval())
+    assert [(s.window, s.kv_source) for s in sites] == [(4, None), (None, None)]
 
 
 @pytest.mark.parametrize("model, options, message", [

@@ -108,6 +108,18 @@ def inverse_of(order: Tensor) -> Tensor:
     return inverse
 
 
+def in_a_loop(x: Tensor, ids: Tensor | None = None, counts: Any = None, sizes: Any = None, product: Any = None,
+              join: Any = torch.cat, back: bool = False) -> Tensor:
+    """Experts one after the other: ``counts(ids)``, ``sizes(counts)``, ``product(rows, expert)``, ``join(results)`` in another
+    way. ``back``: added up for each token."""
+    ids = expert_ids(x) if ids is None else ids
+    order = ids.reshape(-1).sort()[1]
+    each = (one_hot if counts is None else counts)(ids).long().sum(0).tolist()
+    parts = x[0][order // 2].split(each if sizes is None else sizes(each), dim=0)
+    y = join([(F.linear if product is None else product)(part, weight) for part, weight in zip(parts, EXPERTS, strict=True)])
+    return torch.zeros_like(x[0]).index_add(0, order // 2, y) if back else y
+
+
 def by_expert(x: Tensor, ids: Tensor | None = None, counts: Any = None, offsets: Any = None, rows: Any = None) -> Tensor:
     """Experts by a grouped product: ``counts(sorted ids, ids)``, ``offsets(counts)``, ``rows(x, order)`` in another way."""
     ids = expert_ids(x) if ids is None else ids
@@ -321,6 +333,21 @@ REFUSED = {
     "experts: rows not sorted": (
         lambda x, p: by_expert(x, rows=lambda rows, order: rows[:, None].expand(-1, 2, -1).flatten(0, 1)),
         "it multiplies groups of tokens"),
+    "loop: sizes in another order": (lambda x, p: in_a_loop(x, sizes=lambda each: each[::-1], back=True),
+                                     "it splits the tokens"),
+    "loop: counts of others": (lambda x, p: in_a_loop(x, counts=lambda ids: one_hot(expert_ids(x + 1)), back=True),
+                               "it splits the tokens"),
+    "loop: joined in another order": (lambda x, p: in_a_loop(x, join=lambda y: torch.cat(y[::-1]), back=True),
+                                      "it joins rows of tokens"),
+    "loop: one expert left out": (lambda x, p: in_a_loop(x, join=lambda y: torch.cat(y[:-1])), "it joins rows of tokens"),
+    "loop: joined with more": (lambda x, p: in_a_loop(x, join=lambda y: torch.cat([*y, TABLE])), "it joins rows of tokens"),
+    "loop: joined with others": (
+        lambda x, p: in_a_loop(x, join=lambda y: torch.cat([*y[:2], *in_a_loop(x, expert_ids(x + 1), join=list)[2:]]),
+                               back=True),
+        "it joins rows of tokens"),
+    "loop: multiplied by all tokens": (lambda x, p: in_a_loop(x, product=lambda rows, w: rows @ x[0].T),
+                                        "with the tokens routed to one expert"),
+    "loop: left in the order of the experts": (lambda x, p: in_a_loop(x), "in another order"),
     "experts: ids of other rows": (lambda x, p: expert_linear(
         x[0][routed(x)], EXPERTS, None, expert_ids(x), False), "its rows are not those of the expert ids"),
 }
@@ -344,6 +371,7 @@ SERVED = {
     "unused": lambda x, p: x if x.mean(1) is not None else p,
     "experts": lambda x, p: by_expert(x),
     "experts by counted ids": lambda x, p: by_expert(x, counts=lambda found, ids: one_hot(ids).sum(0)),
+    "experts in a loop": lambda x, p: in_a_loop(x, back=True),
     "attended": lambda x, p: attended(x),
     "a memory": lambda x, p: F.scaled_dot_product_attention(x, TABLE[None], TABLE[None]),
 }
