@@ -255,8 +255,8 @@ def test_weights_may_change_in_place() -> None:
 
 
 @pytest.mark.parametrize("change, what", [
-    (lambda m: m.sizes.append(3), "Module.sizes: [1, 2] -> [1, 2, 3]"),  # the same object
-    (lambda m: m.pairs[1].append(3), "Module.pairs: (1, [2]) -> (1, [2, 3])"),
+    (lambda m: m.lists.sizes.append(3), "lists.sizes: [1, 2] -> [1, 2, 3]"),  # the same object
+    (lambda m: m.nested.pairs[1].append(3), "nested.pairs: (1, [2]) -> (1, [2, 3])"),
     (lambda m: setattr(m, "data", 5), "Module.data: absent -> 5"),  # a tensor is not compared, a number is
     (lambda m: (delattr(m, "scale"), setattr(m, "other", 1)), "Module.scale: 1.5 -> absent"),  # as many attributes as before
     (lambda m: setattr(m, "w", torch.nn.Parameter(torch.ones(1, dtype=torch.float16))),
@@ -268,7 +268,9 @@ def test_weights_may_change_in_place() -> None:
 ], ids=["list", "nested", "kind", "names", "parameter", "parameters", "equal", "data"])
 def test_changes_that_a_glance_could_miss(change, what) -> None:
     m = torch.nn.Module()
-    m.sizes, m.pairs, m.scale, m.data, m.w = [1, 2], (1, [2]), 1.5, torch.ones(1), torch.nn.Parameter(torch.ones(1))
+    m.scale, m.data, m.w, m.lists = 1.5, torch.ones(1), torch.nn.Parameter(torch.ones(1)), torch.nn.Module()
+    m.nested = torch.nn.Module()
+    m.lists.sizes, m.nested.pairs = [1, 2], (1, [2])
     guard = ModelGuard(m, addresses=False)
     assert guard.change() is None
     change(m)
