@@ -319,9 +319,7 @@ def test_mask_chosen_by_token_count_is_refused() -> None:
     refused(tiny(mask=mask), r"a path of its own for some numbers of tokens \(s\d+ > 8\)")
 
 
-def test_heads_that_do_not_fit_are_refused() -> None:
-    """Both halves of a step repeated by different factors, so keys and values have different heads."""
-
+def test_queries_of_five_dimensions_are_refused() -> None:
     class Odd(Attention):
         def forward(self, x, position_ids, extra):
             q = x.view(*x.shape[:2], 4, DIM).transpose(1, 2)
@@ -330,6 +328,18 @@ def test_heads_that_do_not_fit_are_refused() -> None:
                 1, 2).reshape(x.shape[0], -1, HIDDEN)
 
     refused(Tiny(Odd(4, 4)).eval(), r"query has 5 dimensions, need \(B, H, S, D\)")
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    """F.sdpa broadcasts the only key head to the value heads; a cache has as many of the one as of the other."""
+
+    class Odd(Attention):
+        def forward(self, x, position_ids, extra):
+            q = x.view(*x.shape[:2], 4, DIM).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(q, q[:, :1], q, is_causal=True).transpose(
+                1, 2).reshape(x.shape[0], -1, HIDDEN)
+
+    refused(Tiny(Odd(4, 4)).eval(), "4 query heads, 1 key heads, 4 value heads")
 
 
 def test_keys_longer_than_queries_are_refused() -> None:
