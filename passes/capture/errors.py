@@ -24,6 +24,9 @@ _MEANS = {
     r"specialized it to be a constant": (
         "an operation takes the length of the row as a plain number, which means nothing to the sequences of a packed row. "
         "Compute with position_ids, or with constants"),
+    r"'is_causal' must be bool, not SymBool": (
+        "it passes a condition on the length as is_causal (such as is_causal=T > 1), which torch.compile does not take. Pass "
+        "is_causal=True, which means the same for one token"),
     r"backwards? hooks": "backward hooks for all modules are registered (register_module_full_backward_hook). Remove them",
 }
 
