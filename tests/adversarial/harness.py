@@ -92,18 +92,19 @@ def logits_of(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
-def cache(layers: int = 1, kv_heads: int = HEADS, head_dim: int = DIM) -> PagedKVCache:
+def cache(layers: int = 1, kv_heads: int | Sequence[int] = HEADS, head_dim: int | Sequence[int] = DIM) -> PagedKVCache:
     return PagedKVCache(num_layers=layers, num_pages=24, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim,
                         dtype=torch.float32, device="cpu")
 
 
 def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequence[int] = LENGTHS,
-            steps: Sequence[Sequence[int]] = STEPS, layers: int = 1, kv_heads: int = HEADS, head_dim: int = DIM) -> str:
+            steps: Sequence[Sequence[int]] = STEPS, layers: int = 1, kv_heads: int | Sequence[int] = HEADS,
+            head_dim: int | Sequence[int] = DIM) -> str:
     """What becomes of a model on a route: "exact", or "refused: " and why. ``make`` builds it of the class it is given.
 
     Args:
         lengths, steps: of the sequences, and how many tokens of each are in each step.
-        layers, kv_heads, head_dim: of the cache, on routes by hand.
+        layers, kv_heads, head_dim: of the cache, on routes by hand; of all layers, or of each.
 
     Raises:
         AssertionError: it was served, and logits are wrong.

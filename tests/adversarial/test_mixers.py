@@ -19,7 +19,21 @@ import quire
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.step import step
 from tests.adversarial.generator import MIXING, mix_of, mixes, modules
-from tests.adversarial.harness import PAGE, ROUTES, STEPS, WIDTH, Model, alone, cache, check_exact, outcome, refusal, sequences
+from tests.adversarial.harness import (
+    DIM,
+    HEADS,
+    PAGE,
+    ROUTES,
+    STEPS,
+    WIDTH,
+    Model,
+    alone,
+    cache,
+    check_exact,
+    outcome,
+    refusal,
+    sequences,
+)
 from tests.adversarial.mask_cases import Report
 from tests.adversarial.mixers import MIXES, SERVED, hidden
 from tests.steps import serve
@@ -164,8 +178,9 @@ def test_uncompiled_mixers() -> None:
 
 def check_random(steps: Any, route: str) -> str:
     calls = [MIXING[at].__code__.co_names for kind, at, _ in steps if kind == "mixing"]
-    layers = 1 + sum("scaled_dot_product_attention" in names for names in calls)  # the cache by hand has one for each
-    return outcome(lambda kind: kind(mix_of(steps)), route, layers=layers)
+    own = sum("scaled_dot_product_attention" in names for names in calls)  # the cache by hand has a layer of one head for each
+    return outcome(lambda kind: kind(mix_of(steps)), route, layers=1 + own, kv_heads=[HEADS, *[1] * own],
+                   head_dim=[DIM, *[WIDTH] * own])
 
 
 @given(modules(), st.sampled_from(ROUTES))
