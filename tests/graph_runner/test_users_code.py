@@ -287,21 +287,7 @@ class Value(nn.Module):
         return out.logits, self.value(out.hidden_states[-1])
 
 
-class CausalFromTwo(nn.Module):
-    """Written out, with F.sdpa's causality by the length."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-
-    def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
-        x = self.embed(input_ids)[:, None]
-        y = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 1)
-        return self.head((x + y)[:, 0])
-
-
 @pytest.mark.parametrize(("change", "reason"), [
-    (CausalFromTwo, "a condition on the length as is_causal .*Pass is_causal=True"),
     (Reward, "Reward has no language-model head: it gives 1 logits per token, and its vocabulary has 64 tokens"),
     (Value, "asks for hidden states or attentions, for which transformers installs hooks in a first call. Run the model once"),
     (lambda m: m.to("meta"), "model.embed_tokens.weight is on the meta device, so it has no values"),
@@ -310,7 +296,7 @@ class CausalFromTwo(nn.Module):
     (no_head, "own forward fails on token ids and positions: TypeError: 'NoneType' object is not callable"),
     (scripted, "could not be traced into one graph: it calls a TorchScript module. Put the Python module in its place"),
     (logs, "could not be traced into one graph: it writes to a log. Remove the logging"),
-], ids=["is_causal", "reward", "value", "meta", "sequential", "parallel", "no head", "script", "logs"])
+], ids=["reward", "value", "meta", "sequential", "parallel", "no head", "script", "logs"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_reasons(change: Callable[[Any], Any], reason: str, model: Any) -> None:
     """In quire's words, and none of torch.compile's behind them."""
