@@ -21,7 +21,7 @@ from quire.graph_runner.step_buffers import BatchShape
 #: Tokens up to which mixed steps are captured for every model.
 MIXED_TOKENS = 1024
 # Judged, not fitted. A step of 8192 tokens of Qwen3-0.6B took one host 193 us per matrix (h200_profile_qwen3-0.6b.json): a
-# third of that, for faster hosts. Products of 8192 tokens run at 700 TFLOP/s and more (h200_profile.json), those of fewer at less.
+# third of that, for faster hosts. Products of 8192 tokens run at 700 TFLOP/s and more (h200_profile.json), of fewer at less.
 LAUNCH_SECONDS, FLOPS = 65e-6, 600e12
 #: Major compute capabilities of GPUs with such rates.
 FAST_GPUS = (9, 10)
