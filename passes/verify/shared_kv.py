@@ -41,9 +41,11 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
 
 
 def _itself(node: Any) -> Any:
-    """The value that ``to`` returns unchanged: no copy is asked for, and it has that dtype and device already. transformers 5.17
-    moves shared keys and values to the device of the queries."""
-    while isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "to") and (len(node.args), node.kwargs) == (2, {}):
+    """The value that ``to`` returns unchanged: no copy is asked for, and it has that dtype and device already.
+
+    transformers 5.17 moves shared keys and values to the device of the queries.
+    """
+    while isinstance(node, fx.Node) and (node.op, node.target, node.kwargs) == ("call_method", "to", {}) and len(node.args) == 2:
         before, after = value(node.args[0]), value(node)
         if (before.dtype, before.device) != (after.dtype, after.device):
             break
