@@ -45,7 +45,9 @@ def _itself(node: Any) -> Any:
 
     transformers 5.17 moves shared keys and values to the device of the queries.
     """
-    while isinstance(node, fx.Node) and (node.op, node.target, node.kwargs) == ("call_method", "to", {}) and len(node.args) == 2:
+    while isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "to") and not node.kwargs:
+        if len(node.args) != 2:
+            break
         before, after = value(node.args[0]), value(node)
         if (before.dtype, before.device) != (after.dtype, after.device):
             break
