@@ -23,8 +23,9 @@
 # experts   the experts' kernels; mla: MLA on the latent cache
 # windows   KV memory of window models and of models that mix windows and full layers; updates: of weights, and cast ones
 # kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: rollouts and training beside
-#           generate_batch and generate; grpo_vllm: beside vLLM in the same process
-# evaluate  lm-eval's requests per second: quire, HFLM and vLLM; adapters: what LoRA costs in a decode step
+#           generate_batch and generate; grpo_vllm: beside vLLM in the same process; of $GRPO_MODELS (qwen3-0.6b llama-1b)
+# evaluate  lm-eval's requests per second: quire and HFLM; adapters: what LoRA costs in a decode step (gpu_wheels.sh has
+#           the wheels that both need). Each command of these four ends itself after 135 s
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any)
@@ -41,6 +42,11 @@ worst=0
 allowed() {  # seconds that the next command may take
     local left=$((${TOTAL:-1000000} - SECONDS))
     echo $((left > LIMIT ? LIMIT : left > 1 ? left : 1))
+}
+
+short() {  # seconds for a script that ends itself, and writes what it has: of 150 s, without those for imports
+    local left; left=$(allowed)
+    echo $((left > 155 ? 135 : left > 40 ? left - 20 : left))
 }
 
 bench() {  # name, arguments of quire bench
@@ -90,14 +96,14 @@ for part in "$@"; do
         kits)      run h200_kits -m quire.attn_ops.conformance --backend all --json "$OUT/h200_kits.json" ${KITS:-} ;;
         grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_$m.json" \
-                           --deadline 75 ${GRPO:---ways quire,generate_batch,generate}; done ;;
+                           --limit "$(short)" ${GRPO:---ways quire,generate_batch,generate}; done ;;
         grpo_vllm) for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_vllm_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_vllm_$m.json" \
-                           ${GRPO:---ways quire,vllm}; done ;;
-        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" \
+                           --limit "$(short)" ${GRPO:---ways quire,vllm}; done ;;
+        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" --limit "$(short)" \
                        ${ADAPTERS:---model $MODEL --attention triton} ;;
-        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" \
-                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --deadline 150} ;;
+        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --limit "$(short)" \
+                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --ways QuireLM,HFLM,HFLM-paged} ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
