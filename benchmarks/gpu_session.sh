@@ -44,14 +44,16 @@ pieces() {
     piece experts 240 measure experts
     piece mla 180 measure mla
     piece prefix 240 measure prefix
-    piece fast_prefill 200 measure fast_prefill
+    piece fast_prefill 120 measure fast_prefill
     piece adapters 160 measure adapters
     for m in qwen3-0.6b llama-1b; do piece "grpo-$m" 160 grpo "$m" grpo; done
     piece evaluate 160 measure evaluate
     for m in qwen3-0.6b llama-1b; do piece "grpo_vllm-$m" 160 grpo "$m" grpo_vllm; done
-    piece windows 420 measure windows
-    piece updates 300 measure updates
-    piece pieces 400 measure pieces
+    piece windows 140 measure windows
+    piece updates 110 measure updates
+    piece pieces 150 measure pieces
+    piece mixed_windows 120 measure mixed_windows
+    piece cast 110 measure cast
     piece composite 400 measure composite
     piece sparse 400 measure sparse
     piece kits 400 measure kits
