@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.graph_runner.bench.compare import time_of
 from quire.graph_runner.bench.plots import new_figure
-from quire.graph_runner.bench.report import Row, first_line, rich_table, write
+from quire.graph_runner.bench.report import Row, first_line, rich_table, time_of, write
 
 BEGIN, END = "<!-- matrix: written by matrix_report.py -->", "<!-- end of matrix -->"
 
@@ -220,9 +219,6 @@ def main() -> None:
         print(text)
     if args.plot:
         heat_map(result, args.plot, args.vs)
-
-
-__all__ = ["Pair", "cell_name", "heat_map", "markdown", "merged", "pairs", "splice", "summary"]
 
 if __name__ == "__main__":
     main()

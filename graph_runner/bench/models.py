@@ -168,7 +168,3 @@ def free_memory() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-__all__ = ["ModelSpec", "Models", "build", "check_quantization", "config_of", "free_memory", "layers_asked", "quantize",
-           "skeleton"]

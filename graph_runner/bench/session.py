@@ -162,6 +162,3 @@ class Session(Run):
         if self.rows:
             self.console.print(table(self.rows, self.models.spec.label))
         super().finish()
-
-
-__all__ = ["LOG_WIDTH", "Run", "Session"]

@@ -70,8 +70,5 @@ def main() -> None:
                "capture_s": system.capture_s, "peak_memory_gib": system.peak_memory_gib(spec.device)}
         workers.emit(row)
 
-
-__all__ = ["start"]
-
 if __name__ == "__main__":
     main()

@@ -163,6 +163,3 @@ def open_system(name: str, models: Models, attention: str, limits: Limits, optio
         system.close()
         del system
         free_memory()
-
-
-__all__ = ["Limits", "NotMeasured", "SYSTEMS", "SteppedSystem", "System", "open_system"]

@@ -169,7 +169,3 @@ def serve(workload: Workload, models: Models, system: str, attention: str, optio
         facts = {"attention": opened.attention, "capture_s": opened.capture_s, "engine_options": opened.options}
         for row in workload.run(opened, models, sizes, Prompts(vocab_size)):
             yield {**facts, **row, "peak_memory_gib": opened.peak_memory_gib(models.spec.device)}
-
-
-__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed256", "mixed_lengths", "prefill",
-           "run_seconds", "serve"]
