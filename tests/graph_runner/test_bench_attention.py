@@ -155,7 +155,8 @@ def test_heads() -> None:
 def test_points() -> None:
     point = decode_point(3, 100)
     assert (point.kind, point.name, point.query_lens, point.seq_lens) == ("decode", "3x100", [1] * 3, [100] * 3)
-    assert [p.name for p in extend_points()] == ["1x4096", "8x1024+4096", "1x960", "1x64+8128", "63x1,448"]
+    assert [p.name for p in extend_points()] == [
+        "1x4096", "8x1024+4096", "1x960", "1x64+8128", "1x8192+8192", "4x2048+30720", "63x1,448"]
     assert all(len(p.query_lens) == len(p.seq_lens) for p in extend_points(1000))
 
 
