@@ -126,7 +126,7 @@ def test_against_an_earlier_result(slow: Any, tmp_path: Path, capsys: pytest.Cap
         row["ms_per_step"] /= 100
     before.write_text(json.dumps(result))
     assert main([*arguments, "--against", str(before)]) == 1
-    assert "9 rows compared, 9 slower" in capsys.readouterr().out
+    assert "11 rows compared, 11 slower" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
