@@ -8,6 +8,8 @@
 # decode    ms per step at B = 1, 8, 32, 128, context 1024: triton, then flashinfer; triton: triton only
 # pdl       the same for triton with programmatic dependent launch; nofuse: without the rope fusion
 # mixed     256 requests of mixed lengths; prefill: 128 x 960 and 1 x 960 tokens
+# long      long prompts with attention="auto" and with triton alone, $LONG_MODELS (llama-8b qwen3-0.6b) x $LONG_CELLS; compiles
+#           FlashInfer's prefill kernels first (long_build.log has the seconds) while triton is measured on the first model
 # start     cold and warm
 # attention the attention kernels alone, and the times for attention="auto"
 # kv        decode with int8 and fp8 KV caches; weights: decode with torchao's int8, fp8 and int4 weights
@@ -71,6 +73,20 @@ for part in "$@"; do
         nofuse)    bench h200_decode_no_rope decode --attention triton --batch 1,32,128 --engine fusions=projections,small_linear ;;
         mixed)     bench h200_mixed256 mixed256 --attention triton ;;
         prefill)   bench h200_prefill prefill --attention triton ;;
+        long)      (time nice "$PY" -m quire.attn_ops.backends.flashinfer.modules <<< "${LONG_KERNELS:-[[\"fa3\",\"bfloat16\",128,false,false]]}"
+                    ) > "$OUT/long_build.log" 2>&1 &
+                   build=$!
+                   read -ra models <<< "${LONG_MODELS:-llama-8b qwen3-0.6b}"
+                   for each in "${models[0]} triton" "${models[0]} auto" "${models[@]:1}"; do
+                       read -r model attention <<< "$each"
+                       for attention in ${attention:-auto triton}; do
+                           [[ $attention == triton ]] || wait "$build" || { worst=$?; tail -5 "$OUT/long_build.log"; }
+                           run "h200_long_${model}_$attention" -m quire.graph_runner.cli bench matrix --models "$model" \
+                               --cells "${LONG_CELLS:-prefill/1x16384,prefill/4x32704,mixed256}" --attention "$attention" -v \
+                               --resume --out "$OUT/h200_long_${model}_$attention.json" --deadline "$(allowed)"
+                       done
+                   done
+                   grep real "$OUT/long_build.log" ;;
         start)     bench h200_start start --attention triton ;;
         kv)        for t in int8 fp8; do bench "h200_decode_kv_$t" decode --attention triton --kv-cache-dtype $t --batch 1,32,128; done ;;
         weights)   for t in int8wo fp8wo int4wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32,128; done ;;
