@@ -37,8 +37,8 @@ def files_of(path: Path) -> list[Path]:
         raise FileNotFoundError(f"no checkpoint at {path}: expected *.safetensors files, as save_pretrained writes them")
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(f"{file}, which {index.name} names, is missing, and the parameter {holds[file.name]!r} with "
-                                    "it")
+            raise FileNotFoundError(f"{file}, which {index.name} names, is missing, and the parameter {holds[file.name]!r} "
+                                    "with it")
     return files
 
 
