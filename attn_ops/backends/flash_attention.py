@@ -62,6 +62,7 @@ def paged_attention(
     write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], v_cache.shape[3])
+    # The kernels take lengths from the tables; the longest ones are upper bounds, those of the whole step for a part of it.
     step, room = current_step(), block_table.shape[1] * k_cache.shape[1]
     longest_query = q.shape[0] if step is None or step.graph_key is not None else max(1, step.metadata.max_query_len)
     longest = room if step is None or step.graph_key is not None else max(1, min(room, step.metadata.max_seq_len))
@@ -126,7 +127,7 @@ BACKEND = AttentionBackend(
         page_sizes=lambda p: p % (found[2] if (found := _installed()) else 1) == 0,
         page_sizes_note="any; multiples of 256 with FA2, of 128 with FA4 on Blackwell", layouts=frozenset({"NHD"}),
         kv_dtypes_note="its kernels take one scale per sequence and head, and quire's caches have one for each token",
-        min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
+        min_compute_capability=(8, 0), window=True, softcap=True, sinks=True, any_batch=True,
         cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     ),
     available=available,
