@@ -19,7 +19,7 @@
 # pieces    256 requests of mixed lengths with flashinfer, its steps with prompts captured in pieces, and not
 # composite decode with cascades and two half batches; sparse: with approximate attention at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
-# profile   GPU time by kernel
+# profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys, and its tiles ($EXTEND)
 # experts   the experts' kernels; mla: MLA on the latent cache
 # windows   KV memory of window models and of models that mix windows and full layers; updates: of weights, and cast ones
 # kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: rollouts and training beside
@@ -28,7 +28,7 @@
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any)
-# The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $KITS; others
+# The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $EXTEND, $KITS; others
 # in the place of the model and sizes: $WINDOW, $MIXED, $CAST, $FAST_PREFILL, $GRPO, $EVALUATE, $ADAPTERS.
 set -u
 cd "$(dirname "$0")/.."
@@ -80,6 +80,7 @@ for part in "$@"; do
                        ${FAST_PREFILL:---attention triton --hidden 2048 --prompt 8192} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
+        extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:-} ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
         mla)       run h200_mla benchmarks/mla_kernels.py --json "$OUT/h200_mla.json" ;;
         windows)   run h200_window benchmarks/window_weights.py window ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8}

@@ -50,8 +50,8 @@ class Launch:
 
     Args:
         module, name: of the ``@triton.jit`` function.
-        arguments: tensors as TensorArgument, their descriptors as DescriptorArgument; integers that are not constants as a representative of their kind (1, multiple
-            of 16, neither; more than 32 bits); tuples element by element.
+        arguments: tensors as TensorArgument, their descriptors as DescriptorArgument; integers that are not constants as a
+            representative of their kind (1, multiple of 16, neither; more than 32 bits); tuples element by element.
         options: (name, value), such as num_warps, and arguments given by name.
     """
 

@@ -110,7 +110,8 @@ def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: to
         route = find_route(q, caches, batch, skip_single)
     if route is None:
         return False
-    kernel_module("backends.triton.extend_contiguous").extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
+    contiguous = kernel_module("backends.triton.extend_contiguous")
+    contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
     return not is_recording()
 
 

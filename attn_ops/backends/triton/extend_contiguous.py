@@ -18,7 +18,6 @@ from quire.attn_ops.backends.triton.common import find_block
 from quire.attn_ops.backends.triton.extend import store_result
 from quire.attn_ops.backends.triton.extend_route import Route
 from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
-from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.gather_kv import gather_kv
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kernels.launch import descriptor, launch
