@@ -85,7 +85,8 @@ class Attention:
         """Contiguous keys and values, and where those of each sequence begin."""
         gather, meta = kernel_module("kernels.gather_kv"), self.batch.metadata
         starts = gather.kv_starts(meta.query_start_loc, meta.seq_lens)
-        return *gather.gather_kv(self.caches, meta.block_table_tensor, starts, sum(self.point.seq_lens), self.site.dtype), starts
+        total = sum(self.point.seq_lens)
+        return *gather.gather_kv(self.caches, meta.block_table_tensor, starts, total, self.site.dtype), starts
 
     def kernel(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor) -> float:
         """Microseconds of attention to the copied keys."""
