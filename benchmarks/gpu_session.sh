@@ -29,6 +29,7 @@ KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/
 
 measure() { benchmarks/measure.sh "$@"; }
 suite() { TESTS="$*" measure tests; }
+grpo() { GRPO_MODELS=$1 measure "$2"; }
 
 # name, seconds that it may take, command
 pieces() {
@@ -43,14 +44,16 @@ pieces() {
     piece experts 240 measure experts
     piece mla 180 measure mla
     piece prefix 240 measure prefix
-    piece fast_prefill 200 measure fast_prefill
-    piece grpo 300 measure grpo
-    piece grpo_vllm 300 measure grpo_vllm
-    piece evaluate 300 measure evaluate
-    piece adapters 240 measure adapters
-    piece windows 420 measure windows
-    piece updates 300 measure updates
-    piece pieces 400 measure pieces
+    piece fast_prefill 120 measure fast_prefill
+    piece adapters 160 measure adapters
+    for m in qwen3-0.6b llama-1b; do piece "grpo-$m" 160 grpo "$m" grpo; done
+    piece evaluate 160 measure evaluate
+    for m in qwen3-0.6b llama-1b; do piece "grpo_vllm-$m" 160 grpo "$m" grpo_vllm; done
+    piece windows 140 measure windows
+    piece updates 110 measure updates
+    piece pieces 150 measure pieces
+    piece mixed_windows 120 measure mixed_windows
+    piece cast 110 measure cast
     piece composite 400 measure composite
     piece sparse 400 measure sparse
     piece kits 400 measure kits
@@ -58,7 +61,7 @@ pieces() {
     piece profile 240 measure profile
 }
 
-# These two go on with what earlier calls have measured.
+# The matrix and the grid go on with what earlier calls have measured.
 matrix() { NAME=$1 RESUME=$(earlier 'matrix*.json') DEADLINE=$((DEADLINE - SECONDS - 10)) benchmarks/matrix.sh; }
 grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((LIMIT - 40)) measure kernels; }
 

@@ -16,20 +16,23 @@
 #           with --sweep in GRID also triton's with other launch parameters
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # against   decode with triton, compared with benchmarks/results/h200_decode_triton.json (or $BEFORE); exits with 1 if slower
-# pieces    256 requests of mixed lengths with flashinfer, its steps with prompts captured in pieces, and not
+# pieces    flashinfer's steps of decodes and a prompt, captured in pieces and not
 # composite decode with cascades and two half batches; sparse: with approximate attention at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
 # profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys, and its tiles ($EXTEND)
 # experts   the experts' kernels; mla: MLA on the latent cache
-# windows   KV memory of window models and of models that mix windows and full layers; updates: of weights, and cast ones
+# windows   KV memory and step time of a window model, with the window and without; mixed_windows: of one that mixes windows and
+#           full layers; updates: of all weights; cast: of the copy in the dtype that the engine computes in
 # kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: rollouts and training beside
-#           generate_batch and generate; grpo_vllm: beside vLLM in the same process
-# evaluate  lm-eval's requests per second: quire, HFLM and vLLM; adapters: what LoRA costs in a decode step
+#           generate_batch and generate; grpo_vllm: beside vLLM in the same process; of $GRPO_MODELS (qwen3-0.6b llama-1b)
+# evaluate  lm-eval's requests per second: quire and HFLM; adapters: what LoRA costs in a decode step (gpu_wheels.sh has
+#           the wheels that both need). Each command of these ends itself before LIMIT
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any)
-# The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $EXTEND, $KITS; others
-# in the place of the model and sizes: $WINDOW, $MIXED, $CAST, $FAST_PREFILL, $GRPO, $EVALUATE, $ADAPTERS.
+# The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $EXTEND,
+# $KITS; others in the place of the model and sizes: $WINDOW, $MIXED, $UPDATES, $CAST, $PIECES, $FAST_PREFILL, $GRPO, $EVALUATE,
+# $ADAPTERS.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
@@ -41,6 +44,11 @@ worst=0
 allowed() {  # seconds that the next command may take
     local left=$((${TOTAL:-1000000} - SECONDS))
     echo $((left > LIMIT ? LIMIT : left > 1 ? left : 1))
+}
+
+deadline() {  # the same for a script that ends by itself and writes what it has, without the time of its imports
+    local left; left=$(allowed)
+    echo $((left > 40 ? left - 20 : left))
 }
 
 bench() {  # name, arguments of quire bench
@@ -70,35 +78,38 @@ for part in "$@"; do
         rivals)    bench h200_rivals decode --systems quire,hf-eager,hf-static,hf-cb --attention triton --vs vllm --batch 1,32 ;;
         against)   bench h200_decode_now decode --attention triton --batch 1,8,32,128 --context 1024 \
                        --against "${BEFORE:-benchmarks/results/h200_decode_triton.json}" ;;
-        pieces)    for on in True False; do
-                       bench "h200_mixed256_pieces_$on" mixed256 --attention flashinfer --engine cudagraph_piecewise=$on; done ;;
+        pieces)    run h200_pieces benchmarks/pieces.py --json "$OUT/h200_pieces.json" --deadline "$(deadline)" \
+                       ${PIECES:---model qwen3-0.6b,llama-8b} ;;
         composite) bench h200_decode_composite decode --attention triton,cascade:triton,two_batch:triton --batch 8,32,128 ;;
         sparse)    bench h200_decode_sparse decode --attention triton,double_sparsity:2048:0:all --batch 1,8 \
                        --context "${CONTEXT:-32768}" ;;
         prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
         fast_prefill) run h200_fast_prefill benchmarks/fast_prefill.py --json "$OUT/h200_fast_prefill.json" \
-                       ${FAST_PREFILL:---attention triton --hidden 2048 --prompt 8192} ;;
+                       --deadline "$(deadline)" ${FAST_PREFILL:---attention triton --hidden 2048 --prompt 8192 --prompts 5} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
-        extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:-} ;;
+        extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:---deadline 100} ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
         mla)       run h200_mla benchmarks/mla_kernels.py --json "$OUT/h200_mla.json" ;;
-        windows)   run h200_window benchmarks/window_weights.py window ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8}
-                   run h200_mixed_windows benchmarks/window_weights.py mixed \
-                       ${MIXED:---model gemma-3-12b --context 32768 --window 1024 --batch 8} ;;
-        updates)   run h200_updates benchmarks/window_weights.py weights --model "$MODEL"
-                   run h200_cast benchmarks/window_weights.py cast ${CAST:---model qwen3-0.6b} ;;
+        windows)   run h200_window benchmarks/window_weights.py window --json "$OUT/h200_window.json" --deadline "$(deadline)" \
+                       ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8} ;;
+        mixed_windows) run h200_mixed_windows benchmarks/window_weights.py mixed --json "$OUT/h200_mixed_windows.json" \
+                       --deadline "$(deadline)" ${MIXED:---model gemma-3-12b --layers 12 --context 32768 --window 1024 --batch 8} ;;
+        updates)   run h200_updates benchmarks/window_weights.py weights --json "$OUT/h200_updates.json" \
+                       --deadline "$(deadline)" ${UPDATES:---model $MODEL} ;;
+        cast)      run h200_cast benchmarks/window_weights.py cast --json "$OUT/h200_cast.json" --deadline "$(deadline)" \
+                       ${CAST:---model qwen3-0.6b} ;;
         kits)      run h200_kits -m quire.attn_ops.conformance --backend all --json "$OUT/h200_kits.json" ${KITS:-} ;;
         grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_$m.json" \
-                           --deadline 75 ${GRPO:---ways quire,generate_batch,generate}; done ;;
+                           --limit "$(deadline)" ${GRPO:---ways quire,generate_batch,generate}; done ;;
         grpo_vllm) for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_vllm_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_vllm_$m.json" \
-                           ${GRPO:---ways quire,vllm}; done ;;
-        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" \
+                           --limit "$(deadline)" ${GRPO:---ways quire,vllm}; done ;;
+        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" --limit "$(deadline)" \
                        ${ADAPTERS:---model $MODEL --attention triton} ;;
-        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" \
-                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --deadline 150} ;;
+        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --limit "$(deadline)" \
+                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --ways QuireLM,HFLM,HFLM-paged} ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \

@@ -78,8 +78,8 @@ class ForwardBatch:
         for name, tensor in (("input_ids", input_ids), ("positions", positions)):
             if tensor.shape != (metadata.num_tokens,):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the batch has {metadata.num_tokens} tokens")
-        lens = np.diff(metadata.query_start_loc_cpu.numpy()[: metadata.num_reqs + 1])
-        made = cls(ForwardMode.of(int((lens == 1).sum()), len(lens)), metadata, input_ids, positions,
+        lens = np.diff(metadata.query_start_loc_cpu.numpy())
+        made = cls(ForwardMode.of(int((lens == 1).sum()), int((lens > 0).sum())), metadata, input_ids, positions,
                    capture_hidden_mode=capture_hidden_mode, logits_indices=metadata.logits_indices)
         if mm_inputs is not None:
             if len(mm_inputs) != metadata.num_reqs:

@@ -20,11 +20,12 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
+from quire.attn_ops.long_prefill import build_seconds
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens
+from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens, launch_us
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -110,6 +111,7 @@ class ModelRunner:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(start_times.seconds)
         self._launch_bound = launch_bound_tokens(model.parameters(), self.vocab_size)
+        self._launch_us = launch_us(model.parameters(), self.vocab_size)
         options = config.compile_options(self.device)
         ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:
@@ -143,6 +145,10 @@ class ModelRunner:
         # Planning on the host may launch kernels that read the block table (flashinfer gathers its pages). Then the table is
         # updated before planning, else inside the graph.
         self.plans = self.backend.plan is not None
+        self.plans_graphs = self.plans and self.backend.plans_graphs
+        if self.backend.warm_up is not None:
+            with start_times.timed("prefill kernels"):
+                self.backend.warm_up(self.sites, self.device, build_seconds())  # it logs what is not ready
         self.sampler = Sampler()
         self.editor = LogitsEditor(self.sampler, self.device)
         width = pages_for(self.max_model_len, config.page_size)
@@ -270,7 +276,7 @@ class ModelRunner:
     def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
         """Results of the staged batch; stores the tokens too."""
         v, rows = batch.inputs, batch.seq_lens.shape[0]
-        if not self.plans:
+        if not (self.plans if step.graph_key is None else self.plans_graphs):
             self.buffers.update_table(batch)
         ids, indices = batch.token_ids(self.buffers.last_tokens), v["logits_indices"]
         sampling: tuple[torch.Tensor, ...] | None = None
@@ -310,10 +316,22 @@ class ModelRunner:
         """The captured graph that runs the batch, or None. Captured steps have logits for one token per row only."""
         if batch.num_scored:
             return None
-        live = BatchShape(batch.num_tokens, len(batch.rows))
-        bucket = self.graphs.can_run(live, batch.forward_mode.is_decode()) if self.graphs.buckets else None
+        live, decode = BatchShape(batch.num_tokens, len(batch.rows)), batch.forward_mode.is_decode()
+        if not decode and self._faster_without_graph(batch):
+            return None
+        bucket = self.graphs.can_run(live, decode) if self.graphs.buckets else None
         self._capture_steps.clear()  # of a late capture
         return bucket
+
+    def _faster_without_graph(self, batch: ScheduledBatch) -> bool:
+        """Whether the backend has faster kernels for the prompts of the batch that no graph holds, and attention alone takes
+        the GPU longer than launching the step takes the host."""
+        if self.backend.without_graph is None:
+            return False
+        new = np.array([row.num_new for row in batch.rows])
+        state = self._states[self.backend.name]
+        with_graph, without = self.backend.without_graph(state, new, new + np.array([row.start for row in batch.rows]))
+        return self._launch_us < without < with_graph
 
     def _inputs(self, bucket: BatchShape) -> list[torch.Tensor]:
         """The tensors that a graph reads beside the weights."""
@@ -331,9 +349,9 @@ class ModelRunner:
             self.buffers.poison_padding(shape, len(batch.rows), batch.num_tokens, self.vocab_size - 1,
                                         self.max_model_len - 1)
         made = self.buffers.forward_batch(shape, host, batch)
-        if self.plans:
-            self.buffers.update_table(made)
         cut = bucket is not None and self._is_piecewise(bucket)
+        if self.plans if bucket is None or cut else self.plans_graphs:
+            self.buffers.update_table(made)
         # Attention of a step in pieces is that of any step.
         step = self._step(made, graph_key=None if cut else bucket)
         if self.adapters is not None:

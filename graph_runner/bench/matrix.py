@@ -201,6 +201,3 @@ class Matrix(Run):
                 self.say(f"--deadline {self.args.deadline:g} is up, or too near to start an engine for them "
                          f"({', '.join(f'{s} {STARTS.get(s, 60.0):g} s' for s in self.systems)} at least)")
         super().finish()
-
-
-__all__ = ["Matrix", "STARTS"]

@@ -93,6 +93,3 @@ def of_gpu(gpu: int) -> dict[str, str]:
     """The environment of a process that sees one of this process's GPUs."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
-
-
-__all__ = ["Ended", "emit", "job", "of_gpu", "rows"]

@@ -31,13 +31,28 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
     owners: dict[Any, tuple[int, int]] = {}  # by keys, values and whether the layer has a window: (place, layer)
     found: dict[int, int] = {}
     for node in site_nodes(graph):
-        site, (k, v) = site_of(node), node.args[1:3]
+        site, k, v = site_of(node), _itself(node.args[1]), _itself(node.args[2])
         if site.latent is None and site.causal:
             place, owner = owners.setdefault((k, v, site.bounded), (order[node], site.layer))
             if owner != site.layer and not any(
                     place < at < order[node] and where in (memory(k), memory(v)) for at, where in writes):
                 found[site.layer] = owner
     return found
+
+
+def _itself(node: Any) -> Any:
+    """The value that ``to`` returns unchanged: no copy is asked for, and it has that dtype and device already.
+
+    transformers 5.17 moves shared keys and values to the device of the queries.
+    """
+    while isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "to") and not node.kwargs:
+        if len(node.args) != 2:
+            break
+        before, after = value(node.args[0]), value(node)
+        if (before.dtype, before.device) != (after.dtype, after.device):
+            break
+        node = node.args[0]
+    return node
 
 
 def memory(node: Any) -> int | None:

@@ -50,6 +50,7 @@ def test_views_of_the_metadata() -> None:
     assert got.extend_seq_lens.tolist() == [3, 1] and got.extend_prefix_lens.tolist() == [7, 6]
     assert got.extend_start_loc.tolist() == [0, 3] and got.seq_lens is got.metadata.seq_lens
     assert batch([1, 1], [4, 9]).forward_mode is M.DECODE and got.seq_lens_cpu.tolist() == [10, 7]
+    assert batch([1, 0], [4, 9]).forward_mode is M.DECODE and batch([0, 0], [4, 9]).forward_mode is M.IDLE
     padded = got.metadata.padded(8, 4)
     assert ForwardBatch.of(padded, torch.zeros(8, dtype=torch.int64)).forward_mode is M.MIXED
     with pytest.raises(ValueError, match=r"input_ids has shape \(4,\); the batch has 8 tokens"):
