@@ -24,7 +24,7 @@
 #           and a call with RESUME='earlier.json ...' goes on with it; $KERNELS: more arguments
 # engines   decode steps with cascades and two half batches, and approximate ones at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
-# profile   GPU time by kernel
+# profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys, and its tiles ($EXTEND)
 # experts   the experts' kernels
 # windows   KV memory and step time of a window model, with the window and without; mixed_windows: of one that mixes windows and
 #           full layers; updates: of all weights; cast: of the copy in the dtype that the engine computes in
@@ -38,7 +38,7 @@
 #
 # LIMIT     seconds for each command (300); TOTAL: for all of them (any). Most parts end themselves before LIMIT, and keep what
 #           they have. The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX,
-#           $EXPERTS, $KITS, $KERNELS; others in the place of the model and sizes: $WINDOW, $MIXED, $UPDATES, $CAST, $PIECES,
+#           $EXPERTS, $EXTEND, $KITS, $KERNELS; others in the place of the model and sizes: $WINDOW, $MIXED, $UPDATES, $CAST, $PIECES,
 #           $FAST_PREFILL, $GRPO, $EVALUATE, $ADAPTERS.
 set -u
 cd "$(dirname "$0")/.."
@@ -119,6 +119,7 @@ for part in "$@"; do
                        --deadline "$(deadline)" ${FAST_PREFILL:---attention triton --hidden 2048 --prompt 8192 --prompts 5} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
+        extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:---deadline 100} ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
         windows)   run h200_window benchmarks/window_weights.py window --json "$OUT/h200_window.json" --deadline "$(deadline)" \
                        ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8} ;;
