@@ -17,16 +17,10 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, wrong_gpu
+from quire.attn_ops.vendor import missing, refuse, wrong_gpu
 
 NAME = "flash_attention"
 #: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
@@ -54,8 +48,7 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-    if chunk is not None or k_scale is not None:
-        raise UnsupportedAttention("the flash_attention backend has no chunks and no quantized KV cache of one scale per token")
+    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     found = _installed()
     if found is None:
         raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
