@@ -30,7 +30,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.backends.flashinfer.modules import HOPPER, ready
+from quire.attn_ops.backends.flashinfer.modules import HOPPER, begin, ready
 from quire.attn_ops.backends.flashinfer.pages import PageTable, append, leading_decodes
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -296,7 +296,7 @@ BACKEND = AttentionBackend(
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     make_state=FlashInferState,
     plan=plan, plans_windows=True,
-    prefill=PrefillPart(ready, make_prompts_state),
+    prefill=PrefillPart(ready, make_prompts_state, begin),
     priority={"cuda": 20},
     packages=("flashinfer-python", "triton"),
 )
