@@ -265,7 +265,7 @@ class LongPrefill(Composite):
             same_in_graphs=rest.same_in_graphs, plans_graphs=rest.plan is not None and rest.plans_graphs,
             plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
             takes_other_batches=rest.plan is None and rest.make_state is None,
-            without_graph=lambda state, *lens: state.times(*lens))
+            without_graph=lambda sites, device, state, *lens: state.times(*lens), scratch_bytes=rest.scratch_bytes)
 
     def route(self, site: AttentionSite) -> str:
         return f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"

@@ -101,13 +101,15 @@ class CudaGraphRunner:
         self._mixed = sorted(b for b in self.buckets if b.num_tokens != b.num_reqs)
         self._warned: set[str] = set()
 
-    def can_run(self, shape: BatchShape, decode: bool, hidden: CaptureHiddenMode = CaptureHiddenMode.NULL) -> BatchShape | None:
+    def can_run(self, shape: BatchShape, decode: bool, hidden: CaptureHiddenMode = CaptureHiddenMode.NULL,
+                better: Callable[[], str | None] = lambda: None) -> BatchShape | None:
         """The captured bucket that ``shape`` is padded to, or None: ``reason`` says why, counted and logged once per reason.
 
         Args:
             shape: of the live batch.
             decode: every row has one token.
             hidden: the hidden states that the batch needs.
+            better: () -> why the batch takes less time without the graph that there is; None: it does not.
         """
         if not self._entries and not self.lazy:
             return self._no(shape, "nothing is captured")
@@ -120,6 +122,8 @@ class CudaGraphRunner:
             return self._no(shape, "a prefill in the batch, and no mixed bucket captured", logging.DEBUG)
         if bucket is None:
             return self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(self._mixed[-1])}", logging.DEBUG)
+        if (why := better()) is not None:
+            return self._no(shape, why, logging.DEBUG)
         if bucket not in self._entries:
             if self._no_room:
                 return self._no(shape, "there was no memory for another graph")
