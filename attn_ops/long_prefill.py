@@ -70,10 +70,10 @@ class State:
     Args:
         parts: the parts' states, by name.
         rules: of the layers that PREFILL may serve, by kind: one of the sites, their number, the rule.
-        others: the rest of the layers with times, alike.
         split: whether decodes at the head of a batch stay with REST.
         serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
+        prepared: what REST prepared for the decodes, by the address of their block table.
     """
 
     parts: dict[str, Any]
@@ -82,6 +82,7 @@ class State:
     serving: frozenset[Kind] = frozenset()
     decodes: int = 0
     starts: int = 0
+    prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     step: weakref.ref[Step] | None = None
 
     def won(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> frozenset[Kind]:
@@ -205,7 +206,7 @@ class LongPrefill(Composite):
         """Choose, and plan for the choice."""
         state: State = step.states[self.name]
         step.states.update(state.parts)
-        state.step, state.serving = None, frozenset()
+        state.step, state.serving, state.prepared = None, frozenset(), {}
         if self.rest.plan is not None:
             self.rest.plan(metadata, step)
         if step.graph_key is not None or not metadata.causal or not state.rules:
@@ -241,8 +242,10 @@ class LongPrefill(Composite):
         out: torch.Tensor = self.prefill.op(q, k, v, *tensors, self._prepared(self.prefill, prepared), **options)
         if n := state.decodes:  # their keys are stored now
             caches, (slots, table, starts, lens, sinks) = tensors[:4], tensors[4:]
-            out[:n] = self.rest.op(q[:n], None, None, *caches, slots[:n], table[:n], starts[: n + 1], lens[:n], sinks,
-                                   self._prepared(self.rest, prepared), **options)
+            few = slots[:n], table[:n], starts[: n + 1], lens[:n]
+            if (key := table.data_ptr()) not in state.prepared:  # once per step; layers with a window may have another table
+                state.prepared[key] = [] if self.rest.prepare is None else self.rest.prepare(*few, caches[0].shape[1])
+            out[:n] = self.rest.op(q[:n], None, None, *caches, *few, sinks, state.prepared[key], **options)
         return out
 
     def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
@@ -259,9 +262,10 @@ class LongPrefill(Composite):
         """The composite as a backend, its ops registered. It declares what REST does, but for MLA."""
         rest = self.rest
         own = {f.name: getattr(rest.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
-        capabilities = CompositeCapabilities(**{**own, "mla": False}, serving=lambda site: (rest,))
+        capabilities = CompositeCapabilities(**{**own, "mla": False, "lse": False}, serving=lambda site: (rest,))
         return replace(
-            self.backend(capabilities, self.route), make_state=self.make_state, plan=self.plan, state_op=rest.state_op,
+            self.backend(capabilities, self.route), capabilities=replace(capabilities, lse=rest.capabilities.lse),
+            state_op=rest.state_op, make_state=self.make_state, plan=self.plan,
             same_in_graphs=rest.same_in_graphs, plans_graphs=rest.plan is not None and rest.plans_graphs,
             plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
             takes_other_batches=rest.plan is None and rest.make_state is None,
@@ -271,8 +275,9 @@ class LongPrefill(Composite):
         return f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"
 
 
-def make(name: str, prefill: AttentionBackend, rest: AttentionBackend) -> AttentionBackend:
-    """The backend ``name``.
+def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Callable[..., PrefillRule | None] = tuning.rule
+         ) -> AttentionBackend:
+    """The backend ``name``; ``rule``: see LongPrefill.
 
     Raises:
         UnsupportedAttention: two backends of one name, one that must see every step, or one that is an approximation.
@@ -286,7 +291,7 @@ def make(name: str, prefill: AttentionBackend, rest: AttentionBackend) -> Attent
     if rest.op is None or prefill.op is None:
         raise UnsupportedAttention(f"attention={name!r}: both backends must serve keys and values of all heads")
     parts = (rest, prefill)
-    return LongPrefill(name, parts, lambda *of_step: rest, lambda *of_step: (), lambda site: (rest,)).long_backend()
+    return LongPrefill(name, parts, lambda *of_step: rest, lambda *of_step: (), lambda site: (rest,), rule=rule).long_backend()
 
 
 __all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make"]

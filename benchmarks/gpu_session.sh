@@ -42,7 +42,6 @@ pieces() {
     piece rivals 480 measure rivals
     for i in 1 2 3; do piece "matrix$i" 520 matrix "matrix$i"; done
     piece experts 240 measure experts
-    piece mla 180 measure mla
     piece prefix 240 measure prefix
     piece fast_prefill 120 measure fast_prefill
     piece adapters 160 measure adapters
@@ -54,14 +53,18 @@ pieces() {
     piece pieces 150 measure pieces
     piece mixed_windows 120 measure mixed_windows
     piece cast 110 measure cast
-    piece composite 400 measure composite
-    piece sparse 400 measure sparse
-    piece kits 400 measure kits
+    piece kits 330 more kits
+    piece backends 180 more kernels backends
+    piece mla 180 more mla
+    piece composite 180 more composite
+    piece sparse 180 more sparse
+    piece engines 400 measure engines
     piece grid 500 grid
     piece profile 240 measure profile
 }
 
-# The matrix and the grid go on with what earlier calls have measured.
+# These go on with what earlier calls have measured; `more` ends with 3 while something is left (RETRY=1 goes on).
+more() { RESUME=$(earlier "h200_$1.json") measure "${2:-$1}"; }
 matrix() { NAME=$1 RESUME=$(earlier 'matrix*.json') DEADLINE=$((DEADLINE - SECONDS - 10)) benchmarks/matrix.sh; }
 grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((LIMIT - 40)) measure kernels; }
 

@@ -191,7 +191,7 @@ class WeightUpdates:
         except FileNotFoundError:
             raise
         except Exception as error:
-            raise WeightUpdateError(f"the checkpoint {path} cannot be read: {error}") from error
+            raise WeightUpdateError(f"the checkpoint {path} cannot be read: {error}", getattr(error, "name", None)) from error
         targets = check_specs(self.model, (WeightSpec(name, t.dtype, tuple(t.shape)) for name, t in values.items()))
         if missing := missing_names(self.model, values):
             raise WeightUpdateError(f"the checkpoint {path} lacks the parameter {missing[0]!r}" + (

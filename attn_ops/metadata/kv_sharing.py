@@ -91,7 +91,8 @@ def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend | 
         TypeError: (in ``build``) metadata that are no dataclass, to which fields cannot be added.
     """
     if isinstance(backend, type):
-        return subclass_attention_backend(prefix, backend, _fast_prefill_builder(prefix, backend.get_builder_cls()))
+        builder = backend.get_builder_cls()  # type: ignore[attr-defined]
+        return subclass_attention_backend(prefix, backend, _fast_prefill_builder(prefix, builder))
     plan = backend.plan
     if plan is None:
         return replace(backend, name=prefix + backend.name, priority=None)
@@ -105,7 +106,7 @@ def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend | 
 def _fast_prefill_builder(prefix: str, builder: Any) -> type:
     def with_logits(made: Any, meta: CommonAttentionMetadata) -> Any:
         kind = subclass_attention_metadata(prefix, type(made), KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
-        found = object.__new__(kind)
+        found: Any = object.__new__(kind)
         values = {field.name: getattr(made, field.name) for field in fields(made)}
         for name, value in {**values, "logits_indices_padded": meta.logits_indices_padded,
                             "num_logits_indices": meta.num_logits_indices}.items():

@@ -41,7 +41,7 @@ def decode_point(batch: int, context: int) -> Point:
 
 
 #: (sequences, scheduled tokens per sequence, tokens computed before).
-EXTENDS = ((1, 4096, 0), (8, 1024, 4096), (1, 960, 0), (1, 64, 8128))
+EXTENDS = ((1, 4096, 0), (8, 1024, 4096), (1, 960, 0), (1, 64, 8128), (1, 8192, 8192), (4, 2048, 30720))
 
 
 def extend_points(divisor: int = 1) -> list[Point]:

@@ -126,7 +126,7 @@ def test_against_an_earlier_result(slow: Any, tmp_path: Path, capsys: pytest.Cap
         row["ms_per_step"] /= 100
     before.write_text(json.dumps(result))
     assert main([*arguments, "--against", str(before)]) == 1
-    assert "9 rows compared, 9 slower" in capsys.readouterr().out
+    assert "11 rows compared, 11 slower" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -155,7 +155,8 @@ def test_heads() -> None:
 def test_points() -> None:
     point = decode_point(3, 100)
     assert (point.kind, point.name, point.query_lens, point.seq_lens) == ("decode", "3x100", (1,) * 3, (100,) * 3)
-    assert [p.name for p in extend_points()] == ["1x4096", "8x1024+4096", "1x960", "1x64+8128", "63x1,448"]
+    assert [p.name for p in extend_points()] == [
+        "1x4096", "8x1024+4096", "1x960", "1x64+8128", "1x8192+8192", "4x2048+30720", "63x1,448"]
     assert all(len(p.query_lens) == len(p.seq_lens) for p in extend_points(1000))
 
 

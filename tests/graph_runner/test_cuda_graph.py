@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.graph_runner.cuda_graph import CudaGraphRunner, GraphStats
+from quire.graph_runner.cuda_graph import CudaGraphRunner, EncoderShape, GraphStats
 from quire.graph_runner.device_graph import (
     CpuGraphs,
     GraphPool,
@@ -281,6 +281,25 @@ def test_hidden_states() -> None:
     assert r.can_run(BatchShape(4, 4), True, null) == r.can_run(BatchShape(4, 4), True, last) == BatchShape(4, 4)
     assert r.can_run(BatchShape(4, 4), True, full) is None and r.reason == (
         "hidden states of FULL are wanted, graphs have LAST")
+
+
+def test_steps_with_cross_attention_have_graphs_of_their_own() -> None:
+    """A graph of a text batch leaves out the layers that read an encoder; one with them reads lengths that a text has not."""
+    ran: list = []
+    r = CudaGraphRunner(ran.append, [*shapes(4, 1), EncoderShape(4, 4), EncoderShape(32, 4)], CPU)
+    r.capture()
+    live = BatchShape(3, 3)
+    assert r.stats.captured == 4 and r.can_run(live, True) == r.can_run(live, True, encoder_lens=[0, 0, 0]) == BatchShape(4, 4)
+    crossing = r.can_run(live, True, encoder_lens=[7, 9, 1])
+    assert crossing == EncoderShape(4, 4) != BatchShape(4, 4)
+    assert r.can_run(BatchShape(20, 3), False, encoder_lens=[7, 9, 1]) == EncoderShape(32, 4)
+    r.replay(crossing)
+    r.replay(BatchShape(4, 4))
+    assert ran == [EncoderShape(4, 4), BatchShape(4, 4)] and r.stats.replays[crossing] == 1
+    assert r.can_run(live, True, encoder_lens=[7, 0, 1]) is None
+    assert r.reason == "some rows have encoder tokens, and others none"
+    assert r.can_run(BatchShape(20, 3), False) is None and "no mixed bucket" in r.reason
+    assert runner(4).can_run(live, True, encoder_lens=[1, 1, 1]) is None
 
 
 def test_inputs_that_moved() -> None:

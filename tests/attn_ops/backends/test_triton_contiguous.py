@@ -1,5 +1,5 @@
-"""Long prompts of the Triton backend by contiguous keys: the copy, the kernel, and the rule by which a step comes there. Runs on
-a GPU where there is one, else in Triton's interpreter."""
+"""Long prompts of the Triton backend by contiguous keys: the copy, the kernel, and the rule by which a step comes there. Runs
+on a GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
