@@ -250,9 +250,11 @@ class AttentionBackend:
         warm_up: (sites, device, seconds) -> None, or what is not ready: work before an engine's first step, such as compiling
             kernels in other processes for at most so many seconds.  begin_warm_up: the same arguments; starts what can be done
             in other processes while the engine compiles its model.
-        without_graph: (state, query_lens, seq_lens) -> estimated microseconds of all layers' attention in a step with and
-            without a CUDA graph; the state is its own, the (B,) int arrays are on the host. Engines may run a step without its
-            graph where that takes less.
+        without_graph: (sites, device, state, query_lens, seq_lens) -> estimated microseconds of all layers' attention in a step
+            with and without a CUDA graph; the state is its own, None without ``make_state``; the (B,) int arrays are on the
+            host. Engines may run a step without its graph where that takes less.
+        scratch_bytes: (sites, device, tokens) -> bytes, at most, that its op takes for a step without a CUDA graph whose
+            sequences have so many tokens, and does not take for one of padding alone, by which engines measure.
     """
 
     name: str
@@ -281,7 +283,9 @@ class AttentionBackend:
     takes_other_batches: bool = False
     warm_up: Callable[[Sequence[AttentionSite], torch.device, float], str | None] | None = None
     begin_warm_up: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
-    without_graph: Callable[[Any, np.ndarray, np.ndarray], tuple[float, float]] | None = None
+    without_graph: Callable[[Sequence[AttentionSite], torch.device, Any, np.ndarray, np.ndarray], tuple[float, float]
+                            ] | None = None
+    scratch_bytes: Callable[[Sequence[AttentionSite], torch.device, int], int] = lambda sites, device, tokens: 0
 
     def __post_init__(self) -> None:
         if self.approximate and self.priority:

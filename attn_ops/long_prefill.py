@@ -274,7 +274,7 @@ class LongPrefill(Composite):
             plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
             begin_warm_up=self.begin_warm_up,
             takes_other_batches=rest.plan is None and rest.make_state is None,
-            without_graph=lambda state, *lens: state.times(*lens))
+            without_graph=lambda sites, device, state, *lens: state.times(*lens), scratch_bytes=rest.scratch_bytes)
 
     def route(self, site: AttentionSite) -> str:
         return f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"
