@@ -128,9 +128,9 @@ class MlaKit(Kit):
             ("stale metadata in padding", self.stale),
             ("garbage in unused slots", self.garbage),
             ("pages in another order", self.permuted),
-            ("buffers used again", self.reused),
-            ("a batch in parts", lambda: sweeps.parts(self, list(MIXED))),
-            ("decode steps made ahead", lambda: sweeps.drafts(self)),
+            ("one set of buffers", self.reused),
+            ("sequences in parts", lambda: sweeps.parts(self, list(MIXED))),
+            ("steps made ahead", lambda: sweeps.drafts(self)),
             ("weights updated in place", self.updated),
             *self.frame_checks(),
         ]
