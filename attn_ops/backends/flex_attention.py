@@ -27,7 +27,7 @@ NAME = "flex_attention"
 BLOCK = 128  # queries and keys per block of the mask
 #: Below 128 queries Inductor takes its kernel for few. Its block of queries is all of them times the query heads per key head,
 #: and past a block of the mask it finds no such kernel ("No choices exist"). So a ragged row goes to the kernel for many.
-MANY = {"FORCE_USE_FLEX_ATTENTION": True}
+MANY: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 ROUND = 1024  # keys that the gathered rows are rounded up to: few sizes, few allocations
 
 
