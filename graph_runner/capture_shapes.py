@@ -50,6 +50,11 @@ def launch_us(parameters: Iterable[torch.Tensor], vocab_size: int) -> float:
     return SLOW_HOST * LAUNCH_SECONDS * 1e6 * len(_matrix_sizes(parameters, vocab_size))
 
 
+def token_us(parameters: Iterable[torch.Tensor], vocab_size: int) -> float:
+    """Microseconds per token of a fast GPU for the matrix products of a long step. Arguments: of ``launch_bound_tokens``."""
+    return 2e6 / FLOPS * sum(_matrix_sizes(parameters, vocab_size))
+
+
 def _matrix_sizes(parameters: Iterable[torch.Tensor], vocab_size: int) -> list[int]:
     """Elements of the matrices that every token of a step meets."""
     return [p.numel() for p in parameters if p.dim() >= 2 and p.shape[0] != vocab_size and p.itemsize <= 2]
@@ -92,4 +97,4 @@ def _listed(sizes: object) -> bool:
     return sizes is not None and not isinstance(sizes, str)
 
 
-__all__ = ["MIXED_TOKENS", "capture_shapes", "launch_bound_tokens", "launch_us"]
+__all__ = ["MIXED_TOKENS", "capture_shapes", "launch_bound_tokens", "launch_us", "token_us"]

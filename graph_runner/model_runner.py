@@ -25,7 +25,7 @@ from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, 
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens, launch_us
+from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens, launch_us, token_us
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -40,6 +40,7 @@ from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.thread_state import isolated
 from quire.graph_runner.window_pages import Reach
+from quire.graph_runner.without_graph import WithoutGraph
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel
@@ -111,7 +112,7 @@ class ModelRunner:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(start_times.seconds)
         self._launch_bound = launch_bound_tokens(model.parameters(), self.vocab_size)
-        self._launch_us = launch_us(model.parameters(), self.vocab_size)
+        self._step_us = tuple(us(model.parameters(), self.vocab_size) for us in (launch_us, token_us))
         options = config.compile_options(self.device)
         ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:
@@ -149,6 +150,7 @@ class ModelRunner:
         if self.backend.warm_up is not None:
             with start_times.timed("prefill kernels"):
                 self.backend.warm_up(self.sites, self.device, build_seconds())  # it logs what is not ready
+        self._without_graph = WithoutGraph(self.backend, self.sites, self.device, *self._step_us)
         self.sampler = Sampler()
         self.editor = LogitsEditor(self.sampler, self.device)
         width = pages_for(self.max_model_len, config.page_size)
@@ -249,7 +251,10 @@ class ModelRunner:
         batch.metadata = replace(batch.metadata, logits_indices_padded=None)  # all layers on all tokens take the most
         self._compute(self._step(batch), batch)
         torch.cuda.synchronize(self.device)
-        self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated
+        self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated + self.backend.scratch_bytes(
+            self.sites, self.device, self.config.max_num_seqs * self.max_model_len)
+        self._without_graph.measure(lambda: self._compute(self._step(batch), batch))
+        torch.cuda.synchronize(self.device)
         with start_times.timed("graph memory"):
             graphs = self.graphs.estimate()
         self._states.clear()
@@ -317,21 +322,10 @@ class ModelRunner:
         if batch.num_scored:
             return None
         live, decode = BatchShape(batch.num_tokens, len(batch.rows)), batch.forward_mode.is_decode()
-        if not decode and self._faster_without_graph(batch):
-            return None
-        bucket = self.graphs.can_run(live, decode) if self.graphs.buckets else None
+        bucket = self.graphs.can_run(live, decode, better=lambda: self._without_graph.reason(batch, self._states)
+                                     ) if self.graphs.buckets else None
         self._capture_steps.clear()  # of a late capture
         return bucket
-
-    def _faster_without_graph(self, batch: ScheduledBatch) -> bool:
-        """Whether the backend has faster kernels for the prompts of the batch that no graph holds, and attention alone takes
-        the GPU longer than launching the step takes the host."""
-        if self.backend.without_graph is None:
-            return False
-        new = np.array([row.num_new for row in batch.rows])
-        state = self._states[self.backend.name]
-        with_graph, without = self.backend.without_graph(state, new, new + np.array([row.start for row in batch.rows]))
-        return self._launch_us < without < with_graph
 
     def _inputs(self, bucket: BatchShape) -> list[torch.Tensor]:
         """The tensors that a graph reads beside the weights."""

@@ -23,7 +23,7 @@ import torch
 
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
-from quire.attn_ops.backends.triton.extend_route import Route, find_route, metadata_of, possible
+from quire.attn_ops.backends.triton.extend_route import Route, find_route, metadata_of, possible, scratch_bytes, without_graph
 from quire.attn_ops.backends.triton.plan import Batch
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
@@ -111,7 +111,10 @@ def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: to
     if route is None:
         return False
     contiguous = kernel_module("backends.triton.extend_contiguous")
-    contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
+    try:
+        contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
+    except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
+        return False
     return not is_recording()
 
 
@@ -212,6 +215,8 @@ BACKEND = AttentionBackend(
     state_op=define_state_op("triton", attention_state, launches=True),
     rope_forms=True,
     same_in_graphs=True,
+    without_graph=without_graph,
+    scratch_bytes=scratch_bytes,
     prepare=define_op(
         "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
         "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),

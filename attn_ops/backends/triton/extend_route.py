@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends.triton.plan import Batch, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
@@ -92,6 +95,35 @@ def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: 
     return by_pages, max(by_rows, longest) + copy + MORE_LAUNCHES
 
 
+def without_graph(sites: Sequence[AttentionSite], device: torch.device, state: None, query_lens: np.ndarray,
+                  seq_lens: np.ndarray) -> tuple[float, float]:
+    """``AttentionBackend.without_graph``, of the layers for which the way by contiguous keys is possible."""
+    query_lens, seq_lens, paged, best = query_lens[query_lens > 1], seq_lens[query_lens > 1], 0.0, 0.0
+    for (heads, kv_heads, dims, itemsize), layers in _kinds(sites, device).items():
+        pages, contiguous = seconds(query_lens, seq_lens, heads, kv_heads, dims, itemsize, host.num_sms(device))
+        fits = _bytes_per_token(kv_heads, dims) * int(seq_lens.sum()) <= config().max_bytes
+        paged += layers * pages * 1e6
+        best += layers * (min(pages, contiguous) if fits else pages) * 1e6
+    return paged, best
+
+
+def scratch_bytes(sites: Sequence[AttentionSite], device: torch.device, tokens: int) -> int:
+    """``AttentionBackend.scratch_bytes``: contiguous keys and values of one layer."""
+    most = max((_bytes_per_token(kv_heads, dims) for _, kv_heads, dims, _ in _kinds(sites, device)), default=0)
+    return min(most * tokens, config().max_bytes)
+
+
+def _kinds(sites: Sequence[AttentionSite], device: torch.device) -> Counter[tuple[int, int, tuple[int, int], int]]:
+    """The layers for which the way by contiguous keys is possible, counted by heads, KV heads, dims and bytes of a number."""
+    return Counter((s.num_heads, s.num_kv_heads, (s.head_dim, s.head_dim_v), s.dtype.itemsize) for s in sites
+                   if s.latent is None and possible((s.head_dim, s.head_dim_v), s.dtype, s.window, s.chunk, device))
+
+
+def _bytes_per_token(kv_heads: int, dims: tuple[int, int]) -> int:
+    """Of contiguous keys and values in half precision."""
+    return 2 * kv_heads * sum(host.next_power_of_2(d, 16) for d in dims)
+
+
 def metadata_of(q: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Step, CommonAttentionMetadata] | None:
     """The step in progress and its metadata, if these lengths are the step's and no graph's, which is replayed for others."""
     step = current_step()
@@ -123,7 +155,7 @@ def _route(meta: CommonAttentionMetadata, batch: Batch, heads: int, caches: Cach
     query_lens, seq_lens = query_lens[wanted], meta.seq_lens_cpu.numpy()[wanted]
     num_keys = int(seq_lens.sum(dtype=np.int64))
     now = config()
-    if not num_keys or 2 * num_keys * kv_heads * sum(host.next_power_of_2(d, 16) for d in dims) > now.max_bytes:
+    if not num_keys or _bytes_per_token(kv_heads, dims) * num_keys > now.max_bytes:
         return None
     device = batch.seq_lens.device
     if now.mode != "always":
@@ -134,4 +166,5 @@ def _route(meta: CommonAttentionMetadata, batch: Batch, heads: int, caches: Cach
     return Route(starts, num_keys, skip_single)
 
 
-__all__ = ["Route", "RouteConfig", "config", "find_route", "metadata_of", "possible", "seconds"]
+__all__ = ["Route", "RouteConfig", "config", "find_route", "metadata_of", "possible", "scratch_bytes", "seconds",
+           "without_graph"]
