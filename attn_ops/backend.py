@@ -195,10 +195,12 @@ class PrefillPart:
             It may compile what is missing, in other processes, for at most so many seconds; with 0 it only looks.
         make_state: as of the backend; with this state ``plan`` and ``op`` leave out the sequences of one token at the head of a
             batch: their keys and values are stored, and their rows of the result hold anything.
+        begin: (sites, device, seconds) -> None: start to compile in other processes what ``ready`` will wait for; optional.
     """
 
     ready: Callable[[Sequence[AttentionSite], torch.device, float], str | None]
     make_state: Callable[..., Any]
+    begin: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -245,8 +247,9 @@ class AttentionBackend:
             the device may be computed in the graph.
         takes_other_batches: despite its plan and its state the op takes other batches than the step's: it does not use them
             then. With ``capabilities.any_batch``.
-        warm_up: (sites, device, seconds) -> None, or what is not as asked for: work before an engine's first step, such as
-            compiling kernels in other processes for at most so many seconds.
+        warm_up: (sites, device, seconds) -> None, or what is not ready: work before an engine's first step, such as compiling
+            kernels in other processes for at most so many seconds.  begin_warm_up: the same arguments; starts what can be done
+            in other processes while the engine compiles its model.
         without_graph: (sites, device, state, query_lens, seq_lens) -> estimated microseconds of all layers' attention in a step
             with and without a CUDA graph; the state is its own, None without ``make_state``; the (B,) int arrays are on the
             host. Engines may run a step without its graph where that takes less.
@@ -279,6 +282,7 @@ class AttentionBackend:
     plans_graphs: bool = True
     takes_other_batches: bool = False
     warm_up: Callable[[Sequence[AttentionSite], torch.device, float], str | None] | None = None
+    begin_warm_up: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
     without_graph: Callable[[Sequence[AttentionSite], torch.device, Any, np.ndarray, np.ndarray], tuple[float, float]
                             ] | None = None
     scratch_bytes: Callable[[Sequence[AttentionSite], torch.device, int], int] = lambda sites, device, tokens: 0

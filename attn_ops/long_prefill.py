@@ -106,9 +106,13 @@ class State:
 
 
 def build_seconds() -> float:
-    """Seconds that an engine's start may spend on compiling PREFILL's kernels, once per machine: QUIRE_KERNEL_BUILD_SECONDS; 0:
-    none."""
+    """Seconds that compiling PREFILL's kernels may take, once per machine: QUIRE_KERNEL_BUILD_SECONDS; 0: it never begins."""
     return float(os.environ.get("QUIRE_KERNEL_BUILD_SECONDS") or BUILD_SECONDS)
+
+
+def wait_seconds(chosen_by_auto: bool) -> float:
+    """Seconds that an engine's start waits for that: not at all where nobody asked for PREFILL, by its name or the variable."""
+    return 0.0 if chosen_by_auto and not os.environ.get("QUIRE_KERNEL_BUILD_SECONDS") else build_seconds()
 
 
 def leading_ones(query_lens: np.ndarray) -> int:
@@ -140,16 +144,22 @@ class LongPrefill(Composite):
 
     def ready(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float = 0.0) -> str | None:
         """``PrefillPart.ready`` of PREFILL, for those of the sites that it supports."""
-        if part := self.prefill.prefill:
-            able = [s for s in sites if not self.prefill.capabilities.reasons_against(s, device=device)]
-            return self.failed.get(device) or (part.ready(able, device, seconds) if able else None)
-        return None
+        part, able = self.prefill.prefill, self._able(sites, device)
+        return self.failed.get(device) or (part.ready(able, device, seconds) if part and able else None)
+
+    def _able(self, sites: Sequence[AttentionSite], device: torch.device, **cache: Any) -> list[AttentionSite]:
+        return [s for s in sites if not self.prefill.capabilities.reasons_against(s, device=device, **cache)]
+
+    def begin_warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> None:
+        """``AttentionBackend.begin_warm_up``."""
+        part, able = self.prefill.prefill, self._able(sites, device)
+        if part is not None and part.begin is not None and able:
+            part.begin(able, device, seconds)
 
     def warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> str | None:
         """``AttentionBackend.warm_up``: have PREFILL's kernels compiled, and run a short prompt through each of them."""
         why = self.ready(sites, device, seconds)
-        kinds = {} if why else {Kind.of(s): s for s in sites
-                                if not self.prefill.capabilities.reasons_against(s, device=device, page_size=16)}
+        kinds = {} if why else {Kind.of(s): s for s in self._able(sites, device, page_size=16)}
         for site in kinds.values():
             try:
                 self._try(replace(site, layer=0, kv_source=None), device)
@@ -180,9 +190,7 @@ class LongPrefill(Composite):
         of_cache: dict[str, Any] = {"page_size": cache.page_size, "kv_dtype": cache.dtype, "layout": cache.layout}
         rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]] = {}
         why = self.ready(sites, device)
-        for site in () if why else sites:
-            if self.prefill.capabilities.reasons_against(site, device=device, **of_cache):
-                continue
+        for site in () if why else self._able(sites, device, **of_cache):
             kind = Kind.of(site)
             if kind in rules:
                 rules[kind] = (site, rules[kind][1] + 1, rules[kind][2])
@@ -268,6 +276,7 @@ class LongPrefill(Composite):
             state_op=rest.state_op, make_state=self.make_state, plan=self.plan,
             same_in_graphs=rest.same_in_graphs, plans_graphs=rest.plan is not None and rest.plans_graphs,
             plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
+            begin_warm_up=self.begin_warm_up,
             takes_other_batches=rest.plan is None and rest.make_state is None,
             without_graph=lambda sites, device, state, *lens: state.times(*lens), scratch_bytes=rest.scratch_bytes)
 
@@ -294,4 +303,5 @@ def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Cal
     return LongPrefill(name, parts, lambda *of_step: rest, lambda *of_step: (), lambda site: (rest,), rule=rule).long_backend()
 
 
-__all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make"]
+__all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make",
+           "wait_seconds"]

@@ -87,8 +87,8 @@ for part in "$@"; do
         nofuse)    bench h200_decode_no_rope decode --attention triton --batch 1,32,128 --engine fusions=projections,small_linear ;;
         mixed)     bench h200_mixed256 mixed256 --attention triton ;;
         prefill)   bench h200_prefill prefill --attention triton ;;
-        long)      (time nice "$PY" -m quire.attn_ops.backends.flashinfer.modules <<< "${LONG_KERNELS:-[[\"fa3\",\"bfloat16\",128,false,false]]}"
-                    ) > "$OUT/long_build.log" 2>&1 &
+        long)      (time nice "$PY" -m quire.attn_ops.backends.flashinfer.modules \
+                       <<< '{"seconds": 240, "modules": [["fa3", "bfloat16", 128, false, false]]}') > "$OUT/long_build.log" 2>&1 &
                    build=$!
                    read -ra models <<< "${LONG_MODELS:-llama-8b qwen3-0.6b}"
                    for each in "${models[0]} triton" "${models[0]} auto" "${models[@]:1}"; do

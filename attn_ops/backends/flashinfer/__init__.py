@@ -30,7 +30,8 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.backends.flashinfer.modules import HOPPER, ready
+from quire.attn_ops.backends.flashinfer import contiguous
+from quire.attn_ops.backends.flashinfer.modules import HOPPER, begin, ready
 from quire.attn_ops.backends.flashinfer.pages import PageTable, append, leading_decodes
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -184,6 +185,14 @@ class FlashInferState:
 
     def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
         """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2."""
+        if self.prompts_only and group.window is None and self.gpu.major == HOPPER and contiguous.spares(
+                *contiguous.lengths(self.metadata, first, self.rows), group.heads, group.kv_heads, group.dim):
+            key = ("contiguous", group)
+            if key not in self.wrappers:
+                logger.info("flashinfer: fa3 prefill kernel for %s, by contiguous keys", group)
+                self.wrappers[key] = self.lib.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend="fa3")
+            return contiguous.plan(self.wrappers[key], self.metadata, first, self.rows, group.heads, group.kv_heads, group.dim,
+                                   self.layout == "HND", **group.options)
         wrapper = self.wrappers.get(("prefill", group))
         if wrapper is None:
             kernels = kernels if self.gpu.major == HOPPER else "fa2"
@@ -296,7 +305,7 @@ BACKEND = AttentionBackend(
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     make_state=FlashInferState,
     plan=plan, plans_windows=True,
-    prefill=PrefillPart(ready, make_prompts_state),
+    prefill=PrefillPart(ready, make_prompts_state, begin),
     priority={"cuda": 20},
     packages=("flashinfer-python", "triton"),
 )
