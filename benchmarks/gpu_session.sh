@@ -29,6 +29,7 @@ KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/
 
 measure() { benchmarks/measure.sh "$@"; }
 suite() { TESTS="$*" measure tests; }
+grpo() { GRPO_MODELS=$1 measure "$2"; }
 
 # name, seconds that it may take, command
 pieces() {
@@ -42,14 +43,16 @@ pieces() {
     for i in 1 2 3; do piece "matrix$i" 520 matrix "matrix$i"; done
     piece experts 240 measure experts
     piece prefix 240 measure prefix
-    piece fast_prefill 200 measure fast_prefill
-    piece grpo 300 measure grpo
-    piece grpo_vllm 300 measure grpo_vllm
-    piece evaluate 300 measure evaluate
-    piece adapters 240 measure adapters
-    piece windows 420 measure windows
-    piece updates 300 measure updates
-    piece pieces 400 measure pieces
+    piece fast_prefill 120 measure fast_prefill
+    piece adapters 160 measure adapters
+    for m in qwen3-0.6b llama-1b; do piece "grpo-$m" 160 grpo "$m" grpo; done
+    piece evaluate 160 measure evaluate
+    for m in qwen3-0.6b llama-1b; do piece "grpo_vllm-$m" 160 grpo "$m" grpo_vllm; done
+    piece windows 140 measure windows
+    piece updates 110 measure updates
+    piece pieces 150 measure pieces
+    piece mixed_windows 120 measure mixed_windows
+    piece cast 110 measure cast
     piece kits 330 more kits
     piece backends 180 more kernels backends
     piece mla 180 more mla

@@ -8,8 +8,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 INDEX = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be taken; ``name``: of a parameter that is the reason, if one is known."""
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 def files_of(path: Path) -> list[Path]:
@@ -19,15 +28,18 @@ def files_of(path: Path) -> list[Path]:
         FileNotFoundError: none, or one that the index names is missing.
     """
     index = path / INDEX
+    holds: dict[str, str] = {}
     if index.is_file():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        holds = {name: parameter for parameter, name in reversed(json.loads(index.read_text())["weight_map"].items())}
+        files = [path / name for name in sorted(holds)]
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no checkpoint at {path}: expected *.safetensors files, as save_pretrained writes them")
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(f"{file}, which {index.name} names, is missing")
+            raise FileNotFoundError(f"{file}, which {index.name} names, is missing, and the parameter {holds[file.name]!r} "
+                                    "with it")
     return files
 
 
@@ -35,8 +47,8 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
     """All tensors of a checkpoint in host memory, by the names of ``model``.
 
     Raises:
-        FileNotFoundError: see ``files_of``. ValueError: a file cut short, or with a broken header, or two files with the same
-            parameter; names them.
+        FileNotFoundError: see ``files_of``. CheckpointError: a file cut short, or with a broken header, or two files with the
+            same parameter; a parameter that the model has not; a quantized checkpoint for a model that is not. Names them.
     """
     values: dict[str, torch.Tensor] = {}
     held_by: dict[str, str] = {}
@@ -45,17 +57,45 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
             with safe_open(str(file), framework="pt") as opened:
                 own = {name: opened.get_tensor(name) for name in opened.keys()}
         except Exception as error:
-            raise ValueError(f"{file.name} is incomplete or not a safetensors file ({error})") from error
+            lost = _lost(file, path)
+            raise CheckpointError(f"{file.name} is incomplete or not a safetensors file ({error})" + (
+                f"; the parameter {lost!r} cannot be read" if lost else ""), lost) from error
         for name in own:
             if name in held_by:
-                raise ValueError(f"{held_by[name]} and {file.name} both hold the parameter {name!r}: the folder has files of "
-                                 "two checkpoints. Remove those of one")
+                raise CheckpointError(f"{held_by[name]} and {file.name} both hold the parameter {name!r}: the folder has files "
+                                      "of two checkpoints. Remove those of one", name)
             held_by[name] = file.name
         values |= own
     names = set(model.state_dict())
+    _check_quantization(path, model)
     if values.keys() <= names or not hasattr(type(model), "from_pretrained"):
         return values
     return _converted(path, model)
+
+
+def _check_quantization(path: Path, model: Any) -> None:
+    """Refuse a quantized checkpoint for a model that is not quantized: its codes would be taken for weights."""
+    config = path / "config.json"
+    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
+    if quantization and getattr(getattr(model, "config", None), "quantization_config", None) is None:
+        raise CheckpointError(f"it is quantized ({quantization.get('quant_method', 'unknown method')}), and the model that is "
+                              "served is not. Give a checkpoint in the model's own dtype, or make an engine from that path")
+
+
+def _lost(file: Path, path: Path) -> str | None:
+    """The first parameter that a file cut short does not hold whole: by its header, or by the index where that is cut too."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, size)))
+        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        return next((name for name in sorted(ends, key=ends.__getitem__) if ends[name] > size), None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        if not (path / INDEX).is_file():
+            return None
+        held = json.loads((path / INDEX).read_text())["weight_map"]
+        return next((name for name in held if held[name] == file.name), None)
 
 
 def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
@@ -63,6 +103,11 @@ def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
     plain = type(model).__dict__.get("_plain_class", type(model))  # quire.paged puts a subclass in the place of the class
     other, report = plain.from_pretrained(str(path), config=model.config, dtype=next(model.parameters()).dtype,
                                           output_loading_info=True)
+    if unexpected := sorted(report.get("unexpected_keys") or ()):  # such as a bias, or the scales of codes
+        more = f" and {len(unexpected) - 1} others" if len(unexpected) > 1 else ""
+        raise CheckpointError(f"it holds the parameter {unexpected[0]!r}{more}, which {plain.__name__} has not. Give the "
+                              "parameters that the model has with update_weights_from_tensors, or make an engine of a model "
+                              "that has them all", unexpected[0])
     missing, mismatched = report["missing_keys"], report.get("mismatched_keys") or ()
     state = other.state_dict()
     for name in {*missing, *(key[0] if isinstance(key, tuple) else key for key in mismatched)}:
@@ -71,7 +116,19 @@ def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str) -> None:
-    """Write a model in shards; transformers models with their config, and the tokenizer if there is one."""
+    """Write a model in shards; transformers models with their config, and the tokenizer if there is one.
+
+    Raises:
+        CheckpointError: a parameter whose codes and scales safetensors cannot hold, unless transformers quantized the model and
+            knows how to write it; names it, and writes nothing.
+    """
+    if getattr(getattr(model, "config", None), "quantization_config", None) is None:
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if is_traceable_wrapper_subclass(tensor):
+                raise CheckpointError(
+                    f"the parameter {name!r} is quantized ({type(tensor).__name__}), which safetensors files cannot hold. Save "
+                    "the model before it is quantized, quantize it with from_pretrained(..., quantization_config=...), or keep "
+                    "its state_dict with torch.save", name)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(path), max_shard_size=max_size)
     else:
@@ -88,4 +145,4 @@ def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str)
         tokenizer.save_pretrained(str(path))
 
 
-__all__ = ["files_of", "read_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointError", "files_of", "read_checkpoint", "save_checkpoint"]

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -37,6 +37,18 @@ logger = logging.getLogger(__name__)
 FIRST_WARMUPS, WARMUPS = 2, 1
 
 
+class EncoderShape(NamedTuple):
+    """A bucket of steps with cross attention, in which every row has encoder tokens. Its key differs from the ``BatchShape`` of
+    the same numbers, whose graph has none. For engines of encoder-decoder models; quire's own refuses such models."""
+
+    num_tokens: int
+    num_reqs: int
+    cross: bool = True
+
+
+Bucket = BatchShape | EncoderShape
+
+
 @dataclass
 class GraphStats:
     """Counts so far. ``fell_back``: steps that ran without a graph, by reason; ``replays``: by bucket; ``padding_tokens``: by
@@ -50,7 +62,7 @@ class GraphStats:
     capture_bytes: int = 0
     estimated_bytes: int = 0
     pieces: int = 0
-    replays: Counter[BatchShape] = field(default_factory=Counter)
+    replays: Counter[Bucket] = field(default_factory=Counter)
     padding_tokens: int = 0
 
     def __str__(self) -> str:
@@ -63,15 +75,18 @@ class CudaGraphRunner:
     """Captures ``run`` for each bucket and replays it.
 
     Args:
-        run: shape -> output tensors. Runs a step of that shape on static buffers: device work only, the same kernels each time.
+        run: bucket -> output tensors. Runs a step of that shape on static buffers: device work only, always the same kernels.
         before_capture: shape -> None. Host work that ``run`` needs; called outside the capture.
-        buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens.
+        buckets: shapes to capture, any order. Decode buckets have num_tokens == num_reqs; mixed ones have more tokens. Those
+            with cross attention are EncoderShapes.
         device: of the step; a CPU keeps callables.
         progress: wraps the sequence of buckets while capturing, for a progress bar.
         lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
         pool: memory shared with other runners; one of its own by default.
-        keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool.
-        hidden_mode: the hidden states that ``run`` returns. A batch that needs more runs without a graph.
+        keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool, as those of a
+            target and a draft model: of engines that speculate, which quire's own does not.
+        hidden_mode: the hidden states that ``run`` returns. A batch that needs more runs without a graph. For engines that
+            return them; quire's own returns logits.
         piecewise: shape -> whether it is captured in pieces, between its attention calls, which then need not be capturable.
         inputs: shape -> the tensors that ``run`` reads, to check that they are where they were (debugging).
 
@@ -79,15 +94,15 @@ class CudaGraphRunner:
         reason: why the last batch had no graph; None if it had one.
     """
 
-    def __init__(self, run: Callable[[BatchShape], Any], buckets: Iterable[BatchShape], device: torch.device, *,
-                 before_capture: Callable[[BatchShape], None] | None = None,
-                 progress: Callable[[Sequence[BatchShape]], Iterator[BatchShape]] | None = None, lazy: bool = False,
+    def __init__(self, run: Callable[[Any], Any], buckets: Iterable[Bucket], device: torch.device, *,
+                 before_capture: Callable[[Any], None] | None = None,
+                 progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None, lazy: bool = False,
                  pool: GraphPool | None = None, keep_outputs: bool = False,
                  hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
-                 piecewise: Callable[[BatchShape], bool] = lambda shape: False,
-                 inputs: Callable[[BatchShape], Iterable[torch.Tensor]] | None = None) -> None:
+                 piecewise: Callable[[Any], bool] = lambda shape: False,
+                 inputs: Callable[[Any], Iterable[torch.Tensor]] | None = None) -> None:
         self._run, self._before, self.device, self._piecewise = run, before_capture, device, piecewise
-        self.buckets = sorted(set(buckets), reverse=True)
+        self.buckets: list[Bucket] = sorted(set(buckets), key=tuple, reverse=True)
         self.stats = GraphStats()
         self.reason: str | None = None
         self._no_room = False  # a late capture ran out of memory
@@ -95,31 +110,46 @@ class CudaGraphRunner:
         self._progress = progress or iter
         self._graphs = device_graphs(device)
         self._shared, self._pool = pool, pool or GraphPool()
-        self._entries: dict[BatchShape, Recorded] = {}
-        self._addresses: dict[BatchShape, list[int]] = {}
-        self._decode = sorted(b.num_reqs for b in self.buckets if b.num_tokens == b.num_reqs)
-        self._mixed = sorted(b for b in self.buckets if b.num_tokens != b.num_reqs)
+        self._entries: dict[Bucket, Recorded] = {}
+        self._addresses: dict[Bucket, list[int]] = {}
+        #: rows of the decode buckets, and the mixed ones, ascending; without cross attention, and with it
+        self._sizes: dict[bool, tuple[list[int], list[Bucket]]] = {}
+        for cross, kind in ((False, BatchShape), (True, EncoderShape)):
+            alike = [b for b in self.buckets[::-1] if isinstance(b, kind)]
+            self._sizes[cross] = ([b.num_reqs for b in alike if b.num_tokens == b.num_reqs],
+                                  [b for b in alike if b.num_tokens != b.num_reqs])
         self._warned: set[str] = set()
 
-    def can_run(self, shape: BatchShape, decode: bool, hidden: CaptureHiddenMode = CaptureHiddenMode.NULL) -> BatchShape | None:
+    def can_run(self, shape: BatchShape, decode: bool, hidden: CaptureHiddenMode = CaptureHiddenMode.NULL,
+                encoder_lens: Sequence[int] = (), better: Callable[[], str | None] = lambda: None) -> Any:
         """The captured bucket that ``shape`` is padded to, or None: ``reason`` says why, counted and logged once per reason.
 
         Args:
             shape: of the live batch.
             decode: every row has one token.
             hidden: the hidden states that the batch needs.
+            encoder_lens: encoder tokens of each live row; without any, no cross attention runs.
+            better: () -> why the batch takes less time without the graph that there is; None: it does not.
         """
         if not self._entries and not self.lazy:
             return self._no(shape, "nothing is captured")
         if hidden > self.hidden_mode:
             return self._no(shape, f"hidden states of {hidden.name} are wanted, graphs have {self.hidden_mode.name}")
-        bucket = self._bucket(shape, decode)
+        cross = any(n > 0 for n in encoder_lens)
+        if cross and not all(n > 0 for n in encoder_lens):
+            return self._no(shape, "some rows have encoder tokens, and others none")
+        sizes, mixed = self._sizes[cross]
+        if cross and not sizes and not mixed:
+            return self._no(shape, "encoder tokens in the batch, and no bucket with cross attention")
+        bucket = self._bucket(shape, decode, cross)
         if bucket is None and decode:
-            return self._no(shape, f"more rows than the largest decode bucket ({self._decode[-1] if self._decode else 0})")
-        if bucket is None and not self._mixed:
+            return self._no(shape, f"more rows than the largest decode bucket ({sizes[-1] if sizes else 0})")
+        if bucket is None and not mixed:
             return self._no(shape, "a prefill in the batch, and no mixed bucket captured", logging.DEBUG)
         if bucket is None:
-            return self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(self._mixed[-1])}", logging.DEBUG)
+            return self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(mixed[-1][:2])}", logging.DEBUG)
+        if (why := better()) is not None:
+            return self._no(shape, why, logging.DEBUG)
         if bucket not in self._entries:
             if self._no_room:
                 return self._no(shape, "there was no memory for another graph")
@@ -134,12 +164,13 @@ class CudaGraphRunner:
         self.stats.padding_tokens += bucket.num_tokens - shape.num_tokens
         return bucket
 
-    def _bucket(self, shape: BatchShape, decode: bool) -> BatchShape | None:
+    def _bucket(self, shape: BatchShape, decode: bool, cross: bool) -> Bucket | None:
+        sizes, mixed = self._sizes[cross]
         if decode:
-            size = pick_bucket(self._decode, shape.num_reqs)
+            size = pick_bucket(sizes, shape.num_reqs)
             if size is not None:
-                return BatchShape(size, size)
-        for bucket in self._mixed:  # sorted by tokens: the first that fits wastes least
+                return EncoderShape(size, size) if cross else BatchShape(size, size)
+        for bucket in mixed:  # sorted by tokens: the first that fits wastes least
             if bucket.num_tokens >= shape.num_tokens and bucket.num_reqs >= shape.num_reqs:
                 return bucket
         return None
@@ -182,7 +213,7 @@ class CudaGraphRunner:
         self.stats = GraphStats(estimated_bytes=sum(costs) + (count - len(costs)) * max(costs[-2:], default=0))
         return self.stats.estimated_bytes
 
-    def _capture(self, buckets: Iterable[BatchShape]) -> None:
+    def _capture(self, buckets: Iterable[Bucket]) -> None:
         began = time.perf_counter()
         self._graphs.release()  # recording does so too: what eager steps left would count as gained
         before = self._graphs.free_bytes()
@@ -198,7 +229,7 @@ class CudaGraphRunner:
         self.stats.capture_seconds += time.perf_counter() - began
         self.stats.capture_bytes += max(0, before - self._graphs.free_bytes())
 
-    def _capture_one(self, bucket: BatchShape) -> None:
+    def _capture_one(self, bucket: Bucket) -> None:
         if self._before is not None:
             self._before(bucket)
 
@@ -218,7 +249,7 @@ class CudaGraphRunner:
             self._addresses[bucket] = [t.data_ptr() for t in self._inputs(bucket)]
         self.stats.captured += 1
 
-    def replay(self, bucket: BatchShape) -> Any:
+    def replay(self, bucket: Bucket) -> Any:
         """Run the bucket's graph on the static buffers; the output is valid until the next replay of any bucket of the pool,
         or for good with ``keep_outputs``.
 
@@ -245,4 +276,4 @@ class CudaGraphRunner:
         self._pool = self._shared or GraphPool()
 
 
-__all__ = ["CudaGraphRunner", "GraphStats"]
+__all__ = ["CudaGraphRunner", "EncoderShape", "GraphStats"]

@@ -9,7 +9,7 @@ for MLPs that all ranks run together, the halves of a batch for two-batch overla
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -40,6 +40,7 @@ class ForwardBatch:
         logits_indices: (B,) int64: each row's last token, 0 for padding rows.
         mm_inputs: per sequence what it has beside text, or None; () where nothing has.
         inputs: all staged inputs of the engine's step by name (``step_buffers.py``), these and the sampling parameters of rows.
+        dp_padding_mode, global_num_tokens: of a batch that was padded for other ranks (``prepare_mlp_sync_batch``).
     """
 
     forward_mode: ForwardMode
@@ -56,6 +57,8 @@ class ForwardBatch:
     logits_indices: torch.Tensor | None = None
     mm_inputs: Sequence[MultimodalInputs | None] = ()
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    dp_padding_mode: DpPaddingMode | None = None
+    global_num_tokens: Sequence[int] = ()
 
     @classmethod
     def of(cls, metadata: CommonAttentionMetadata, input_ids: torch.Tensor, positions: torch.Tensor | None = None, *,
@@ -78,8 +81,8 @@ class ForwardBatch:
         for name, tensor in (("input_ids", input_ids), ("positions", positions)):
             if tensor.shape != (metadata.num_tokens,):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the batch has {metadata.num_tokens} tokens")
-        lens = np.diff(metadata.query_start_loc_cpu.numpy()[: metadata.num_reqs + 1])
-        made = cls(ForwardMode.of(int((lens == 1).sum()), len(lens)), metadata, input_ids, positions,
+        lens = np.diff(metadata.query_start_loc_cpu.numpy())
+        made = cls(ForwardMode.of(int((lens == 1).sum()), int((lens > 0).sum())), metadata, input_ids, positions,
                    capture_hidden_mode=capture_hidden_mode, logits_indices=metadata.logits_indices)
         if mm_inputs is not None:
             if len(mm_inputs) != metadata.num_reqs:
@@ -196,6 +199,50 @@ class ForwardBatch:
     def set_attn_attend_prefix_cache(self, attn_attend_prefix_cache: bool | None) -> None:
         self.attn_attend_prefix_cache = attn_attend_prefix_cache
 
+    # -- data-parallel ranks ----------------------------------------------------------------------------------------
+
+    def prepare_mlp_sync_batch(self, global_num_tokens: Sequence[int], rank: int, *, attn_tp_size: int = 1,
+                               in_graph: bool = False, extends: bool = False) -> ForwardBatch:
+        """This rank's batch, padded for MLPs that all data-parallel ranks run together. For engines of several ranks.
+
+        Padding tokens write no slot and are cut from results by ``post_forward_mlp_sync_batch``. Batches of decodes, and idle
+        ones, get as many rows as tokens, for a decode graph, unless ``extends``.
+
+        Args:
+            global_num_tokens: of each rank's batch, before padding.  rank: this one's.
+            attn_tp_size, in_graph: see ``mlp_sync_padding``.
+            extends: some rank has a prompt in its batch. Decodes are then an EXTEND, of one token each.
+
+        Raises:
+            ValueError: this rank's batch has another number of tokens.
+        """
+        if not 0 <= rank < len(global_num_tokens) or global_num_tokens[rank] != self.metadata.num_tokens:
+            raise ValueError(f"rank {rank} has a batch of {self.metadata.num_tokens} tokens, which global_num_tokens "
+                             f"{list(global_num_tokens)} does not say")
+        mode, sizes = mlp_sync_padding(global_num_tokens, attn_tp_size, in_graph)
+        rows, tokens = self.seq_lens.shape[0], sizes[rank]
+        uniform = self.forward_mode.is_decode_or_idle() and not extends
+        more_rows, more = max(tokens - rows, 0) if uniform else 0, tokens - self.metadata.num_tokens
+
+        def pad(tensor: torch.Tensor | None, count: int, value: int = 0) -> Any:
+            return None if tensor is None else torch.nn.functional.pad(tensor, (0, count), value=value)
+
+        windows = self.window_metadata
+        return replace(
+            self, forward_mode=ForwardMode.EXTEND if extends and self.forward_mode.is_decode() else self.forward_mode,
+            metadata=self.metadata.padded(tokens, rows + more_rows), input_ids=pad(self.input_ids, more),
+            positions=pad(self.positions, more), mrope_positions=pad(self.mrope_positions, more),
+            window_metadata=None if windows is None else windows.padded(tokens, rows + more_rows),
+            token_source=pad(self.token_source, more, -1), logits_indices=pad(self.logits_indices, more_rows),
+            dp_padding_mode=mode, global_num_tokens=sizes)
+
+    def post_forward_mlp_sync_batch(self, per_row: torch.Tensor | None, per_token: torch.Tensor | None = None
+                                    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Results of a padded batch, such as logits of rows and hidden states of tokens, without those of padding."""
+        meta = self.metadata
+        return (None if per_row is None else per_row[: meta.num_reqs],
+                None if per_token is None else per_token[: meta.num_actual_tokens])
+
     # -- two-batch overlap ------------------------------------------------------------------------------------------
 
     def two_batch_slices(self, threshold: float = 0.5) -> list[UBatchSlice] | None:
@@ -236,8 +283,8 @@ def mlp_sync_padding(global_num_tokens: Sequence[int], attn_tp_size: int = 1, in
     """How data-parallel ranks pad their tokens for MLPs that all of them run together, and to how many tokens each.
 
     Numbers are rounded up to multiples of ``attn_tp_size``. MAX_LEN where that moves less (all-gather of equal parts against
-    an all-reduce of the whole, twice its bytes), and always in graphs, whose shapes are fixed. The batch is then padded with
-    ``CommonAttentionMetadata.padded``, and results cut to the tokens that it had.
+    an all-reduce of the whole, twice its bytes), and always in graphs, whose shapes are fixed.
+    ``ForwardBatch.prepare_mlp_sync_batch`` pads a batch so.
     """
     padded = [-(-n // attn_tp_size) * attn_tp_size for n in global_num_tokens]
     if in_graph or 2 * sum(padded) > max(padded) * len(padded):

@@ -18,16 +18,10 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, wrong_gpu
+from quire.attn_ops.vendor import missing, refuse, wrong_gpu
 
 NAME = "flash_attention"
 #: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
@@ -55,14 +49,14 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-    if chunk is not None or k_scale is not None:
-        raise UnsupportedAttention("the flash_attention backend has no chunks and no quantized KV cache of one scale per token")
+    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     found = _installed()
     if found is None:
         raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
     write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], v_cache.shape[3])
+    # The kernels take lengths from the tables; the longest ones are upper bounds, those of the whole step for a part of it.
     step, room = current_step(), block_table.shape[1] * k_cache.shape[1]
     longest_query = q.shape[0] if step is None or step.graph_key is not None else max(1, step.metadata.max_query_len)
     longest = room if step is None or step.graph_key is not None else max(1, min(room, step.metadata.max_seq_len))
@@ -158,7 +152,7 @@ BACKEND = AttentionBackend(
         page_sizes=lambda p: p % (found[2] if (found := _installed()) else 1) == 0,
         page_sizes_note="any; multiples of 256 with FA2, of 128 with FA4 on Blackwell", layouts=frozenset({"NHD"}),
         kv_dtypes_note="its kernels take one scale per sequence and head, and quire's caches have one for each token",
-        min_compute_capability=(8, 0), window=True, softcap=True, sinks=True,
+        min_compute_capability=(8, 0), window=True, softcap=True, sinks=True, any_batch=True,
         cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     ),
     available=available,

@@ -83,7 +83,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, 
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     return flex_attention(q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scale,
-                          enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True) if lse else None,
+                          enable_gqa=q.shape[1] != k.shape[1],
+                          return_aux=AuxRequest(lse=True) if lse else None,
                           kernel_options=MANY if q.shape[2] > 1 else None)
 
 

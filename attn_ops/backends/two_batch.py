@@ -63,7 +63,8 @@ def part_of(meta: CommonAttentionMetadata, rows: slice, tokens: slice) -> Common
         block_table_tensor=meta.block_table_tensor[rows], slot_mapping=meta.slot_mapping[tokens],
         num_reqs=min(max(meta.num_reqs - rows.start, 0), len(lens)), num_actual_tokens=int(starts[-1]),
         max_query_len=int(queries.max()), max_seq_len=int(lens.max()), logits_indices_padded=None, num_logits_indices=0,
-        encoder_seq_lens=None if meta.encoder_seq_lens is None else meta.encoder_seq_lens[rows])
+        encoder_seq_lens=None if meta.encoder_seq_lens is None else meta.encoder_seq_lens[rows],
+        total_lens=None if meta.total_lens is None else meta.total_lens[rows])
 
 
 class TwoBatches:

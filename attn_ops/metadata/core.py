@@ -44,6 +44,7 @@ class CommonAttentionMetadata:
         causal: queries see no later keys.
         logits_indices_padded, num_logits_indices: tokens whose logits are wanted, ascending, perhaps padded, and how many are
             not padding; only for layers that share an earlier layer's keys and values (``metadata/kv_sharing.py``).
+        logits_indices_cpu: the same tokens on the host, for planning; None where only the device has them.
         total_lens: (B,) int32, device: tokens of each sequence when its prompt is complete, later chunks included; None:
             seq_lens. Models whose rotary frequencies depend on the length of a sequence (longrope) read it.
         encoder_seq_lens: (B,) int array on the host, encoder tokens per sequence; only for cross attention.
@@ -64,6 +65,7 @@ class CommonAttentionMetadata:
     causal: bool = True
     logits_indices_padded: torch.Tensor | None = None
     num_logits_indices: int = 0
+    logits_indices_cpu: torch.Tensor | None = None
     encoder_seq_lens: np.ndarray | None = None
     total_lens: torch.Tensor | None = None
 
@@ -165,7 +167,8 @@ class CommonAttentionMetadata:
             self, query_start_loc=self.query_start_loc[: rows + 1], query_start_loc_cpu=self.query_start_loc_cpu[: rows + 1],
             seq_lens=self.seq_lens[:rows], seq_lens_cpu=self.seq_lens_cpu[:rows],
             block_table_tensor=self.block_table_tensor[:rows], slot_mapping=self.slot_mapping[:tokens],
-            total_lens=None if self.total_lens is None else self.total_lens[:rows])
+            total_lens=None if self.total_lens is None else self.total_lens[:rows],
+            encoder_seq_lens=None if self.encoder_seq_lens is None else self.encoder_seq_lens[:rows])
 
     def padded(self, num_tokens: int, num_reqs: int) -> CommonAttentionMetadata:
         """The same batch padded to ``num_tokens`` tokens and ``num_reqs`` rows. See NOTE [Padding].
@@ -189,6 +192,7 @@ class CommonAttentionMetadata:
             block_table_tensor=pad(self.block_table_tensor, more_reqs, NULL_PAGE),
             slot_mapping=pad(self.slot_mapping, more_tokens, PAD_SLOT_ID),
             total_lens=None if self.total_lens is None else pad(self.total_lens, more_reqs, 0),
+            encoder_seq_lens=None if self.encoder_seq_lens is None else np.pad(self.encoder_seq_lens, (0, more_reqs)),
         )
 
 

@@ -57,17 +57,21 @@ def make_draft_metadata(common_attn_metadata: CommonAttentionMetadata, num_steps
     place = torch.where(live, start[:-1].long(), rows * topk)
     lens = meta.seq_lens.repeat_interleave(topk)
     start_cpu = torch.from_numpy(np.concatenate([[0], np.cumsum(np.repeat(live_cpu, topk))]).astype(np.int32))
+    totals = None if meta.total_lens is None else meta.total_lens.repeat_interleave(topk)
+    encoder = None if meta.encoder_seq_lens is None else np.repeat(meta.encoder_seq_lens, topk)
     found = []
     for step in range(num_steps):
         position = (lens + step).long().clamp_max(room - 1)
         slot = table.gather(1, (position // page)[:, None])[:, 0].long() * page + position % page
         slots = torch.full((rows * topk + 1,), PAD_SLOT_ID, dtype=torch.int64, device=device).scatter(0, place, slot)
         after = torch.from_numpy(np.repeat(np.where(live_cpu, seqs + step + 1, seqs), topk).astype(np.int32))
+        after_device = torch.where(live, lens + step + 1, lens)
         found.append(replace(
-            meta, query_start_loc=start, query_start_loc_cpu=start_cpu, seq_lens=torch.where(live, lens + step + 1, lens),
-            seq_lens_cpu=after, block_table_tensor=table, slot_mapping=slots[:-1].clone(), num_reqs=meta.num_reqs * topk,
+            meta, query_start_loc=start, query_start_loc_cpu=start_cpu, seq_lens=after_device, seq_lens_cpu=after,
+            block_table_tensor=table, slot_mapping=slots[:-1].clone(), num_reqs=meta.num_reqs * topk,
             num_actual_tokens=int(start_cpu[-1]), max_query_len=1, max_seq_len=int(after.max()) if rows else 0, max_page=None,
-            logits_indices_padded=None, num_logits_indices=0))
+            logits_indices_padded=None, num_logits_indices=0, encoder_seq_lens=encoder,
+            total_lens=None if totals is None else torch.maximum(totals, after_device)))
     return found
 
 

@@ -10,13 +10,14 @@ has one such token (``passes/rewrite/last_rows.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import fields, replace
+from typing import Any, Protocol, overload, runtime_checkable
 
 import numpy as np
 import torch
 
 from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.metadata.builder import subclass_attention_backend, subclass_attention_metadata
 from quire.attn_ops.metadata.core import CommonAttentionMetadata
 
 #: (name, type, default) of the fields that metadata of a fast prefill have.
@@ -43,7 +44,8 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     ``positions[logits_indices]`` of the whole batch.
 
     Args:
-        logits_indices_cpu: ``logits_indices_padded`` on the host, needed where that is on a device: nothing here waits for one.
+        logits_indices_cpu: ``logits_indices_padded`` on the host, by default the batch's own copy. Needed where the indices are
+            on a device: nothing here waits for one.
 
     Raises:
         ValueError: indices on a device without their copy; indices that are not the last tokens of their sequences (their
@@ -53,9 +55,11 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     if meta.logits_indices_padded is None or meta.max_query_len <= 1:
         return meta
     if logits_indices_cpu is None:
+        logits_indices_cpu = meta.logits_indices_cpu
+    if logits_indices_cpu is None:
         if meta.logits_indices_padded.device.type != "cpu":
             raise ValueError(f"logits_indices_padded is on {meta.logits_indices_padded.device}; pass logits_indices_cpu, its "
-                             "copy on the host, so that the step need not wait for the device")
+                             "copy on the host, or put it into the batch, so that the step need not wait for the device")
         logits_indices_cpu = meta.logits_indices_padded
     indices = np.asarray(logits_indices_cpu, dtype=np.int64)[: meta.num_logits_indices]
     start = meta.query_start_loc_cpu.numpy()
@@ -71,12 +75,24 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
                    num_actual_tokens=int(local[-1]), max_query_len=int(counts.max(initial=0)), causal=True)
 
 
-def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend) -> AttentionBackend:
+@overload
+def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend) -> AttentionBackend: ...
+@overload
+def create_fast_prefill_custom_backend(prefix: str, backend: type) -> type: ...
+def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend | type) -> AttentionBackend | type:
     """``backend`` for shared layers, named ``prefix`` + its name: it plans for the tokens with logits.
 
-    Its op is the same. The caller gives it q of these tokens, k and v None, and the tensors of
-    ``make_kv_sharing_fast_prefill_common_attn_metadata(metadata)``. Captured graphs have the full batch's shapes.
+    Of a record the op is the same. The caller gives it q of these tokens, k and v None, and the tensors of
+    ``make_kv_sharing_fast_prefill_common_attn_metadata(metadata)``. Of an engine's backend class, whose ``get_builder_cls()``
+    is an ``AttentionMetadataBuilder``, the result is a subclass: its builder's metadata are those of these tokens, and have the
+    fields of ``KVSharingFastPrefillMetadata`` too. Captured graphs have the full batch's shapes.
+
+    Raises:
+        TypeError: (in ``build``) metadata that are no dataclass, to which fields cannot be added.
     """
+    if isinstance(backend, type):
+        builder = backend.get_builder_cls()  # type: ignore[attr-defined]
+        return subclass_attention_backend(prefix, backend, _fast_prefill_builder(prefix, builder))
     plan = backend.plan
     if plan is None:
         return replace(backend, name=prefix + backend.name, priority=None)
@@ -85,6 +101,29 @@ def create_fast_prefill_custom_backend(prefix: str, backend: AttentionBackend) -
         plan(metadata if step.capturing else make_kv_sharing_fast_prefill_common_attn_metadata(metadata), step)
 
     return replace(backend, name=prefix + backend.name, plan=plan_logits, priority=None)
+
+
+def _fast_prefill_builder(prefix: str, builder: Any) -> type:
+    def with_logits(made: Any, meta: CommonAttentionMetadata) -> Any:
+        kind = subclass_attention_metadata(prefix, type(made), KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
+        found: Any = object.__new__(kind)
+        values = {field.name: getattr(made, field.name) for field in fields(made)}
+        for name, value in {**values, "logits_indices_padded": meta.logits_indices_padded,
+                            "num_logits_indices": meta.num_logits_indices}.items():
+            object.__setattr__(found, name, value)  # the dataclass may be frozen
+        return found
+
+    class FastPrefillBuilder(builder):
+        def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Any:
+            meta = common_attn_metadata
+            short = make_kv_sharing_fast_prefill_common_attn_metadata(meta)
+            return with_logits(super().build(common_prefix_len, short, fast_build), meta)
+
+        def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+            whole = super().build_for_cudagraph_capture(replace(common_attn_metadata, logits_indices_padded=None))
+            return with_logits(whole, common_attn_metadata)
+
+    return FastPrefillBuilder
 
 
 __all__ = ["KV_SHARING_FAST_PREFILL_METADATA_FIELDS", "KVSharingFastPrefillMetadata", "create_fast_prefill_custom_backend",

@@ -21,7 +21,7 @@ def make_local_attention_virtual_batches(attn_chunk_size: int, common_attn_metad
     Tokens, slots and their order stay. Virtual sequence j of a row has the row's tokens of one chunk as its queries and, as
     ``seq_lens``, the chunk's tokens up to the last of them. Its block table has attn_chunk_size / block_size columns; those
     past the row's table repeat its last column, and ``seq_lens`` keeps kernels from reading them. ``positions`` of the result
-    count from the chunk's start; the model's are those of the batch.
+    count from the chunk's start; the model's are those of the batch, and so are ``total_lens``.
 
     Args:
         attn_chunk_size: tokens per chunk, a multiple of the page size.
@@ -56,7 +56,9 @@ def make_local_attention_virtual_batches(attn_chunk_size: int, common_attn_metad
     return replace(
         meta, query_start_loc=start_cpu.to(device), query_start_loc_cpu=start_cpu, seq_lens=lens_cpu.to(device),
         seq_lens_cpu=lens_cpu, block_table_tensor=table[rows[:, None], columns], num_reqs=len(row),
-        max_query_len=int((end - begin).max(initial=0)), max_seq_len=int(lens.max(initial=0)), page_size=page)
+        max_query_len=int((end - begin).max(initial=0)), max_seq_len=int(lens.max(initial=0)), page_size=page,
+        total_lens=(meta.seq_lens if meta.total_lens is None else meta.total_lens)[rows],
+        encoder_seq_lens=None if meta.encoder_seq_lens is None else meta.encoder_seq_lens[row])
 
 
 __all__ = ["make_local_attention_virtual_batches"]

@@ -15,9 +15,8 @@ from quire.attn_ops.backends.triton.plan import overridden
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
-from tests.attn_ops.cases import bits, check_case, check_drift, check_output, make_case, run_case
+from tests.attn_ops.cases import check_case, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantized
-from tests.attn_ops.scheduling import in_pieces, steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -102,10 +101,7 @@ def test_quantized(dtype, layout, kv_dtype):
     for query_lens, seq_lens in (([1] * 8, [1, 16, 17, 64, 65, 1025, 4000, 6007]), ([1], [9001]),
                                  ([1] * 150, [1 + 7 * i for i in range(150)]), ([1500], [1500]), ([64], [5000]),
                                  ([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129])):
-        case = make_case(query_lens, seq_lens, **shape, pad_tokens=6, pad_reqs=3)
-        out = check_case(BACKEND, case)
-        if dtype == torch.float32:  # else what quantizing changes may hide within the rounding of the dtype
-            check_drift(out, case)
+        check_case(BACKEND, make_case(query_lens, seq_lens, **shape, pad_tokens=6, pad_reqs=3))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
@@ -127,17 +123,6 @@ def test_quantized_features(features, kv_dtype):
     shape = {**LLAMA, **features, "dtype": torch.bfloat16, "kv_dtype": kv_dtype}
     check_case(BACKEND, make_case([1] * 6, [1, 127, 128, 129, 1500, 4000], **shape))
     check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **shape, pad_tokens=4, pad_reqs=2))
-
-
-def test_quantized_how_a_sequence_is_cut_does_not_matter(kv_dtype):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(300, heads, 64, device="cuda") for heads in (8, 2, 2))
-    whole, cache = in_pieces(BACKEND, q, k, v, [300], kv_dtype, page_size=16)
-    for size, rows in ((1, 1), (3, 1), (3, 4), (16, 20), (100, 1)):
-        out, again = in_pieces(BACKEND, q, k, v, steps_of(300, size), kv_dtype, page_size=16, rows=rows)
-        torch.testing.assert_close(out, whole, rtol=0, atol=1e-5)
-        for mine, theirs in zip(cache.of_layer(0), again.of_layer(0), strict=True):
-            assert torch.equal(bits(mine), bits(theirs))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

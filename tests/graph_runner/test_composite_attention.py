@@ -9,9 +9,11 @@ import torch
 import transformers
 
 import quire
-from quire.attn_ops.backend import define_paged_op, define_state_op
+from quire.attn_ops import long_prefill
+from quire.attn_ops.backend import PrefillPart, define_paged_op, define_state_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.registry import all_backends, register_backend
+from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
 from tests.tiny import small_llama
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -42,20 +44,34 @@ def gemma2():
 
 def generate(model, attention, **options) -> list[list[int]]:
     with quire.Engine(model, attention=attention, num_pages=32, page_size=4, max_num_seqs=4, max_model_len=32, **options) as e:
+        calls.clear()  # those of its start
         return [o.token_ids for o in e.generate(PROMPTS, quire.SamplingParams(max_tokens=6, temperature=0))]
 
 
 def test_an_engine_with_two_backends(gemma2) -> None:
     expected = generate(gemma2, "torch_native")
-    calls.clear()
     assert generate(gemma2, "hybrid:second_part+torch_native", cudagraph_capture_sizes=[]) == expected
     assert calls and not any(decode for _, decode, _ in calls)
-    calls.clear()
     assert generate(gemma2, "hybrid:torch_native+second_part") == expected
     assert any(decode for _, decode, _ in calls)
-    calls.clear()
     assert generate(gemma2, {"full": "torch_native", "window": "second_part"}) == expected
     assert {window for _, _, window in calls} == {5}
+
+
+@pytest.mark.parametrize("prefill_us, leaves_graphs", [(1e5, True), pytest.param(0.0, False, marks=pytest.mark.slow)])
+def test_long_prompts_by_another_backend(gemma2, prefill_us, leaves_graphs) -> None:
+    """Prompts that gain are served by it, decodes beside them and all other steps are not: the same tokens. It takes prompts
+    out of graphs only if attention alone takes longer than launching the step does; else the host would be the slower one."""
+    name = f"long_{leaves_graphs}"
+    rule = PrefillRule(PrefillTime(prefill_us, 0, 0), PrefillTime(1e6, 0, 0))
+    register_backend(long_prefill.make(name, dataclasses.replace(
+        all_backends()["second_part"], prefill=PrefillPart(lambda *args: None, lambda *args: None)),
+        torch_native.BACKEND, rule=lambda *args, **where: rule))
+    expected = generate(gemma2, "torch_native")
+    for options in ({}, dict(cudagraph_capture_sizes=[1, 2, 4], cudagraph_token_sizes=[8, 16, 32])):
+        assert generate(gemma2, name, **options) == expected
+        served = [decode for _, decode, _ in calls]
+        assert not any(served) and bool(served) == (not options or leaves_graphs), options
 
 
 def test_explain_says_which_backend_serves_a_site(gemma2) -> None:

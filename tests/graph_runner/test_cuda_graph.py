@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import sys
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.graph_runner.cuda_graph import CudaGraphRunner, GraphStats
+from quire.graph_runner.cuda_graph import CudaGraphRunner, EncoderShape, GraphStats
 from quire.graph_runner.device_graph import (
     CpuGraphs,
     GraphPool,
@@ -283,6 +285,25 @@ def test_hidden_states() -> None:
         "hidden states of FULL are wanted, graphs have LAST")
 
 
+def test_steps_with_cross_attention_have_graphs_of_their_own() -> None:
+    """A graph of a text batch leaves out the layers that read an encoder; one with them reads lengths that a text has not."""
+    ran: list = []
+    r = CudaGraphRunner(ran.append, [*shapes(4, 1), EncoderShape(4, 4), EncoderShape(32, 4)], CPU)
+    r.capture()
+    live = BatchShape(3, 3)
+    assert r.stats.captured == 4 and r.can_run(live, True) == r.can_run(live, True, encoder_lens=[0, 0, 0]) == BatchShape(4, 4)
+    crossing = r.can_run(live, True, encoder_lens=[7, 9, 1])
+    assert crossing == EncoderShape(4, 4) != BatchShape(4, 4)
+    assert r.can_run(BatchShape(20, 3), False, encoder_lens=[7, 9, 1]) == EncoderShape(32, 4)
+    r.replay(crossing)
+    r.replay(BatchShape(4, 4))
+    assert ran == [EncoderShape(4, 4), BatchShape(4, 4)] and r.stats.replays[crossing] == 1
+    assert r.can_run(live, True, encoder_lens=[7, 0, 1]) is None
+    assert r.reason == "some rows have encoder tokens, and others none"
+    assert r.can_run(BatchShape(20, 3), False) is None and "no mixed bucket" in r.reason
+    assert runner(4).can_run(live, True, encoder_lens=[1, 1, 1]) is None
+
+
 def test_inputs_that_moved() -> None:
     tensors = [torch.zeros(2), torch.zeros(3)]
     r = runner(4, inputs=lambda shape: tensors)
@@ -360,6 +381,33 @@ def test_devices_without_graphs() -> None:
     with pytest.raises(RuntimeError, match="need torch_npu, which is not installed: pip install torch_npu"):
         device_graphs(SimpleNamespace(type="npu"))
     assert not NpuGraphs.verified
+
+
+def test_calls_of_the_npu_class(monkeypatch) -> None:
+    """In the order and with the arguments of torch_npu's signatures; its hardware has not been seen."""
+    log: list = []
+
+    class NPUGraph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextlib.contextmanager
+    def graph(npu_graph, pool=None, stream=None, capture_error_mode="global", auto_dispatch_capture=False):
+        assert isinstance(npu_graph, NPUGraph)
+        log.append(("begin", pool, auto_dispatch_capture))
+        yield
+        log.append("end")
+
+    npu = SimpleNamespace(NPUGraph=NPUGraph, graph=graph, graph_pool_handle=lambda: "pool", empty_cache=lambda: None,
+                          synchronize=lambda: log.append("wait"), mem_get_info=lambda device: (7, 9))
+    monkeypatch.setitem(sys.modules, "torch_npu", npu)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    r = CudaGraphRunner(lambda shape: log.append("run") or torch.ones(shape.num_reqs), shapes(2), SimpleNamespace(type="npu"))
+    r.capture()
+    assert log == ["run", "run", "wait", ("begin", "pool", True), "run", "end"]
+    assert r.replay(BatchShape(2, 2)).tolist() == [1, 1] and log[-1] == "replay"
+    with pytest.raises(RuntimeError, match="make the engine without cudagraph_piecewise"):
+        CudaGraphRunner(print, shapes(2), SimpleNamespace(type="npu"), piecewise=lambda shape: True).capture()
 
 
 @pytest.mark.parametrize("options", [dict(cudagraph_lazy=True), dict(cudagraph_debug=True)])

@@ -50,6 +50,7 @@ def test_views_of_the_metadata() -> None:
     assert got.extend_seq_lens.tolist() == [3, 1] and got.extend_prefix_lens.tolist() == [7, 6]
     assert got.extend_start_loc.tolist() == [0, 3] and got.seq_lens is got.metadata.seq_lens
     assert batch([1, 1], [4, 9]).forward_mode is M.DECODE and got.seq_lens_cpu.tolist() == [10, 7]
+    assert batch([1, 0], [4, 9]).forward_mode is M.DECODE and batch([0, 0], [4, 9]).forward_mode is M.IDLE
     padded = got.metadata.padded(8, 4)
     assert ForwardBatch.of(padded, torch.zeros(8, dtype=torch.int64)).forward_mode is M.MIXED
     with pytest.raises(ValueError, match=r"input_ids has shape \(4,\); the batch has 8 tokens"):
@@ -195,6 +196,28 @@ def test_halves_of_decodes() -> None:
 ])
 def test_padding_between_ranks(tokens, tp, in_graph, mode, padded) -> None:
     assert mlp_sync_padding(tokens, tp, in_graph) == (mode, padded)
+
+
+def test_a_batch_padded_for_other_ranks() -> None:
+    """Decodes beside another rank's prompts, or in a graph; padding writes nothing and leaves the results."""
+    decodes = batch([1, 1], [4, 9], rope_deltas=torch.tensor([2, 0]))
+    got = decodes.prepare_mlp_sync_batch([2, 3], 0, attn_tp_size=2)
+    assert (got.forward_mode, got.dp_padding_mode, got.global_num_tokens) == (M.DECODE, DpPaddingMode.MAX_LEN, [4, 4])
+    assert got.seq_lens.tolist() == [4, 9, 0, 0] and got.out_cache_loc.tolist()[2:] == [-1, -1] and got.batch_size == 2
+    assert got.input_ids.tolist() == [0, 1, 0, 0] and got.positions.tolist() == [3, 8, 0, 0]
+    assert got.mrope_positions.tolist() == [[5, 8, 0, 0]] * 3 and got.logits_indices.tolist() == [0, 1, 0, 0]
+    logits, hidden = got.post_forward_mlp_sync_batch(torch.arange(4), torch.arange(4))
+    assert logits.tolist() == hidden.tolist() == [0, 1] and got.post_forward_mlp_sync_batch(None) == (None, None)
+    mixed = decodes.prepare_mlp_sync_batch([2, 7], 0, extends=True)
+    assert mixed.forward_mode is M.EXTEND and mixed.seq_lens.tolist() == [4, 9] and len(mixed.input_ids) == 7
+    alone = decodes.prepare_mlp_sync_batch([2, 90, 1, 1], 0, extends=True)
+    assert alone.dp_padding_mode is DpPaddingMode.SUM_LEN and len(alone.input_ids) == 2
+    idle = ForwardBatch.of(CommonAttentionMetadata.build([], [], [], page_size=4), torch.zeros(0, dtype=torch.int64))
+    idle = idle.prepare_mlp_sync_batch([2, 0], 1, in_graph=True)
+    assert idle.forward_mode is M.IDLE and idle.seq_lens.tolist() == [0, 0] and idle.out_cache_loc.tolist() == [-1, -1]
+    assert decodes.input_ids.tolist() == [0, 1]
+    with pytest.raises(ValueError, match=r"rank 1 has a batch of 2 tokens, which global_num_tokens \[2, 3\] does not say"):
+        decodes.prepare_mlp_sync_batch([2, 3], 1)
 
 
 def test_tensors_between_stages() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import quire
-from quire.graph_runner.checkpoint import read_checkpoint
+from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
 from quire.graph_runner.weights import WeightSpec, check_specs, missing_names, state_of, write
 from tests.tiny import GREEDY, hf_greedy, load_model, load_tokenizer, tokens
 
@@ -156,16 +156,19 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
     last, whole = files[-1], files[-1].read_bytes()
 
     def fails(kind, message):
-        with pytest.raises(kind, match=message):
+        with pytest.raises(kind, match=message) as error:
             engine.update_weights_from_disk(tmp_path)
         assert_old(engine, before, said)
+        assert not isinstance(error.value, quire.WeightUpdateError) or error.value.name in before
 
-    last.write_bytes(whole[: len(whole) // 2])
-    fails(quire.WeightUpdateError, f"{last.name} is incomplete or not a safetensors file")
-    last.write_bytes(whole[:5])
-    fails(quire.WeightUpdateError, f"{last.name} is incomplete")
+    own = load_file(last)
+    last.write_bytes(whole[:-1])  # the last bytes are those of one parameter
+    fails(quire.WeightUpdateError, f"{last.name} is incomplete or not .*; the parameter '({'|'.join(own)})' cannot be read")
+    for left in (len(whole) // 2, 20, 5, 0):
+        last.write_bytes(whole[:left])
+        fails(quire.WeightUpdateError, f"{last.name} is incomplete .* the parameter '({'|'.join(own)})' cannot be read")
     last.unlink()
-    fails(FileNotFoundError, f"{last.name}, which model.safetensors.index.json names, is missing")
+    fails(FileNotFoundError, f"{last.name}, which model.safetensors.index.json names, is missing, and the parameter .* with it")
     last.write_bytes(whole)
     content = load_file(files[0])
     name = next(iter(content))
@@ -176,6 +179,28 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
     for file in tmp_path.iterdir():
         file.unlink()
     fails(FileNotFoundError, "no checkpoint at")
+
+
+def test_checkpoints_with_more_than_the_model_has(engine, tmp_path) -> None:
+    """transformers leaves such parameters out with a warning: codes without their scales, a layer without its bias."""
+    engine.save_sharded_model(tmp_path)
+    [file] = tmp_path.glob("*.safetensors")
+    saved, config = load_file(file), tmp_path / "config.json"
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+
+    def fails(content, message):
+        save_file(content, file, metadata={"format": "pt"})
+        with pytest.raises(quire.WeightUpdateError, match=message):
+            engine.update_weights_from_disk(tmp_path)
+        assert_old(engine, before, said)
+
+    scale = UP.replace("weight", "weight_scale_inv")
+    codes = {**saved, UP: (saved[UP] * 100).to(torch.float8_e4m3fn), scale: torch.full((1, 1), 0.01)}
+    fails(codes, f"it holds the parameter '{scale}', which LlamaForCausalLM has not. Give the parameters")
+    fails({**saved, UP.replace("weight", "bias"): torch.ones(len(saved[UP]))}, "up_proj.bias', which LlamaForCausalLM has not")
+    fails({**saved, UP.replace("layers.0", "layers.1"): saved[UP].clone()}, "holds the parameter 'model.layers.1.mlp.up_proj")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    fails(codes, r"it is quantized \(fp8\), and the model that is served is not")
 
 
 def test_files_of_two_checkpoints_in_one_folder(engine, tmp_path) -> None:
@@ -257,12 +282,15 @@ def test_a_value_that_cannot_be_converted() -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_quantized_parameters_are_refused_by_name() -> None:
+def test_quantized_parameters_are_refused_by_name(tmp_path) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     with pytest.raises(quire.WeightUpdateError, match=r"the parameter '0.weight' is quantized \(Int8Tensor|AffineQuantized"):
         check_specs(model, [WeightSpec("0.weight", torch.bfloat16, (32, 32))])
+    with pytest.raises(ValueError, match=r"the parameter '0.weight' is quantized .*, which safetensors files cannot hold"):
+        save_checkpoint(tmp_path / "saved", model, None, "5GB")
+    assert not (tmp_path / "saved").exists()
     model = nn.Linear(3, 3, device="meta")
     with pytest.raises(quire.WeightUpdateError, match="'weight' has no memory"):
         check_specs(model, [WeightSpec("weight", torch.float32, (3, 3))])

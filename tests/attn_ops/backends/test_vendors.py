@@ -23,7 +23,7 @@ from quire.attn_ops.backends import aiter, ascend, cudnn, flash_attention, intel
 from quire.attn_ops.conformance.batches import check
 from quire.attn_ops.conformance.checks import DECODE, MIXED, Kit
 from quire.attn_ops.conformance.ops import ENCODERS, OpKit
-from quire.attn_ops.conformance.sweeps import ignored
+from quire.attn_ops.conformance.sweeps import ignored, last_tokens
 from quire.attn_ops.ops.varlen import varlen_attention, varlen_attention_eager
 from quire.attn_ops.registry import backends
 from quire.attn_ops.vendor import missing, too_old
@@ -320,6 +320,8 @@ def test_calls_are_right(kit, module, which, calls) -> None:
     single = [{name: value} for name, value in k.features.items()]
     for options in ({}, {"pad": (3, 2)}, {"write": False}, {"strided": True}, k.features, *single):
         k.exact(DECODE, MIXED, **options)
+    if k.backend.any_batch:
+        last_tokens(k)
     assert set(seen) == calls
 
 

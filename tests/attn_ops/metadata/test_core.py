@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.attn_ops.metadata import NULL_PAGE, PAD_SLOT_ID, CommonAttentionMetadata
+from quire.attn_ops.metadata import (
+    NULL_PAGE,
+    PAD_SLOT_ID,
+    CommonAttentionMetadata,
+    create_ubatch_slices,
+    make_draft_metadata,
+    make_local_attention_virtual_batches,
+    split_attn_metadata,
+)
 
 build = CommonAttentionMetadata.build
 
@@ -96,6 +105,25 @@ def test_padding_an_empty_batch() -> None:
     padded = build([], [], [], page_size=4).padded(2, 3)
     assert padded.query_start_loc.tolist() == [0, 0, 0, 0] and padded.slot_mapping.tolist() == [-1, -1]
     assert padded.logits_indices.tolist() == [0, 0, 0]  # an index that exists, though nothing is there
+
+
+def test_every_field_of_rows_follows_every_change_of_rows() -> None:
+    """Encoder lengths, and the lengths that longrope reads: a row would have another's."""
+    meta = dataclasses.replace(build([6, 1], [8, 4], [[1, 2], [3]], page_size=4, total_lens=[20, 4]),
+                               encoder_seq_lens=np.array([7, 9]))
+    padded = meta.padded(8, 4)
+    assert padded.encoder_seq_lens.tolist() == [7, 9, 0, 0] and padded.unpadded().encoder_seq_lens.tolist() == [7, 9]
+    cut = make_local_attention_virtual_batches(4, padded)
+    assert (cut.seq_lens.tolist(), cut.total_lens.tolist()) == ([4, 4, 4], [20, 20, 4])
+    assert cut.encoder_seq_lens.tolist() == [7, 7, 9]
+    whole = make_local_attention_virtual_batches(4, build([6], [8], [[1, 2]], page_size=4))
+    assert whole.total_lens.tolist() == [8, 8]  # of the sequence, not of its chunk
+    parts = split_attn_metadata(create_ubatch_slices(meta.query_start_loc_cpu, [2]), meta)
+    assert [(p.total_lens.tolist(), p.encoder_seq_lens.tolist()) for p in parts] == [([20], [7]), ([20, 4], [7, 9])]
+    drafts = make_draft_metadata(dataclasses.replace(meta, seq_lens=torch.tensor([8, 4], dtype=torch.int32)), 2, 2,
+                                 torch.arange(10, 14, dtype=torch.int32)[:, None])
+    assert [d.total_lens.tolist() for d in drafts] == [[20, 20, 5, 5], [20, 20, 6, 6]]
+    assert drafts[0].encoder_seq_lens.tolist() == [7, 7, 9, 9]
 
 
 @settings(max_examples=60, deadline=None)

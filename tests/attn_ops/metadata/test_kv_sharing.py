@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import (
     KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
+    AttentionMetadataBuilder,
     KVSharingFastPrefillMetadata,
     create_fast_prefill_custom_backend,
     make_kv_sharing_fast_prefill_common_attn_metadata,
@@ -76,6 +77,7 @@ def test_indices_on_a_device_are_not_waited_for() -> None:
     with pytest.raises(ValueError, match="pass logits_indices_cpu"):
         fast(meta)
     assert fast(meta, torch.tensor([4])).num_actual_tokens == 1
+    assert fast(replace(meta, logits_indices_cpu=torch.tensor([4]))).num_actual_tokens == 1
 
 
 def test_the_wrapper_plans_for_the_tokens_with_logits() -> None:
@@ -89,3 +91,34 @@ def test_the_wrapper_plans_for_the_tokens_with_logits() -> None:
     backend.plan(meta, Step(cache, meta))
     backend.plan(meta, Step(cache, meta, capturing=True))
     assert planned[0].query_start_loc.tolist() == [0, 1, 2] and planned[1] is meta
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_wrapper_of_an_engines_backend_class(frozen) -> None:
+    """Its builder sees the tokens with logits; a capture sees the full batch."""
+    @dataclass(frozen=frozen)
+    class Metadata:
+        starts: list[int]
+        doubled: int = field(init=False)
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "doubled", 2 * len(self.starts))
+
+    class Builder(AttentionMetadataBuilder):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            return Metadata(common_attn_metadata.query_start_loc.tolist())
+
+    class Backend:
+        @staticmethod
+        def get_builder_cls():
+            return Builder
+
+    made = create_fast_prefill_custom_backend("FastPrefill", Backend)
+    builder, meta = made.get_builder_cls()([], [], None, torch.device("cpu")), wanted(make_batch([5, 2], [5, 2]), [4, 6])
+    got, captured = builder.build(0, meta), builder.build_for_cudagraph_capture(meta)
+    assert made.__name__ == "FastPrefillBackend" and issubclass(made, Backend)
+    assert (got.starts, captured.starts, got.doubled) == ([0, 1, 2], [0, 5, 7], 6)
+    for one in (got, captured):
+        assert isinstance(one, Metadata) and isinstance(one, KVSharingFastPrefillMetadata)
+        assert one.logits_indices_padded is meta.logits_indices_padded and one.num_logits_indices == 2
+    assert builder.build(0, make_batch([3], [3])).starts == [0, 3]  # no logits asked for: the whole batch

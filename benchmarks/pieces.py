@@ -1,0 +1,122 @@
+"""Mixed steps with graphs in pieces, and launched one kernel after the other: milliseconds, for backends whose attention allows
+no graph of a batch with prompts.
+
+    python benchmarks/pieces.py --model qwen3-0.6b,llama-8b --attention flashinfer --json pieces.json --deadline 110
+    python benchmarks/pieces.py --model tiny --attention torch_native --tokens 16,32 --decodes 4 --repeats 2    # on a CPU
+
+A mixed step decodes ``--decodes`` sequences beside a prompt, and has as many tokens as its bucket (``--tokens``). Without
+``cudagraph_piecewise`` decode steps have graphs where the backend allows it, as by default. Both ways should sample the same
+tokens; a row says how many differ (rounding may, as the kernels' shapes do). Rows are written to ``--json`` at once; what
+``--deadline`` (seconds from the start of the process) leaves no time for becomes a row with ``error``, and the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+
+import quire
+from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
+from quire.graph_runner.bench.record import Record, add_arguments
+
+CONTEXT = 256  # of the sequences that decode
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def steps_ms(engine: quire.Engine, args: argparse.Namespace, vocab: int) -> tuple[dict[int, float], list[int]]:
+    """The median time of a mixed step by its tokens, and the first token of each prompt."""
+    generator = torch.Generator().manual_seed(0)
+
+    def prompt(length: int) -> list[int]:
+        return torch.randint(5, vocab, (length,), generator=generator).tolist()
+
+    def params(new: int) -> quire.SamplingParams:
+        return quire.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+
+    for _ in range(args.decodes):
+        engine.add_request(prompt(CONTEXT), params(args.most))
+    while any(r.num_uncomputed != 1 for r in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    found, firsts = {}, []
+    for tokens in args.tokens:
+        times = []
+        for i in range(args.repeats + 1):
+            (number,) = engine.add_request(prompt(tokens - args.decodes), params(1))
+            request = engine.requests[number]
+            synchronize()
+            began = time.perf_counter()
+            engine.step()
+            synchronize()
+            if i:  # the first warms up
+                times.append((time.perf_counter() - began) * 1e3)
+            while number in engine.requests:
+                engine.step()
+            firsts += request.output.token_ids
+        found[tokens] = statistics.median(times)
+    return found, firsts
+
+
+def measure(name: str, args: argparse.Namespace, record: Record, device: torch.device) -> None:
+    began = time.perf_counter()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    spec = ModelSpec(name, dtype, device, layers_asked(args.layers))
+    model = build(spec)
+    vocab = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    said: dict[bool, list[int]] = {}
+    before: dict[int, float] = {}
+    for pieces in (False, True):
+        with quire.Engine(model, attention=args.attention, cudagraph_piecewise=pieces, max_num_seqs=args.decodes + 1,
+                          cudagraph_capture_sizes=[args.decodes + 1], enable_prefix_caching=False, async_stepping=False,
+                          cudagraph_token_sizes=args.tokens if pieces else [], max_model_len=args.length) as engine:
+            start, stats = time.perf_counter() - began, engine.runner.graphs.stats
+            times, said[pieces] = steps_ms(engine, args, vocab)
+            for tokens, ms in times.items():
+                record.keep({"row": "pieces", "model": spec.label, "attention": engine.runner.backend.name, "piecewise": pieces,
+                             "tokens": tokens, "decodes": args.decodes, "ms_per_step": ms, "start_s": start,
+                             "graphs": stats.captured, "pieces": stats.pieces, "capture_s": stats.capture_seconds,
+                             "capture_mib": stats.capture_bytes / 2**20, "fell_back": dict(stats.fell_back),
+                             "times_faster": before[tokens] / ms if pieces else 1.0})
+            before = times
+        del engine
+        free_memory()
+        began = time.perf_counter()
+    if said[True] != said[False]:
+        different = sum(a != b for a, b in zip(said[True], said[False], strict=True))
+        record.keep({"row": "tokens", "model": spec.label, "different": different, "of": len(said[True])})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="comma-separated")
+    parser.add_argument("--attention", default="flashinfer")
+    parser.add_argument("--tokens", default="128,256,512,1024")
+    parser.add_argument("--decodes", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=9)
+    add_arguments(parser)
+    args = parser.parse_args()
+    args.tokens = [int(n) for n in args.tokens.split(",")]
+    if min(args.tokens) <= args.decodes:
+        parser.error("--tokens must be more than --decodes")
+    args.most = 4 * len(args.tokens) * (args.repeats + 2)  # tokens that the decodes go on for
+    args.length = max(CONTEXT + args.most, *args.tokens) + 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = Record(args.json, device, args.deadline)
+    took = 0.0
+    for name in args.model.split(","):
+        began = time.perf_counter()
+        record.measure(name, lambda name=name: measure(name, args, record, device), needs=took)
+        took = time.perf_counter() - began
+        free_memory()
+    return int(not record.rows or any("error" in row for row in record.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
