@@ -41,8 +41,8 @@ def paged(model: Any = None, **options: Any) -> Any:
     """Make a model's ``generate`` paged, batched and graph-captured; or decorate a forward.
 
     Args:
-        model: a transformers causal LM, which is returned; or a forward function (decorator use). With options only, a
-            decorator is returned.
+        model: a transformers causal LM, which is returned, also in PEFT's wrapper; or a forward function (decorator use). With
+            options only, a decorator is returned.
         options: of ``quire.Engine`` for a model; ``attention``, ``compiler`` and ``fusions`` for a forward.
 
     Returns:
@@ -63,6 +63,10 @@ def paged(model: Any = None, **options: Any) -> Any:
             raise TypeError(f"{type(model).__name__} has no generate(); decorate its forward with quire.paged, or use "
                             "quire.Engine(model)")
         EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})  # checked now, not at the first generate
+        if (inner := adapted_model(model)) is not None:
+            paged(inner, **options)
+            object.__setattr__(model, "generate", AdaptedGenerate(model))
+            return model
         if isinstance(model.generate, PagedGenerate):
             model.generate.close()
         object.__setattr__(model, "generate", PagedGenerate(model, options))
@@ -72,6 +76,38 @@ def paged(model: Any = None, **options: Any) -> Any:
     if callable(model):
         return _decorate(model, options)
     raise TypeError(f"quire.paged takes a model or a forward function, got {type(model).__name__}")
+
+
+def adapted_model(model: Any) -> Any:
+    """The model inside PEFT's wrapper, whose ``generate`` calls that of the model; None if ``model`` is no such wrapper."""
+    if not any(cls.__module__.startswith("peft.") and cls.__name__ in ("PeftModel", "PeftMixedModel")
+               for cls in type(model).__mro__):
+        return None
+    base = model.base_model  # of prompt tuning the model, else a tuner around it
+    return base.model if type(base).__module__.startswith("peft.") else base
+
+
+class AdaptedGenerate:
+    """``generate`` of PEFT's wrapper of a paged model: the wrapper's own, which ends in the model's."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.wrapper).generate(self.wrapper, *args, **kwargs)
+
+    @property
+    def engine(self) -> Engine:
+        """See ``PagedGenerate.engine``."""
+        engine: Engine = adapted_model(self.wrapper).generate.engine
+        return engine
+
+    def close(self) -> None:
+        """See ``PagedGenerate.close``."""
+        vars(self.wrapper).pop("generate", None)
+        generate = adapted_model(self.wrapper).generate
+        if isinstance(generate, PagedGenerate):
+            generate.close()
 
 
 class PagedGenerate(OnInstance):
@@ -264,4 +300,4 @@ def _decorate(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[
     return wrapper
 
 
-__all__ = ["PagedGenerate", "paged"]
+__all__ = ["AdaptedGenerate", "PagedGenerate", "adapted_model", "paged"]

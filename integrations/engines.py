@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from quire.graph_runner.engine import Engine
-from quire.graph_runner.paged import PagedGenerate
+from quire.graph_runner.paged import PagedGenerate, adapted_model
 
 
 def engine_of(model: Any) -> Engine | None:
     """The engine behind ``model.generate``, also through the wrappers of PEFT and of data-parallel training; None if the model
     is not paged."""
-    for wrapped in ("module", "base_model"):  # DistributedDataParallel's, PEFT's
-        while not isinstance(vars(model).get("generate"), PagedGenerate) and wrapped in vars(model).get("_modules", ()):
-            model = getattr(model, wrapped)
-            model = getattr(model, "model", model) if wrapped == "base_model" else model
+    while "module" in vars(model).get("_modules", ()):  # DistributedDataParallel's
+        model = model.module
+    inner = adapted_model(model)
+    model = model if inner is None else inner
     generate = vars(model).get("generate")
     return generate.engine if isinstance(generate, PagedGenerate) else None
 

@@ -72,15 +72,28 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
         return UnsupportedAttention(f"{name}'s own forward fails on token ids and positions: {type(own).__name__}: "
                                     f"{said[:200]}. It must run on these before it can be traced")
     first = text.strip().splitlines()[0] if text.strip() else ""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    adapters = sorted({type(m).__name__ for m in modules if type(m).__module__.startswith("peft.")})
-    hint = "" if not adapters else (
-        f". It has PEFT layers ({', '.join(adapters)}), some of which Dynamo cannot trace (DoRA of embeddings or quantized "
-        "weights, target_parameters, trainable tokens): merge the adapter with merge_adapter(), or disable it")
+    hint = _adapters_hint(model) if isinstance(model, torch.nn.Module) else ""
     if means is None:
         met = type(error).__name__
         means = f"torch.compile does not support this: {first}" if met == "Unsupported" else f"{met}: {first}"
     return UnsupportedAttention(f"{name} could not be traced into one graph: {means}{_reason(text, means)}{hint}")
+
+
+def _adapters_hint(model: torch.nn.Module) -> str:
+    """What may be the matter with PEFT's layers in the model; empty if it has none."""
+    found = [m for m in model.modules() if type(m).__module__.startswith("peft.")]
+    if not found:
+        return ""
+    wrappers: list[Any] = [m for m in found if type(m).__name__ == "ParamWrapper"]
+    if wrappers:  # each change of the parameters is registered anew in each forward
+        names = ", ".join(sorted({m.parameter_name for m in wrappers}))
+        owners = ", ".join(sorted({type(m.get_base_layer()).__name__ for m in wrappers}))
+        return (f". An adapter adapts the parameters {names} of {owners} (PEFT's target_parameters, which "
+                'target_modules="all-linear" includes for experts), and Dynamo cannot trace PEFT\'s code for that: name the '
+                'linear layers (target_modules=["q_proj", "v_proj", ...]), or merge the adapter with merge_adapter()')
+    kinds = ", ".join(sorted({type(m).__name__ for m in found}))
+    return (f". It has PEFT layers ({kinds}), some of which Dynamo cannot trace (DoRA of embeddings or quantized weights, "
+            "trainable tokens): merge the adapter with merge_adapter(), or disable it")
 
 
 def is_first_read(error: Exception) -> bool:

@@ -16,6 +16,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 import quire
 from quire.passes.capture.lora import check_adapters
 from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, tokens
+from tests.zoo.configs import SERVED, build
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 10, 11], [20, 21]]
 CONFIGS = {"one": LoraConfig(r=4, target_modules="all-linear"),
@@ -108,6 +109,20 @@ def test_a_life_with_adapters() -> None:
         peft.unmerge_adapter()
         assert tokens(engine.generate(PROMPTS[0], PARAMS, adapter="two")) == [want("two", 0)]
         assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_layers_that_get_tokens_without_a_batch() -> None:
+    """opt's MLP flattens the batch into the tokens before its linear layers."""
+    peft = get_peft_model(build(SERVED["opt"]), LoraConfig(r=4, target_modules=["q_proj", "fc1", "fc2"]), adapter_name="one")
+    model = peft.base_model.model.eval()
+    fill(peft, "one", 0)
+    with peft.disable_adapter():
+        plain = hf_greedy(model, PROMPTS[0], 6)
+    expected = [hf_greedy(model, PROMPTS[0], 6), plain]
+    with quire.Engine(model, num_pages=30, max_num_seqs=4, max_model_len=50, cudagraph_capture_sizes=[]) as engine:
+        got = engine.generate([PROMPTS[0]] * 2, quire.SamplingParams(temperature=0, max_tokens=6), adapter=["one", "__base__"])
+        assert tokens(got) == expected and expected[0] != plain
 
 
 @pytest.mark.slow

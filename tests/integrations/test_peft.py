@@ -16,6 +16,7 @@ pytest.importorskip("peft", reason="pip install 'quire[integrations]'")
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 import quire
+from quire.integrations.engines import engine_of
 from tests.tiny import load_model, small_llama
 from tests.zoo.configs import SERVED, build
 
@@ -88,6 +89,34 @@ def test_dora_of_embeddings_is_refused_until_it_is_merged() -> None:
         generated(peft)
     assert generated(peft.merge_and_unload()) == base
     model.generate.close()
+
+
+def test_quire_on_pefts_wrapper() -> None:
+    """The wrapper's generate, and what copies of it do, run on the engine of the model inside; all of it is given back."""
+    plain, model = (get_peft_model(load_model(num_layers=1), copy.deepcopy(ADAPTERS["lora"])).eval() for _ in range(2))
+    for peft in (plain, model):
+        fill(peft, "default", 3)
+    assert quire.paged(model, num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[]) is model
+    with paged_only():
+        assert generated(model) == generated(plain)
+        engine = model.generate.engine
+        assert engine.stats().generated_tokens == 8 and engine_of(model) is engine
+        twin = copy.deepcopy(model)
+        fill(plain, "default", 4), fill(twin, "default", 4)
+        assert generated(twin) == generated(plain) != generated(model)
+        assert twin.generate.engine is not engine
+    twin.generate.close(), model.generate.close()
+    fill(model, "default", 4)
+    assert generated(model) == generated(plain) and engine_of(model) is None
+    assert "generate" not in vars(model) and not hasattr(model.base_model.model.generate, "engine")
+
+
+def test_an_adapter_of_experts_is_refused_with_what_to_do() -> None:
+    """PEFT's "all-linear" adapts the experts' parameters too, which the user of it may not know."""
+    peft = get_peft_model(build(SERVED["qwen3_moe"]), LoraConfig(r=2, target_modules="all-linear")).eval()
+    with pytest.raises(quire.UnsupportedAttention, match="adapts the parameters .*gate_up_proj.* of .*Experts.*"
+                                                         "target_parameters.*target_modules=.*merge_adapter"):
+        quire.Engine(peft.base_model.model, num_pages=20, max_num_seqs=2, max_model_len=50)
 
 
 def test_prompt_tuning_falls_back_and_says_why() -> None:
