@@ -332,6 +332,39 @@ def test_over_a_process_group(engine) -> None:
     serves_what_the_model_says(engine)
 
 
+def test_a_sender_of_other_tensors_than_announced(engine) -> None:
+    """The backends do not compare sizes: half as many bytes would be taken, twice as many end the process."""
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    new, port, refused = other_weights(engine.model, 8), free_port(), []
+    value = next(iter(new.values()))
+
+    def send() -> None:
+        group = quire.WeightsGroup("127.0.0.1", port, 0, 2, timeout=60)
+        for other in (value.bfloat16(), value.double(), torch.zeros(3), value):
+            try:
+                group.send(other, NORM)
+            except ValueError as error:
+                refused.append(str(error))
+        for name, tensor in new.items():
+            group.send(tensor, name)
+        group.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+    first = next(iter(new))
+    for what in ("bfloat16", "float64", "float32", rf"float32 \(.*\) {NORM}, and float32 .* {first}"):
+        with pytest.raises(quire.WeightUpdateError, match=f"'{first}' is not what comes: rank 0 sends {what}") as error:
+            engine.update_weights_from_distributed(*described(new))
+        assert error.value.name == first
+    assert_old(engine, before, said)
+    engine.update_weights_from_distributed(*described(new))  # the group goes on
+    thread.join()
+    engine.destroy_weights_update_group()
+    assert len(refused) == 4 and all("in the order, dtypes and shapes" in message for message in refused)
+    assert all(torch.equal(engine.get_weights_by_name(name), value) for name, value in new.items())
+
+
 def test_a_sender_that_leaves(engine) -> None:
     """After two of the parameters: the third is named, and none of them is written."""
     before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
