@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import quire
-from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
+from quire.graph_runner.checkpoint import files_of, read_checkpoint, save_checkpoint
 from quire.graph_runner.weights import WeightSpec, check_specs, missing_names, state_of, write
 from tests.tiny import GREEDY, hf_greedy, load_model, load_tokenizer, tokens
 
@@ -179,6 +179,27 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
     for file in tmp_path.iterdir():
         file.unlink()
     fails(FileNotFoundError, "no checkpoint at")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_saved_over_another_checkpoint(own, tmp_path) -> None:
+    """transformers leaves the index of shards that are gone, and a whole file beside new shards, which it reads first."""
+    model, small = (Tied(), 2000) if own else (load_model(num_layers=1), "200KB")
+    for size in (small, "5GB", small):
+        with torch.no_grad():
+            model.get_parameter("mix.weight" if own else NORM).add_(1)
+        save_checkpoint(tmp_path, model, None, size)
+        values = read_checkpoint(tmp_path, model)
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in values.items())
+        assert (tmp_path / "model.safetensors").is_file() != (tmp_path / "model.safetensors.index.json").is_file()
+        assert not list(tmp_path.glob("*.before"))
+    whole = next(iter(values.items()))
+    save_file(dict([whole]), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors and model.safetensors.index.json are of two checkpoints"):
+        read_checkpoint(tmp_path, model)
+    for file in tmp_path.glob("model-*"):
+        file.unlink()
+    assert files_of(tmp_path) == [tmp_path / "model.safetensors"]  # as transformers leaves it
 
 
 def test_checkpoints_with_more_than_the_model_has(engine, tmp_path) -> None:
