@@ -66,7 +66,8 @@ def test_long_prompts_are_exact(layout, heads, caplog) -> None:
     backend = long_prefill.make(f"long_{layout}_{heads[0]}_{heads[1]}", *parts(), rule=lambda *args, **where: always)
     shape = dict(num_heads=heads[0], num_kv_heads=heads[1], page_size=16, dtype=torch.bfloat16, device="cuda", layout=layout)
     for query_lens, seq_lens in (([1500], [1500]), ([64, 3], [5000, 2000]), ([1, 1, 1, 300, 1, 64, 2, 129],
-                                                                         [4000, 33, 700, 900, 1, 64, 2000, 1129])):
+                                                                         [4000, 33, 700, 900, 1, 64, 2000, 1129]),
+                                 ([1, 4096, 1], [300, 12288, 40])):  # by contiguous keys, from two heads per key head on
         caplog.clear()
         with caplog.at_level(logging.INFO):
             check_case(backend, make_case(query_lens, seq_lens, head_dim=128, poison=float("nan"), **shape))

@@ -189,6 +189,7 @@ class FlashInferState:
                 *contiguous.lengths(self.metadata, first, self.rows), group.heads, group.kv_heads, group.dim):
             key = ("contiguous", group)
             if key not in self.wrappers:
+                logger.info("flashinfer: fa3 prefill kernel for %s, by contiguous keys", group)
                 self.wrappers[key] = self.lib.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend="fa3")
             return contiguous.plan(self.wrappers[key], self.metadata, first, self.rows, group.heads, group.kv_heads, group.dim,
                                    self.layout == "HND", **group.options)

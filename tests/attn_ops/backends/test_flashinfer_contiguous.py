@@ -37,9 +37,9 @@ def test_the_copy_follows_the_plan(layout: str, first: int) -> None:
 
 
 @pytest.mark.parametrize("query, keys, group, wins", [
-    ([8192], [16384], 4, True), ([16384], [16384], 1, True), ([8192], [8192], 1, False),
-    ([1024] * 64, [1024] * 64, 4, False), ([512], [16384], 4, False), ([512], [16384], 16, True),
-    ([64], [65536], 8, False), ([1], [1], 8, False), ([0], [0], 1, False)])
+    ([8192], [16384], 4, True), ([16384], [16384], 1, True), ([8192], [8192], 1, False), ([512], [16384], 16, True),
+    ([512], [16384], 4, False), ([1024] * 64, [1024] * 64, 4, False), ([64], [65536], 8, False), ([1], [1], 8, False),
+    ([0], [0], 1, False)])
 def test_where_many_queries_read_each_key(query: list[int], keys: list[int], group: int, wins: bool) -> None:
     assert contiguous.spares(np.array(query), np.array(keys), 8 * group, 8, 128) == wins
 
