@@ -100,7 +100,7 @@ class State:
         first = leading_ones(query_lens) if self.split else 0
         for kind, (site, layers, rule) in self.rules.items():
             of = work(site, query_lens[first:], seq_lens[first:])
-            with_graph += layers * rule.rest.us(of)
+            with_graph += layers * (rule.graph or rule.rest).us(of)
             without += layers * (rule.prefill if kind in won else rule.rest).us(of)
         return with_graph, without
 
