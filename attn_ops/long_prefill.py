@@ -106,9 +106,13 @@ class State:
 
 
 def build_seconds() -> float:
-    """Seconds that an engine's start may spend on compiling PREFILL's kernels, once per machine: QUIRE_KERNEL_BUILD_SECONDS; 0:
-    none."""
+    """Seconds that compiling PREFILL's kernels may take, once per machine: QUIRE_KERNEL_BUILD_SECONDS; 0: it never begins."""
     return float(os.environ.get("QUIRE_KERNEL_BUILD_SECONDS") or BUILD_SECONDS)
+
+
+def wait_seconds(chosen_by_auto: bool) -> float:
+    """Seconds that an engine's start waits for that: not at all where nobody asked for PREFILL, by its name or the variable."""
+    return 0.0 if chosen_by_auto and not os.environ.get("QUIRE_KERNEL_BUILD_SECONDS") else build_seconds()
 
 
 def leading_ones(query_lens: np.ndarray) -> int:
@@ -299,4 +303,5 @@ def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Cal
     return LongPrefill(name, parts, lambda *of_step: rest, lambda *of_step: (), lambda site: (rest,), rule=rule).long_backend()
 
 
-__all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make"]
+__all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make",
+           "wait_seconds"]

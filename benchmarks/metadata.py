@@ -47,25 +47,30 @@ def _times_ms(function: Callable[[], object], repeats: int = 200) -> list[float]
 
 
 def engine_step(query_lens: Sequence[int]) -> Callable[[], object]:
-    """Pack a batch and make its ForwardBatch, as ``ModelRunner.stage`` does."""
+    """Pack a batch and make its ForwardBatch, as ``ModelRunner.stage`` does. The device has the pages of the tokens before the
+    step, and gets those that the step adds each time."""
     rows = len(query_lens)
     shape = BatchShape(sum(query_lens), rows)
     buffers = StepBuffers(shape, max_pages_per_seq=LENGTH // PAGE, max_num_seqs=rows, page_size=PAGE,
                           device=torch.device("cpu"))
     width = LENGTH // PAGE
-    scheduled = []
+    before, scheduled = [], []
     for i, count in enumerate(query_lens):
         ids = list(range(LENGTH))
         request = Request(i, ids, SamplingParams(temperature=0), RequestOutput(i, None, ids), seed=0,
                           stop_token_ids=frozenset(), max_total_tokens=LENGTH, slot=i,
-                          pages=list(range(1 + i * width, 1 + (i + 1) * width)))
+                          pages=list(range(1 + i * width, 1 + i * width + (LENGTH - count) // PAGE)))
+        before.append(ScheduledRow(request, LENGTH - count - 1, 1, False))
         scheduled.append(ScheduledRow(request, LENGTH - count, count, True))
+    buffers.fill(ScheduledBatch(before, rows, rows), BatchShape(rows, rows))
+    buffers.commit()
+    for i, row in enumerate(scheduled):
+        pages = row.request.pages
+        pages.extend(range(1 + i * width + len(pages), 1 + (i + 1) * width))
     batch = ScheduledBatch(scheduled, shape.num_tokens, sum(n == 1 for n in query_lens))
 
     def run() -> ForwardBatch:
-        host = buffers.fill(batch, shape)
-        buffers.commit()  # the device has the pages: a later step sends new ones only
-        return buffers.forward_batch(shape, host, batch)
+        return buffers.forward_batch(shape, buffers.fill(batch, shape), batch)
 
     return run
 

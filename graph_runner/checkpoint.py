@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 INDEX = "model.safetensors.index.json"
 
@@ -115,7 +116,19 @@ def _converted(path: Path, model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str) -> None:
-    """Write a model in shards; transformers models with their config, and the tokenizer if there is one."""
+    """Write a model in shards; transformers models with their config, and the tokenizer if there is one.
+
+    Raises:
+        CheckpointError: a parameter whose codes and scales safetensors cannot hold, unless transformers quantized the model and
+            knows how to write it; names it, and writes nothing.
+    """
+    if getattr(getattr(model, "config", None), "quantization_config", None) is None:
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if is_traceable_wrapper_subclass(tensor):
+                raise CheckpointError(
+                    f"the parameter {name!r} is quantized ({type(tensor).__name__}), which safetensors files cannot hold. Save "
+                    "the model before it is quantized, quantize it with from_pretrained(..., quantization_config=...), or keep "
+                    "its state_dict with torch.save", name)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(path), max_shard_size=max_size)
     else:

@@ -56,7 +56,7 @@ class EngineConfig:
     dtype: str | torch.dtype | None = _option(
         None, "dtype that the engine computes in, as a torch dtype or its name. None: the model's own. Another one, such as "
         "bfloat16 for a model trained in float32: the engine keeps a copy of the parameters and persistent buffers that "
-        "differ, which follows them; memory for the copy, and none for a model that has that dtype already")
+        "differ, which follows them; memory for the copy, none for a model that has that dtype already or is given as a path")
     max_model_len: int | None = _option(
         None, "maximum length of a request, prompt and continuation. None: what the model and the cache allow", least=2)
     gpu_memory_utilization: float = _option(

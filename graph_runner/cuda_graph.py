@@ -83,8 +83,10 @@ class CudaGraphRunner:
         progress: wraps the sequence of buckets while capturing, for a progress bar.
         lazy: capture a bucket when the first batch for it comes (``can_run``), and not at the start.
         pool: memory shared with other runners; one of its own by default.
-        keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool.
-        hidden_mode: the hidden states that ``run`` returns. A batch that needs more runs without a graph.
+        keep_outputs: ``replay`` returns copies, which later replays leave alone. For runners that share a pool, as those of a
+            target and a draft model: of engines that speculate, which quire's own does not.
+        hidden_mode: the hidden states that ``run`` returns. A batch that needs more runs without a graph. For engines that
+            return them; quire's own returns logits.
         piecewise: shape -> whether it is captured in pieces, between its attention calls, which then need not be capturable.
         inputs: shape -> the tensors that ``run`` reads, to check that they are where they were (debugging).
 

@@ -66,7 +66,7 @@ class Engine(EngineCalls, WeightUpdates):
 
     def __init__(self, model: torch.nn.Module | str, tokenizer: Any = None, **options: Unpack[EngineOptions]) -> None:
         config = EngineConfig.of(options)
-        self.model, self.tokenizer = loading.load(model, tokenizer)
+        self.model, self.tokenizer = loading.load(model, tokenizer, config.dtype)
         self._live = LiveModel(self.model, config)
         self.config = config = self._live.config
         allocator, share = BlockAllocator(self._live.num_pages), config.enable_prefix_caching

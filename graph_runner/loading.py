@@ -17,8 +17,12 @@ TINY_MODEL = Path(__file__).parent / "assets" / "tiny-llama"
 DEFAULT_LENGTH = 2048  # for a model whose config has no maximum
 
 
-def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> tuple[torch.nn.Module, Any]:
+def load(model: torch.nn.Module | str | Path, tokenizer: Any, dtype: torch.dtype | str | None = None
+         ) -> tuple[torch.nn.Module, Any]:
     """The model and its tokenizer; a path is loaded with transformers, on the GPU if there is one.
+
+    Args:
+        dtype: to load a path in; None: the checkpoint's. A model that is there already stays as it is.
 
     Raises:
         FileNotFoundError: no folder at that path (quire loads from disk; it does not download).
@@ -44,7 +48,8 @@ def load(model: torch.nn.Module | str | Path, tokenizer: Any, **kwargs: Any) -> 
 
     loader: Any = AutoModelForCausalLM
     try:
-        loaded, report = loader.from_pretrained(str(path), output_loading_info=True, **kwargs)
+        options = {} if dtype is None else {"dtype": dtype}
+        loaded, report = loader.from_pretrained(str(path), output_loading_info=True, **options)
     except SafetensorError as error:
         raise ValueError(f"the weights at {path} are incomplete or not a safetensors file ({error})") from error
     if missing := sorted(report["missing_keys"]):

@@ -20,7 +20,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
-from quire.attn_ops.long_prefill import build_seconds
+from quire.attn_ops.long_prefill import wait_seconds
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
@@ -149,7 +149,7 @@ class ModelRunner:
         self.plans_graphs = self.plans and self.backend.plans_graphs
         if self.backend.warm_up is not None:
             with start_times.timed("prefill kernels"):
-                self.backend.warm_up(self.sites, self.device, build_seconds())  # it logs what is not ready
+                self.backend.warm_up(self.sites, self.device, wait_seconds(config.attention == "auto"))  # logs what is missing
         self._without_graph = WithoutGraph(self.backend, self.sites, self.device, *self._step_us)
         self.sampler = Sampler()
         self.editor = LogitsEditor(self.sampler, self.device)

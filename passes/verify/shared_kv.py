@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.attn_ops.attention import AttentionSite
-from quire.passes.fx import value, written_by
+from quire.passes.fx import storage_of, value, written_by
 from quire.passes.verify.sites import site_nodes, site_of
 
 KV_SOURCES = "quire_kv_sources"  # in the meta of a graph: what ``shared_layers`` found
@@ -59,7 +59,7 @@ def memory(node: Any) -> int | None:
     """Identifies the memory behind a node's tensor, which views of it share; None: no tensor, or one made of several."""
     val = value(node)
     whole = isinstance(val, torch.Tensor) and not is_traceable_wrapper_subclass(val)
-    return val.untyped_storage()._cdata if whole else None
+    return storage_of(val) if whole else None
 
 
 def with_sources(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> list[AttentionSite]:

@@ -131,3 +131,12 @@ def test_a_kept_prefix_is_of_the_weights_before_the_step() -> None:
         got = rollouts(engine)
     with quire.Engine(model, page_size=2, enable_prefix_caching=False, **OPTIONS) as engine:
         assert got == rollouts(engine)
+
+
+def test_a_path_is_loaded_in_that_dtype(tmp_path) -> None:
+    """Without a second set of weights."""
+    small_llama().save_pretrained(tmp_path)
+    with quire.Engine(str(tmp_path), dtype="bfloat16", **OPTIONS) as engine:
+        assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+        assert engine.stats().weight_bytes < 1.1 * sum(p.nbytes for p in engine.model.parameters())
+        assert len(engine.generate(PROMPTS, PARAMS)) == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import sys
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -379,6 +381,33 @@ def test_devices_without_graphs() -> None:
     with pytest.raises(RuntimeError, match="need torch_npu, which is not installed: pip install torch_npu"):
         device_graphs(SimpleNamespace(type="npu"))
     assert not NpuGraphs.verified
+
+
+def test_calls_of_the_npu_class(monkeypatch) -> None:
+    """In the order and with the arguments of torch_npu's signatures; its hardware has not been seen."""
+    log: list = []
+
+    class NPUGraph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextlib.contextmanager
+    def graph(npu_graph, pool=None, stream=None, capture_error_mode="global", auto_dispatch_capture=False):
+        assert isinstance(npu_graph, NPUGraph)
+        log.append(("begin", pool, auto_dispatch_capture))
+        yield
+        log.append("end")
+
+    npu = SimpleNamespace(NPUGraph=NPUGraph, graph=graph, graph_pool_handle=lambda: "pool", empty_cache=lambda: None,
+                          synchronize=lambda: log.append("wait"), mem_get_info=lambda device: (7, 9))
+    monkeypatch.setitem(sys.modules, "torch_npu", npu)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    r = CudaGraphRunner(lambda shape: log.append("run") or torch.ones(shape.num_reqs), shapes(2), SimpleNamespace(type="npu"))
+    r.capture()
+    assert log == ["run", "run", "wait", ("begin", "pool", True), "run", "end"]
+    assert r.replay(BatchShape(2, 2)).tolist() == [1, 1] and log[-1] == "replay"
+    with pytest.raises(RuntimeError, match="make the engine without cudagraph_piecewise"):
+        CudaGraphRunner(print, shapes(2), SimpleNamespace(type="npu"), piecewise=lambda shape: True).capture()
 
 
 @pytest.mark.parametrize("options", [dict(cudagraph_lazy=True), dict(cudagraph_debug=True)])

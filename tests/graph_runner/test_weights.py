@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import quire
-from quire.graph_runner.checkpoint import read_checkpoint
+from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
 from quire.graph_runner.weights import WeightSpec, check_specs, missing_names, state_of, write
 from tests.tiny import GREEDY, hf_greedy, load_model, load_tokenizer, tokens
 
@@ -282,12 +282,15 @@ def test_a_value_that_cannot_be_converted() -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_quantized_parameters_are_refused_by_name() -> None:
+def test_quantized_parameters_are_refused_by_name(tmp_path) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     with pytest.raises(quire.WeightUpdateError, match=r"the parameter '0.weight' is quantized \(Int8Tensor|AffineQuantized"):
         check_specs(model, [WeightSpec("0.weight", torch.bfloat16, (32, 32))])
+    with pytest.raises(ValueError, match=r"the parameter '0.weight' is quantized .*, which safetensors files cannot hold"):
+        save_checkpoint(tmp_path / "saved", model, None, "5GB")
+    assert not (tmp_path / "saved").exists()
     model = nn.Linear(3, 3, device="meta")
     with pytest.raises(quire.WeightUpdateError, match="'weight' has no memory"):
         check_specs(model, [WeightSpec("weight", torch.float32, (3, 3))])

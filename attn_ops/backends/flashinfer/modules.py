@@ -95,6 +95,9 @@ def ready(sites: Sequence[AttentionSite], device: torch.device, seconds: float) 
             lacking = missing(modules)
             if lacking and failed:
                 return failed[0]
+        if lacking and any(set(of) & modules and build.process.poll() is None for of, build in _builds.items()):
+            return (f"FlashInfer's prefill kernels for {described(lacking)} are being compiled by another process, once per "
+                    "machine; engines that start when it is done use them, and with QUIRE_KERNEL_BUILD_SECONDS=180 they wait")
         if lacking:
             return (f"FlashInfer's prefill kernels for {described(lacking)} are not compiled; an engine compiles them when it "
                     "starts if QUIRE_KERNEL_BUILD_SECONDS allows it, and flashinfer-jit-cache has some compiled")
@@ -157,6 +160,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     task = json.load(sys.stdin)
+    os.nice(10)
     if os.getpgrp() != os.getpid():
         os.setsid()
 

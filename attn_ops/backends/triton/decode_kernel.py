@@ -8,15 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import (
-    arrived_last,
-    find_row,
-    first_key,
-    load_keys,
-    load_scales,
-)
+from quire.attn_ops.backends.triton.common import arrived_last, first_key
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.kv_quant import code_format, encode, joined, store_rows, unpack, widen
+from quire.attn_ops.kernels.paged import find_row, load_keys, load_scales
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.rope import rotated
 from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step

@@ -20,20 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import (
-    arrived_last,
-    find_block,
-    first_key,
-    load_keys,
-    load_scales,
-    merge_rows,
-)
+from quire.attn_ops.backends.triton.common import arrived_last, first_key, merge_rows
 from quire.attn_ops.backends.triton.plan import Batch, Plan, Site, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import CacheLayout, Caches
 from quire.attn_ops.kernels.kv_quant import code_format, widen
 from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.kernels.paged import find_block, load_keys, load_scales
 from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
 
 

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import find_block
 from quire.attn_ops.backends.triton.extend import store_result
 from quire.attn_ops.backends.triton.extend_route import Route
 from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
 from quire.attn_ops.kernels.gather_kv import gather_kv
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kernels.launch import descriptor, launch
+from quire.attn_ops.kernels.paged import find_block
 from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
 
 

@@ -17,12 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import find_block, find_row, merge_rows
+from quire.attn_ops.backends.triton.common import merge_rows
 from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import Strides
 from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.kernels.paged import find_block, find_row
 from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
 
 WORKSPACE = 1 << 25  # most float32 elements of partial results

@@ -470,7 +470,7 @@ def build(monkeypatch, works: bool) -> list[tuple[str, float]]:
 
     class Build:
         def __init__(self, wanted, seconds) -> None:
-            self.wanted = wanted
+            self.wanted, self.process = wanted, SimpleNamespace(poll=lambda: None)
             started.append((modules.described(wanted), seconds))
 
         def finish(self):
@@ -499,7 +499,15 @@ def test_an_engine_compiles_what_is_missing_and_a_step_does_not(specs, monkeypat
     for _ in range(2):
         BACKEND.prefill.begin(sites, CUDA, 60.0)
     assert [seconds for _, seconds in started] == [60.0], "one process"
+    assert "are being compiled by another process" in BACKEND.prefill.ready(sites, CUDA, 0.0), "auto does not wait"
     assert BACKEND.prefill.ready(sites, CUDA, 60.0) is None and len(Spec.loads) == 3 and len(started) == 1
+
+
+def test_engines_wait_for_kernels_that_were_asked_for(monkeypatch) -> None:
+    monkeypatch.delenv("QUIRE_KERNEL_BUILD_SECONDS", raising=False)
+    assert long_prefill.wait_seconds(chosen_by_auto=True) == 0 < long_prefill.wait_seconds(chosen_by_auto=False)
+    monkeypatch.setenv("QUIRE_KERNEL_BUILD_SECONDS", "20")
+    assert long_prefill.wait_seconds(chosen_by_auto=True) == long_prefill.wait_seconds(chosen_by_auto=False) == 20
 
 
 def test_what_does_not_compile_says_why(specs, monkeypatch) -> None:
