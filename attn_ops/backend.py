@@ -216,6 +216,8 @@ class AttentionBackend:
         mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
         state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.lse``. It must need no
             plan.
+        varlen: attention over ragged sequences without a KV cache: what ``varlen_attention_eager`` (``attn_ops/ops/varlen.py``)
+            does, without ``implementation``, which is then this backend's name. Raises ValueError for what it lacks.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
@@ -264,6 +266,7 @@ class AttentionBackend:
     rope_op: Any | None = None
     mla_op: Any | None = None
     state_op: Any | None = None
+    varlen: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None

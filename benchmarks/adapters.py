@@ -1,7 +1,7 @@
 """What LoRA costs in a decode step: ms per step without adapters, with one for all requests, and with one for each request.
 
     pip install peft
-    python benchmarks/adapters.py --model llama-8b --batch 1,8,32 --limit 150 --json adapters.json
+    python benchmarks/adapters.py --model llama-8b --batch 1,8,32 --deadline 150 --json adapters.json
     python benchmarks/adapters.py --model tiny --batch 2 --context 16 --rank 4            # a dry run on a CPU
 
 ``one`` is an adapter of all linear layers in the model's dtype, ``one, float32`` the same in PEFT's default dtype, ``each`` two
@@ -20,8 +20,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import quire
-from quire.graph_runner.bench.limited import LimitedRows, add_arguments
 from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
+from quire.graph_runner.bench.record import Record, add_arguments
 
 STEPS = 64
 
@@ -64,21 +64,19 @@ def main() -> None:
     batches = [int(n) for n in args.batch.split(",")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    results = LimitedRows(args, device)
+    record = Record(args.json, device, args.deadline, arguments=vars(args))
     model: Any = build(ModelSpec(args.model, dtype, device, args.layers), positions=args.context + 2 * STEPS)
     options = dict(attention=args.attention, max_num_seqs=max(batches), max_model_len=args.context + 2 * STEPS)
 
     def measure(way: str, names: list[str | None], of: Any) -> None:
-        if not results.begin(way):
-            return
-        try:
+        def run() -> None:
             with quire.Engine(of, **options) as engine:
                 for batch in batches:
                     ms = step_ms(engine, batch, names, args.context)
-                    without = [row["ms"] for row in results.rows if row["way"] == "none" and row.get("batch") == batch]
-                    results.add({"way": way, "batch": batch, "ms": ms, "cost": ms / without[0] - 1 if without else 0.0})
-        except Exception as error:  # the others are measured
-            results.failed(way, error)
+                    without = [row["ms"] for row in record.rows if row.get("way") == "none" and row["batch"] == batch]
+                    record.keep({"way": way, "batch": batch, "ms": ms, "cost": ms / without[0] - 1 if without else 0.0})
+
+        record.measure(way, run)
         free_memory()
 
     def cast(to: torch.dtype) -> None:
@@ -98,7 +96,6 @@ def main() -> None:
     adapted.set_adapter("first")
     cast(dtype)
     measure("each", ["first", "second", "__base__"], adapted)
-    results.finish()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ vLLM can be imported.
 
     pip install 'quire[integrations]'
     python benchmarks/evaluate.py --model tiny                       # a CPU will do
-    python benchmarks/evaluate.py --model llama-8b --documents 128 --batch 64 --limit 150 --json evaluate.json
+    python benchmarks/evaluate.py --model llama-8b --documents 128 --batch 64 --deadline 150 --json evaluate.json
 
 Each document is a multiple choice of four options after the same examples (``--examples`` tokens), as few-shot tasks have
 it, and then a text to continue. The weights are random unless ``--model`` is a path; the texts are tokenized by the tokenizer
@@ -29,8 +29,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
 import quire
-from quire.graph_runner.bench.limited import LimitedRows, add_arguments
 from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
+from quire.graph_runner.bench.record import Record, add_arguments
 from quire.graph_runner.loading import TINY_MODEL
 from quire.integrations.lm_eval import QuireLM
 
@@ -83,7 +83,7 @@ def main() -> None:
     args.layers = layers_asked(args.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    results = LimitedRows(args, device)
+    record = Record(args.json, device, args.deadline, arguments=vars(args))
     tokenizer = AutoTokenizer.from_pretrained(args.model if Path(args.model).is_dir() else TINY_MODEL, padding_side="left")
     model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
     model.generation_config.max_new_tokens = None
@@ -100,12 +100,10 @@ def main() -> None:
         "HFLM-paged": lambda: hflm(quire.paged(model, **options)),
         "VLLM": lambda: vllm(model, tokenizer, folder.name, options["max_model_len"], args.batch)}
     scores: dict[str, list[float]] = {}
-    for name in args.ways.split(","):
-        if not results.begin(name):
-            continue
-        lm: Any = None
+
+    def measure(name: str) -> None:
+        lm = ways[name]()
         try:
-            lm = ways[name]()
             for kind, instances in asked.items():
                 getattr(lm, kind)(instances[: args.batch], disable_tqdm=True)  # starts the engine
                 began = time.perf_counter()
@@ -113,19 +111,20 @@ def main() -> None:
                 row = {"way": name, "requests": kind, "requests_per_s": len(instances) / (time.perf_counter() - began)}
                 if kind == "loglikelihood":
                     scores[name] = [score for score, _ in found]
-                results.add(row)
-        except Exception as error:  # the others are measured
-            results.failed(name, error)
+                record.keep(row)
+        finally:
+            if isinstance(lm, QuireLM):
+                lm.close()
+
+    for name in args.ways.split(","):
+        record.measure(name, lambda name=name: measure(name))
         if hasattr(model.generate, "close"):
             model.generate.close()
-        if isinstance(lm, QuireLM):
-            lm.close()
         free_memory()
-        for row in results.rows:
+        for row in record.rows:
             if row.get("requests") == "loglikelihood" and "HFLM" in scores:
                 row["largest_difference"] = max(abs(a - b) for a, b in zip(scores[row["way"]], scores["HFLM"], strict=True))
-        results.write()
-    results.finish()
+        record.write()
     folder.cleanup()
 
 

@@ -1,7 +1,7 @@
 """A GRPO loop on one GPU: tokens per second of the rollouts, generation's share of a step, and peak memory, of quire,
 transformers' ``generate_batch``, plain ``generate``, and vLLM in the same process (where it can be imported).
 
-    python benchmarks/grpo.py --model qwen3-0.6b --limit 140 --json grpo.json      # 64 prompts x 8, 512 new tokens; an H200
+    python benchmarks/grpo.py --model qwen3-0.6b --deadline 140 --json grpo.json      # 64 prompts x 8, 512 new tokens; an H200
     python benchmarks/grpo.py --model tiny --prompts 2 --group 2 --new-tokens 8    # a dry run on a CPU
 
 A step: ``group`` completions of each prompt at temperature 1, a reward (the share of tokens in the lower half of the
@@ -11,7 +11,7 @@ a completion. All ways train one model. quire and ``generate_batch`` run the sam
 rollout, and the time for that counts as its generation (``sync_s``).
 
 Memory is the largest that PyTorch had allocated in a step. Of each way the first step is not counted (compilation, captures);
-it is the row's only figure (``first: true``) where ``--limit`` leaves no time for another.
+it is the row's only figure (``first: true``) where ``--deadline`` leaves no time for another.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 import quire
-from quire.graph_runner.bench.limited import LimitedRows, add_arguments
 from quire.graph_runner.bench.models import ModelSpec, build, config_of, layers_asked
+from quire.graph_runner.bench.record import Record, add_arguments
 
 
 def synchronize() -> None:
@@ -166,14 +166,13 @@ def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: lis
     optimizer.zero_grad(set_to_none=True)
 
 
-def measure(name: str, model: Any, optimizer: Any, prompts: list[list[int]], results: LimitedRows) -> None:
+def measure(name: str, model: Any, optimizer: Any, prompts: list[list[int]], args: argparse.Namespace, record: Record) -> None:
     """Add the way's row, and bring it up to date after each step."""
-    args = results.args
     way, many = WAYS[name](model, args), [p for p in prompts for _ in range(args.group)]
     steps: list[tuple[float, float, float]] = []
     row: dict[str, Any] = {"way": name}
     try:
-        while len(steps) <= args.steps and (not steps or results.left > 1.2 * steps[-1][1]):
+        while len(steps) <= args.steps and (not steps or record.left > 1.2 * steps[-1][1]):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             synchronize()
@@ -192,8 +191,8 @@ def measure(name: str, model: Any, optimizer: Any, prompts: list[list[int]], res
                     "tokens_per_s": len(many) * args.new_tokens / generated, "sync_s": sync, "peak_gib": peak,
                     "first": len(steps) == 1, "steps": max(1, len(steps) - 1)}
             if len(steps) == 1:
-                results.add(row)
-            results.write()
+                record.keep(row)
+            record.write()
         print(json.dumps(row), flush=True)
     finally:
         way.close()
@@ -217,7 +216,7 @@ def main() -> None:
     args.layers = layers_asked(args.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    results = LimitedRows(args, device)
+    record = Record(args.json, device, args.deadline, arguments=vars(args))
     model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
     model.train()
     model.gradient_checkpointing_enable()
@@ -226,14 +225,9 @@ def main() -> None:
     vocab = model.config.get_text_config().vocab_size
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
     for name in args.ways.split(","):
-        if results.begin(name):
-            try:
-                measure(name, model, optimizer, prompts, results)
-            except Exception as error:  # the others are measured
-                results.failed(name, error)
+        record.measure(name, lambda name=name: measure(name, model, optimizer, prompts, args, record))
         gc.collect()
         torch.cuda.empty_cache()
-    results.finish()
 
 
 if __name__ == "__main__":

@@ -135,13 +135,13 @@ for part in "$@"; do
                        && cp "$OUT/backends.md" docs/backends.md || worst=1 ;;
         grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_$m.json" \
-                           --limit "$(deadline)" ${GRPO:---ways quire,generate_batch,generate}; done ;;
+                           --deadline "$(deadline)" ${GRPO:---ways quire,generate_batch,generate}; done ;;
         grpo_vllm) for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_vllm_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_vllm_$m.json" \
-                           --limit "$(deadline)" ${GRPO:---ways quire,vllm}; done ;;
-        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" --limit "$(deadline)" \
+                           --deadline "$(deadline)" ${GRPO:---ways quire,vllm}; done ;;
+        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" --deadline "$(deadline)" \
                        ${ADAPTERS:---model $MODEL --attention triton} ;;
-        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --limit "$(deadline)" \
+        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --deadline "$(deadline)" \
                        ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --ways QuireLM,HFLM,HFLM-paged} ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \

@@ -27,7 +27,7 @@ NAME = "flex_attention"
 BLOCK = 128  # queries and keys per block of the mask
 #: Below 128 queries Inductor takes its kernel for few. Its block of queries is all of them times the query heads per key head,
 #: and past a block of the mask it finds no such kernel ("No choices exist"). So a ragged row goes to the kernel for many.
-MANY = {"FORCE_USE_FLEX_ATTENTION": True}
+MANY: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 ROUND = 1024  # keys that the gathered rows are rounded up to: few sizes, few allocations
 
 
@@ -83,7 +83,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, 
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     return flex_attention(q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scale,
-                          enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True) if lse else None,
+                          enable_gqa=q.shape[1] != k.shape[1],
+                          return_aux=AuxRequest(lse=True) if lse else None,
                           kernel_options=MANY if q.shape[2] > 1 else None)
 
 

@@ -55,6 +55,7 @@ def _flat(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: t
 
 def _paged(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor, kv_start: torch.Tensor | None,
            out: torch.Tensor, page_size: int) -> None:
+    out = out[: kv_lens.shape[0]]
     page = torch.arange(out.shape[1], device=out.device)
     column = (page * page_size).expand(out.shape[0], -1)
     if kv_start is not None:

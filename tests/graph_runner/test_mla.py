@@ -28,7 +28,7 @@ def expected(model: torch.nn.Module) -> list[list[int]]:
 @pytest.mark.parametrize("name, compiler", [
     ("deepseek_v2", "eager"), ("deepseek_v3", "eager"),
     *(pytest.param(n, c, marks=pytest.mark.slow) for n, c in (("deepseek_v3", "inductor"), ("minicpm3", "eager"), (
-        "glm4_moe_lite", "eager"), ("axk1", "eager"), ("youtu", "eager")))])
+        "glm4_moe_lite", "eager"), ("axk1", "eager"), ("youtu", "eager"), ("mistral4", "eager"), ("longcat_flash", "eager")))])
 def test_tokens(name: str, compiler: str) -> None:
     """Chunked prefill beside decodes. Then kv_b is updated in place, as a trainer does, and the next tokens follow it."""
     model, plain = build(SERVED[name]), build(SERVED[name])

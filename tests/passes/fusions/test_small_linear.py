@@ -8,14 +8,10 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 
-from quire.passes.backend import QuireBackend
-from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fusions.small_linear import fuse_small_linear
-from quire.passes.fx import copy_graph
-from quire.passes.options import QuireOptions
-from tests.passes.models import listing
+from tests.passes.models import after, listing
 
 
 class Norm(nn.Module):
@@ -45,31 +41,12 @@ class Layer(nn.Module):
         return x + self.down(self.act(self.gate(y)) * self.up(y))
 
 
-def fused(model: nn.Module, x: torch.Tensor):
-    """(matches, the graph after, its result) of tracing the model and running both passes."""
-    backend = QuireBackend(QuireOptions(compiler="eager"))
-    torch._dynamo.mark_dynamic(x, 1)
-    with torch.no_grad():
-        torch.compile(model, backend=backend, fullgraph=True)(x)
-    graph = backend.graphs[0]
-    gm = copy_graph(graph.gm)
-    work = Fusion(gm, graph.inputs, backend.weights)
-    groups = fuse_projections(work)
-    matches = fuse_small_linear(work)
-    gm.graph.lint()
-    gm.recompile()
-    with torch.no_grad():
-        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.inputs], *work.added)[0]
-    backend.weights.restore()
-    return (groups, matches), gm, out
-
-
 def test_a_layer_becomes_two_kernels() -> None:
     torch.manual_seed(1)
     x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
     model = Layer()
-    matches, gm, out = fused(model, x)
-    assert matches == (1, 2)
+    matches, gm, out = after(model, x, fuse_projections, fuse_small_linear)
+    assert matches == [1, 2]
     assert_expected_inline(listing(gm.graph), """\
 s0: size s0
 l_x_: [1, s0, 32]
@@ -88,8 +65,7 @@ return (small_linear_default_1,)""")
 
 
 def test_float32_is_left_alone() -> None:
-    (_, matches), _, _ = fused(Layer(dtype=torch.float32), torch.randn(1, 5, 32))
-    assert matches == 0
+    assert after(Layer(dtype=torch.float32), torch.randn(1, 5, 32), fuse_projections, fuse_small_linear)[0][1] == 0
 
 
 class Shared(Layer):
@@ -168,7 +144,7 @@ CHANGES = (input_changed_before_the_sum, input_changed_before_the_product, input
 def test_what_stays(model, matches, left) -> None:
     model.both, model.square = nn.Linear(32, 96, bias=False).bfloat16(), nn.Linear(32, 32, bias=False).bfloat16()
     x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
-    (_, found), gm, out = fused(model, x)
+    (_, found), gm, out = after(model, x, fuse_projections, fuse_small_linear)
     assert found == matches if matches else found >= 1
     assert all(name in listing(gm.graph) for name in left)
     with torch.no_grad():
