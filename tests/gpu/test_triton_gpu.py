@@ -17,8 +17,11 @@ from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.engine import Engine
 from tests.attn_ops.cases import check_case, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantized
+from tests.gpu.helpers import check_likely
+from tests.tiny import GREEDY, small_llama, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -234,6 +237,21 @@ def test_long_prompts_go_by_contiguous_keys_where_it_was_measured(monkeypatch):
         run_case(BACKEND, case)
     run_case(BACKEND, make_case([20, 1], [4096, 700], **LLAMA, dtype=torch.bfloat16, expect=False))  # each key read by few
     assert len(calls) == 1
+
+
+def test_an_engine_by_contiguous_keys(monkeypatch):
+    """Chunks of prompts beside decodes, each chunk after those before it."""
+    module, calls = kernel_module("backends.triton.extend_contiguous"), []
+    launch = module.extend_contiguous
+    monkeypatch.setattr(module, "extend_contiguous", lambda *args: calls.append(args) or launch(*args))
+    model = small_llama(std=0.1, head_dim=64, hidden_size=128, max_position_embeddings=4096).to("cuda", torch.bfloat16)
+    prompts = [[3 + i % 50 for i in range(n)] for n in (1500, 40, 700)]
+    with overridden(RouteConfig, mode="always"), Engine(
+            model, attention="triton", compiler="eager", num_pages=300, max_num_seqs=3, max_num_batched_tokens=512,
+            cudagraph_capture_sizes=[3], cudagraph_token_sizes=[]) as engine:
+        for prompt, found in zip(prompts, tokens(engine.generate(prompts, GREEDY)), strict=True):
+            check_likely(model, prompt, found)
+    assert len(calls) >= 4  # of one layer
 
 
 # CUDA graphs: one capture, any lengths later.
