@@ -86,7 +86,8 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
 def _check_config(path: Path, model: Any) -> None:
     """Refuse a quantized checkpoint for a model that is not quantized, whose codes would be taken for weights, and one of a
     model that computes otherwise, such as with another rope."""
-    file, own = path / "config.json", getattr(model, "config", None)
+    file = path / "config.json"
+    own: Any = getattr(model, "config", None)
     if not file.is_file() or not hasattr(type(own), "from_pretrained"):
         return
     saved = json.loads(file.read_text())
