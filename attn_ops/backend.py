@@ -45,11 +45,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite, dtype_name
@@ -185,6 +186,24 @@ class AttentionCapabilities:
 
 
 @dataclass(frozen=True)
+class PrefillPart:
+    """How a backend serves the prompts of some steps, beside another that serves their decodes and all other steps
+    (``attn_ops/long_prefill.py``).
+
+    Args:
+        ready: (sites, device, seconds) -> None if the kernels for prompts of these sites are compiled and load, else why not.
+            It may compile what is missing, in other processes, for at most so many seconds; with 0 it only looks.
+        make_state: as of the backend; with this state ``plan`` and ``op`` leave out the sequences of one token at the head of a
+            batch: their keys and values are stored, and their rows of the result hold anything.
+        begin: (sites, device, seconds) -> None: start to compile in other processes what ``ready`` will wait for; optional.
+    """
+
+    ready: Callable[[Sequence[AttentionSite], torch.device, float], str | None]
+    make_state: Callable[..., Any]
+    begin: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
+
+
+@dataclass(frozen=True)
 class AttentionBackend:
     """One attention backend.
 
@@ -197,6 +216,8 @@ class AttentionBackend:
         mla_op: the paged op on the latent cache (``mla.py``), from ``define_mla_op``; with ``capabilities.mla``.
         state_op: attention as a state (STATE_SCHEMA), from ``define_state_op``; with ``capabilities.lse``. It must need no
             plan.
+        varlen: attention over ragged sequences without a KV cache: what ``varlen_attention_eager`` (``attn_ops/ops/varlen.py``)
+            does, without ``implementation``, which is then this backend's name. Raises ValueError for what it lacks.
         rope_forms: whether rope_op honours the options of every RopeForm (``attn_ops/ops/rope.py``). False: it is called for
             PLAIN only, without options, and rope_kv_write rotates for the other forms.
         make_state: (sites, cache, limits: StepLimits) -> the backend's state for one engine or step (workspaces, planned
@@ -219,10 +240,23 @@ class AttentionBackend:
         plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
             these may have page numbers of their own. Without a plan that needs nothing.
         same_in_graphs: a captured step has the kernels and grids of an uncaptured one of the same shape, whatever its number of
-            tokens and the length of its sequences (MLA apart). False: steps of more than about a thousand tokens are captured
-            only on request, as their graphs may take the GPU longer.
+            tokens and the length of its sequences (apart from MLA, and where ``without_graph`` gives two times). False: steps
+            of more than about a thousand tokens are captured only on request, as their graphs may take the GPU longer.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
+        prefill: how it serves prompts beside another backend; None: whole steps only.
+        plans_graphs: its plan works for steps that run as CUDA graphs too. False: there it does nothing, and what it needs on
+            the device may be computed in the graph.
+        takes_other_batches: despite its plan and its state the op takes other batches than the step's: it does not use them
+            then. With ``capabilities.any_batch``.
+        warm_up: (sites, device, seconds) -> None, or what is not ready: work before an engine's first step, such as compiling
+            kernels in other processes for at most so many seconds.  begin_warm_up: the same arguments; starts what can be done
+            in other processes while the engine compiles its model.
+        without_graph: (sites, device, state, query_lens, seq_lens) -> estimated microseconds of all layers' attention in a step
+            with and without a CUDA graph; the state is its own, None without ``make_state``; the (B,) int arrays are on the
+            host. Engines may run a step without its graph where that takes less.
+        scratch_bytes: (sites, device, tokens) -> bytes, at most, that its op takes for a step without a CUDA graph whose
+            sequences have so many tokens, and does not take for one of padding alone, by which engines measure.
     """
 
     name: str
@@ -232,6 +266,7 @@ class AttentionBackend:
     rope_op: Any | None = None
     mla_op: Any | None = None
     state_op: Any | None = None
+    varlen: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     rope_forms: bool = False
     make_state: Callable[..., Any] | None = None
     plan: Callable[..., None] | None = None
@@ -246,6 +281,14 @@ class AttentionBackend:
     plans_windows: bool = False
     same_in_graphs: bool = False
     unrotated: bool = False
+    prefill: PrefillPart | None = None
+    plans_graphs: bool = True
+    takes_other_batches: bool = False
+    warm_up: Callable[[Sequence[AttentionSite], torch.device, float], str | None] | None = None
+    begin_warm_up: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
+    without_graph: Callable[[Sequence[AttentionSite], torch.device, Any, np.ndarray, np.ndarray], tuple[float, float]
+                            ] | None = None
+    scratch_bytes: Callable[[Sequence[AttentionSite], torch.device, int], int] = lambda sites, device, tokens: 0
 
     def __post_init__(self) -> None:
         if self.approximate and self.priority:
@@ -264,7 +307,8 @@ class AttentionBackend:
     @property
     def any_batch(self) -> bool:
         """Whether some layers may run on a part of the step's batch."""
-        return self.capabilities.any_batch and self.plan is None and self.make_state is None and not self.every_step
+        without = self.takes_other_batches or (self.plan is None and self.make_state is None)
+        return self.capabilities.any_batch and without and not self.every_step
 
     def serves(self, site: AttentionSite) -> str:
         """What a site becomes, as text."""
@@ -284,12 +328,15 @@ class BackendFamily:
         name: of the family.  usage: the form of the names, for tables and messages.
         matches: whether a name is one of the family's.
         make: (name, get_backend) -> the backend. Raises ValueError for a name that is not of the form.
+        long_prefill: (prefill, rest) -> the name of the backend that serves by ``prefill`` the steps in which its prompts were
+            measured faster, and all others by ``rest``; None: the family has none.
     """
 
     name: str
     usage: str
     matches: Callable[[str], bool]
     make: Callable[[str, Callable[[str], AttentionBackend]], AttentionBackend]
+    long_prefill: Callable[[str, str], str] | None = None
 
 
 class UnsupportedAttention(ValueError):
@@ -341,6 +388,6 @@ def listed(items: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, items))) or "none"
 
 
-__all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA",
+__all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA", "PrefillPart",
            "ROPE_PAGED_SCHEMA", "STATE_SCHEMA", "UnsupportedAttention", "define_paged_op", "define_state_op", "dtype_name",
            "listed"]

@@ -75,10 +75,15 @@ class Registry:
         return self._made[name]
 
     @property
+    def families(self) -> list[BackendFamily]:
+        """Those that loaded."""
+        self.load()
+        return list(self._families.values())
+
+    @property
     def usages(self) -> list[str]:
         """The forms of the names of families."""
-        self.load()
-        return [family.usage for family in self._families.values()]
+        return [family.usage for family in self.families]
 
 
 REGISTRY = Registry()
@@ -98,6 +103,12 @@ def get_backend(name: str | Mapping[str, str]) -> AttentionBackend:
     """The backend of that name (or of these, by kind of layer), made now if it is a family's. Raises ValueError that lists the
     names there are."""
     return REGISTRY.get(attention_name(name))
+
+
+def long_prefill_name(prefill: str, rest: str) -> str | None:
+    """The name of the backend that serves by ``prefill`` the steps in which its prompts were measured faster, and all others by
+    ``rest``; None if no family has one."""
+    return next((f.long_prefill(prefill, rest) for f in REGISTRY.families if f.long_prefill is not None), None)
 
 
 def plain_backend(device_type: str) -> AttentionBackend:
@@ -180,5 +191,5 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
 
 
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "get_backend", "plain_backend",
-           "register_backend"]
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "get_backend",
+           "long_prefill_name", "plain_backend", "register_backend"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention, listed
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention, dtype_name, listed
 from quire.attn_ops.composite import attention_name, kind_of
-from quire.attn_ops.registry import all_backends, get_backend
+from quire.attn_ops.kv_cache import token_bytes
+from quire.attn_ops.registry import all_backends, get_backend, long_prefill_name
 from quire.attn_ops.tuning import attention as tuning
+from quire.attn_ops.tuning import prefill as prefill_tuning
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sit
         except UnsupportedAttention as dense:
             raise UnsupportedAttention(f"{latent}\nWith keys and values of all heads in the cache: {dense}") from dense
     reasons = selection.backend.capabilities.reasons_against(site, **where)
+    kv_dtype = where.get("kv_dtype") or site.dtype
+    logger.warning(
+        "%s caches keys and values of all heads of MLA layers, %d bytes per token and layer; the latent cache of %s, %d, is "
+        "not served: %s", selection.backend.name, token_bytes(site.dense, kv_dtype), dtype_name(site.dtype), token_bytes(site),
+        "; ".join(reasons))
     return replace(selection, not_latent=f"{selection.backend.name}: {'; '.join(reasons)}")
 
 
@@ -110,7 +120,8 @@ def select_backend(
         if decision is None:
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
-        return Selection(decision.backend, {**against, **decision.passed_over}, decision.why, tuple(sites))
+        chosen = Selection(decision.backend, {**against, **decision.passed_over}, decision.why, tuple(sites))
+        return _with_long_prefill(chosen, _usable_for_some(candidates, sites, device, cache), device, cache)
     if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
         return replace(by_kind, passed_over=against)
     others = ""
@@ -122,6 +133,33 @@ def select_backend(
     listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
     raise UnsupportedAttention(
         f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
+
+
+def _usable_for_some(candidates: Sequence[AttentionBackend], sites: Sequence[AttentionSite], device: torch.device,
+                    cache: dict[str, Any]) -> list[AttentionBackend]:
+    """The backends that are usable on the device and can serve at least one site."""
+    return [b for b in candidates if b.op is not None and not b.available(device)
+            and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
+
+
+def _with_long_prefill(chosen: Selection, others: Sequence[AttentionBackend], device: torch.device, cache: dict[str, Any]
+                       ) -> Selection:
+    """The choice with another backend for the steps in which that one's prompts were measured faster, if there is one: the
+    fastest for long prompts (``attn_ops/long_prefill.py``)."""
+    rest, found = chosen.backend, []
+    for other in others:
+        if other is rest or other.prefill is None or rest.every_step or other.every_step:
+            continue
+        rules = [rule for site in chosen.sites if not other.capabilities.reasons_against(site, device=device, **cache)
+                 and (rule := prefill_tuning.rule(other, rest, site, device=device, **cache)) is not None and rule.ever]
+        if rules:
+            found.append((min(rule.prefill.per_operation for rule in rules), other.name, rules[0], len(rules)))
+    name = long_prefill_name(min(found)[1], rest.name) if found else None
+    if name is None:
+        return chosen
+    _, other_name, rule, layers = min(found)
+    why = f"{chosen.why}; {other_name} for the long prompts of {layers} layers, where it spares time: measured {rule}"
+    return replace(chosen, backend=get_backend(name), why=why)
 
 
 def _by_kind(sites: Sequence[AttentionSite], device: torch.device, cache: dict[str, Any]) -> Selection | None:

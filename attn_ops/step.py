@@ -36,6 +36,7 @@ class Step:
     """One paged step.
 
     Args:
+        notes: what backends work out once for all layers of this step.
         window_metadata: as ``metadata``, with the slots and the block table of layers with a window or chunk, where those have
             page numbers of their own (``LoweringTarget.window_tables``); None: they have those of all layers.
         states: the backends' own states, by name (``AttentionBackend.make_state``).
@@ -55,6 +56,7 @@ class Step:
     adapters: torch.Tensor | None = None
     served: set[int] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)
+    notes: dict[Any, Any] = field(default_factory=dict, init=False)  # not of a copy, which may have other metadata
     window_metadata: CommonAttentionMetadata | None = None
 
 

@@ -1,10 +1,11 @@
-"""What backends of vendors' packages share: why a package cannot be used, and tables by token.
+"""What backends of vendors' packages share: why a package cannot be used, tables by token, and ops of kernels that only decode.
 
 A file of a backend imports its package at the first call, never before: `quire backends` and the registry load without it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -15,7 +16,11 @@ from typing import Any
 
 import torch
 
+from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
+from quire.attn_ops.kv_quant import write, write_kv
 from quire.attn_ops.library import define_op
+from quire.attn_ops.mla import absorb_query, expand_output, split_weight
+from quire.attn_ops.step import current_step
 
 
 def missing(module: str, install: str) -> str | None:
@@ -96,24 +101,95 @@ def define_by_token(name: str, multiple: Callable[[int], int] = lambda page_size
         multiple: page size -> number of which the columns of the table must be a multiple; added ones are the null page.
     """
 
-    def prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-                page_size: int) -> list[torch.Tensor]:
-        table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
-        return [widened(table, multiple(page_size)), lens]
-
     def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
              page_size: int) -> list[torch.Tensor]:
         tokens, columns = slot_mapping.shape[0], multiple(page_size)
         return [block_table.new_empty(tokens, -(-block_table.shape[1] // columns) * columns), seq_lens.new_empty(tokens)]
 
+    prepare = functools.partial(_tables, multiple)
     return define_op(f"{name}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
                      "int page_size) -> Tensor[]", cpu=prepare, cuda=prepare, fake=fake)
 
 
-def widened(table: torch.Tensor, columns: int) -> torch.Tensor:
-    """A table of pages (T, W) with null pages added up to a multiple of ``columns``."""
-    return torch.nn.functional.pad(table, (0, -table.shape[1] % columns))
+def _tables(multiple: Callable[[int], int], slot_mapping: torch.Tensor, block_table: torch.Tensor,
+            query_start_loc: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+    table, lens = by_token(slot_mapping, block_table, query_start_loc, seq_lens)
+    return [torch.nn.functional.pad(table, (0, -table.shape[1] % multiple(page_size))), lens]
 
 
-__all__ = ["by_token", "define_by_token", "missing", "no_compiler", "slots_end_to_end", "too_old",
-           "widened", "wrong_gpu"]
+def refuse(name: str, capabilities: AttentionCapabilities, k_scale: torch.Tensor | None, **features: Any) -> None:
+    """Raise UnsupportedAttention for arguments of a paged op, by the names of capabilities, that are not declared."""
+    if k_scale is not None or any(value is not None and not getattr(capabilities, f) for f, value in features.items()):
+        words = {"window": "windows", "softcap": "softcap", "chunk": "chunks", "sinks": "sinks"}
+        *lacks, last = [*(word for f, word in words.items() if not getattr(capabilities, f)), "quantized KV cache"]
+        note = f": {capabilities.kv_dtypes_note}" if capabilities.kv_dtypes_note else ""
+        raise UnsupportedAttention(f"the {name} backend has no {', '.join(lacks)}{' or ' if lacks else ''}{last}{note}")
+
+
+def state_of(name: str, make: Callable[[], Any]) -> Any:
+    """The state of that backend in the step's engine; a new one outside a step."""
+    step = current_step()
+    return step.states[name] if step is not None and name in step.states else make()
+
+
+def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Callable[..., torch.Tensor]
+                   ) -> Callable[..., torch.Tensor]:
+    """The paged op of a kernel that decodes: each token of a ragged batch is a sequence of its own; right for any batch.
+
+    Args:
+        attend: q (T, H, D) contiguous, the caches, and table and lens of ``by_token``, each of at least 1; scale, window,
+            softcap and sinks by name -> (T, H, Dv), a new tensor. Not called without a token.
+    """
+
+    def paged_attention(
+        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+        query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
+        scale: float, window: int | None, softcap: float | None, chunk: int | None,
+    ) -> torch.Tensor:
+        """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
+        refuse(name, capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+        write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], v_cache.shape[3])
+        table, lens = prepared or by_token(slot_mapping, block_table, query_start_loc, seq_lens)
+        with torch.cuda.device_of(q):  # a token without keys, as padding is, reads one, and its result is dropped
+            out = attend(q.detach().contiguous(), k_cache, v_cache, table, lens.clamp_min(1), scale=scale, window=window,
+                         softcap=softcap, sinks=sinks)
+        return out.masked_fill_((lens == 0)[:, None, None], 0)
+
+    return paged_attention
+
+
+def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], int] = lambda page_size: 1
+                 ) -> Callable[..., torch.Tensor]:
+    """The MLA op of a kernel that decodes on the latent cache, in absorbed terms; see ``paged_by_token``.
+
+    Args:
+        attend: (query (T, H, rank), its rotary part (T, H, R), cache (pages, page_size, rank + R), table, lens, scale, Dn)
+            -> (T, H, rank).
+        multiple: see ``define_by_token``.
+    """
+
+    def mla_paged_attention(
+        q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
+        slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
+        prepared: list[torch.Tensor], *, scale: float,
+    ) -> torch.Tensor:
+        """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
+        heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
+        write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+        w_uk, w_uv = split_weight(kv_b, heads, nope)
+        if not q.shape[0]:
+            return q.new_empty(0, heads, w_uv.shape[1])
+        table, lens = prepared or _tables(multiple, slot_mapping, block_table, query_start_loc, seq_lens, cache.shape[1])
+        with torch.cuda.device_of(q):
+            out = attend(absorb_query(q[..., :nope], w_uk), q[..., nope:], cache.squeeze(2), table, lens.clamp_min(1), scale,
+                         nope)
+        return expand_output(out.masked_fill((lens == 0)[:, None, None], 0.0), w_uv)
+
+    return mla_paged_attention
+
+
+__all__ = ["by_token", "define_by_token", "missing", "mla_by_token", "no_compiler", "paged_by_token", "refuse",
+           "slots_end_to_end", "state_of", "too_old", "wrong_gpu"]

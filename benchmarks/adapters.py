@@ -1,50 +1,52 @@
 """What LoRA costs in a decode step: ms per step without adapters, with one for all requests, and with one for each request.
 
     pip install peft
-    python benchmarks/adapters.py --model llama-8b --batch 1,8,32 --json adapters.json
+    python benchmarks/adapters.py --model llama-8b --batch 1,8,32 --deadline 150 --json adapters.json
     python benchmarks/adapters.py --model tiny --batch 2 --context 16 --rank 4            # a dry run on a CPU
 
 ``one`` is an adapter of all linear layers in the model's dtype, ``one, float32`` the same in PEFT's default dtype, ``each`` two
 adapters and the model without any, in turn, in one batch (``adapter=``). ``cost`` is the time beside that without adapters, at
-the same batch.
+the same batch. ``sites`` restricts the adapters' layers (PEFT's ``target_modules``).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 
 import quire
-from quire.graph_runner.bench.models import ModelSpec, build, free_memory
-from quire.graph_runner.bench.report import environment, write
+from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
+from quire.graph_runner.bench.record import Record, add_arguments
 
 STEPS = 64
 
 
-def step_ms(model: Any, batch: int, names: list[str | None], args: argparse.Namespace) -> float:
+def step_ms(engine: quire.Engine, batch: int, names: list[str | None], context: int) -> float:
     """The median time of a decode step of ``batch`` requests."""
-    vocab, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    vocab, generator = engine.runner.vocab_size, torch.Generator().manual_seed(0)
     params = quire.SamplingParams(temperature=0, max_tokens=2 * STEPS, ignore_eos=True)
-    with quire.Engine(model, attention=args.attention, max_num_seqs=batch, max_model_len=args.context + 2 * STEPS) as engine:
-        for i in range(batch):
-            prompt = torch.randint(vocab, (args.context,), generator=generator).tolist()
-            engine.add_request(prompt, params, adapter=names[i % len(names)])
-        while engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running):
-            engine.step()
-        times = []
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            engine.step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times.append((time.perf_counter() - began) * 1e3)
+    ids = []
+    for i in range(batch):
+        prompt = torch.randint(vocab, (context,), generator=generator).tolist()
+        ids += engine.add_request(prompt, params, adapter=names[i % len(names)])
+    while engine.scheduler.waiting or any(r.num_uncomputed != 1 for r in engine.scheduler.running):
+        engine.step()
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        engine.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    for request_id in ids:
+        engine.abort(request_id)
+    while engine.has_unfinished:
+        engine.step()
     return statistics.median(times)
 
 
@@ -55,39 +57,45 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sites", default="all-linear", help="all-linear, or names of layers: q_proj,k_proj,v_proj")
+    add_arguments(parser)
     args = parser.parse_args()
+    args.layers = layers_asked(args.layers)
+    batches = [int(n) for n in args.batch.split(",")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model: Any = build(ModelSpec(args.model, dtype, device))
-    rows: list[dict[str, Any]] = []
+    record = Record(args.json, device, args.deadline, arguments=vars(args))
+    model: Any = build(ModelSpec(args.model, dtype, device, args.layers), positions=args.context + 2 * STEPS)
+    options = dict(attention=args.attention, max_num_seqs=max(batches), max_model_len=args.context + 2 * STEPS)
 
     def measure(way: str, names: list[str | None], of: Any) -> None:
-        for batch in map(int, args.batch.split(",")):
-            ms = step_ms(of, batch, names, args)
-            without = next((row["ms"] for row in rows if row["way"] == "none" and row["batch"] == batch), ms)
-            rows.append({"way": way, "batch": batch, "ms": ms, "cost": ms / without - 1})
-            print(json.dumps(rows[-1]), flush=True)
-            free_memory()
-        if args.json:
-            write(args.json, environment(device, None), rows, arguments=vars(args))
+        def run() -> None:
+            with quire.Engine(of, **options) as engine:
+                for batch in batches:
+                    ms = step_ms(engine, batch, names, args.context)
+                    without = [row["ms"] for row in record.rows if row.get("way") == "none" and row["batch"] == batch]
+                    record.keep({"way": way, "batch": batch, "ms": ms, "cost": ms / without[0] - 1 if without else 0.0})
+
+        record.measure(way, run)
+        free_memory()
+
+    def cast(to: torch.dtype) -> None:
+        for name, p in adapted.named_parameters():
+            if "lora_" in name:
+                p.data = p.data.to(to)
 
     measure("none", [None], model)
-    config = LoraConfig(r=args.rank, target_modules="all-linear", init_lora_weights=False)
+    sites = args.sites if args.sites == "all-linear" else args.sites.split(",")
+    config = LoraConfig(r=args.rank, target_modules=sites, init_lora_weights=False)
     adapted: Any = get_peft_model(model, config, adapter_name="first", autocast_adapter_dtype=False)
     adapted.eval()
     measure("one", [None], adapted)
+    cast(torch.float32)
+    measure("one, float32", [None], adapted)
     adapted.add_adapter("second", config)
     adapted.set_adapter("first")
-    for name, p in adapted.named_parameters():
-        if "lora_" in name:
-            p.data = p.data.to(dtype)
+    cast(dtype)
     measure("each", ["first", "second", "__base__"], adapted)
-    adapted.delete_adapter("second")
-    for name, p in adapted.named_parameters():
-        if "lora_" in name:
-            p.data = p.data.float()
-    measure("one, float32", [None], adapted)
 
 
 if __name__ == "__main__":

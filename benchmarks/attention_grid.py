@@ -70,7 +70,7 @@ class Cell(NamedTuple):
     def point(self) -> Point:
         if self.kind == "decode":
             return decode_point(self.batch, self.context)
-        return Point("extend", f"{self.batch}x{self.context}", [self.context] * self.batch, [self.context] * self.batch)
+        return Point("extend", f"{self.batch}x{self.context}", (self.context,) * self.batch, (self.context,) * self.batch)
 
 
 def grid(args: argparse.Namespace) -> list[Cell]:

@@ -3,20 +3,18 @@ vLLM can be imported.
 
     pip install 'quire[integrations]'
     python benchmarks/evaluate.py --model tiny                       # a CPU will do
-    python benchmarks/evaluate.py --model llama-8b --documents 128 --batch 64 --json evaluate.json
+    python benchmarks/evaluate.py --model llama-8b --documents 128 --batch 64 --deadline 150 --json evaluate.json
 
 Each document is a multiple choice of four options after the same examples (``--examples`` tokens), as few-shot tasks have
 it, and then a text to continue. The weights are random unless ``--model`` is a path; the texts are tokenized by the tokenizer
 of the model that ships with quire, or of the path. vLLM loads the same weights, saved to a temporary folder. Prints one JSON
-line per way and kind of request, with the largest difference of a log-likelihood from HFLM's. ``--deadline`` (seconds) leaves
-out ways that have not begun then.
+line per way and kind of request, with the largest difference of a log-likelihood from HFLM's.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import random
 import tempfile
@@ -31,11 +29,12 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
 import quire
-from quire.graph_runner.bench.models import ModelSpec, build
-from quire.graph_runner.bench.report import environment, failure, write
+from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
+from quire.graph_runner.bench.record import Record, add_arguments
 from quire.graph_runner.loading import TINY_MODEL
 from quire.integrations.lm_eval import QuireLM
 
+WAYS = ("QuireLM", "HFLM", "HFLM-paged", "VLLM")
 WORDS = "once upon a time the cat saw big red ball and ran to find her little friend who was in garden with old owl".split()
 
 
@@ -76,13 +75,17 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=200, help="tokens that all documents begin with")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--deadline", type=float, default=float("inf"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    add_arguments(parser)
     args = parser.parse_args()
+    if unknown := sorted(set(args.ways.split(",")) - set(WAYS)):
+        parser.error(f"unknown ways {', '.join(unknown)}; there are: {', '.join(WAYS)}")
+    args.layers = layers_asked(args.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    record = Record(args.json, device, args.deadline, arguments=vars(args))
     tokenizer = AutoTokenizer.from_pretrained(args.model if Path(args.model).is_dir() else TINY_MODEL, padding_side="left")
-    model = build(ModelSpec(args.model, dtype, device))
+    model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
     model.generation_config.max_new_tokens = None
     asked = requests(args, tokenizer)
     options = dict(max_num_seqs=args.batch, max_model_len=args.examples + args.new_tokens + 64)
@@ -93,39 +96,35 @@ def main() -> None:
     folder = tempfile.TemporaryDirectory()
     ways: dict[str, Callable[[], Any]] = {
         "QuireLM": lambda: QuireLM(model, tokenizer, **options),
-        "HFLM, paged": lambda: hflm(quire.paged(model, **options)),
         "HFLM": lambda: hflm(model),
+        "HFLM-paged": lambda: hflm(quire.paged(model, **options)),
         "VLLM": lambda: vllm(model, tokenizer, folder.name, options["max_model_len"], args.batch)}
-    rows: list[dict[str, Any]] = []
     scores: dict[str, list[float]] = {}
-    start = time.perf_counter()
-    for name, make in ways.items():
-        if time.perf_counter() - start > args.deadline:
-            rows.append({"way": name, "error": f"left out: {args.deadline:.0f} s had passed"})
-            continue
-        lm: Any = None
+
+    def measure(name: str) -> None:
+        lm = ways[name]()
         try:
-            lm = make()
             for kind, instances in asked.items():
                 getattr(lm, kind)(instances[: args.batch], disable_tqdm=True)  # starts the engine
                 began = time.perf_counter()
                 found = getattr(lm, kind)(instances, disable_tqdm=True)
-                rows.append({"way": name, "requests": kind,
-                             "requests_per_s": len(instances) / (time.perf_counter() - began)})
+                row = {"way": name, "requests": kind, "requests_per_s": len(instances) / (time.perf_counter() - began)}
                 if kind == "loglikelihood":
                     scores[name] = [score for score, _ in found]
-        except Exception as error:  # the others are measured
-            rows.append({"way": name, **failure(error)})
+                record.keep(row)
+        finally:
+            if isinstance(lm, QuireLM):
+                lm.close()
+
+    for name in args.ways.split(","):
+        record.measure(name, lambda name=name: measure(name))
         if hasattr(model.generate, "close"):
             model.generate.close()
-        if isinstance(lm, QuireLM):
-            lm.close()
-    for row in rows:
-        if row.get("requests") == "loglikelihood" and "HFLM" in scores:
-            row["largest_difference"] = max(abs(a - b) for a, b in zip(scores[row["way"]], scores["HFLM"], strict=True))
-        print(json.dumps(row), flush=True)
-    if args.json:
-        write(args.json, environment(device, None), rows, arguments=vars(args))
+        free_memory()
+        for row in record.rows:
+            if row.get("requests") == "loglikelihood" and "HFLM" in scores:
+                row["largest_difference"] = max(abs(a - b) for a, b in zip(scores[row["way"]], scores["HFLM"], strict=True))
+        record.write()
     folder.cleanup()
 
 

@@ -29,6 +29,7 @@ KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/
 
 measure() { benchmarks/measure.sh "$@"; }
 suite() { TESTS="$*" measure tests; }
+grpo() { GRPO_MODELS=$1 measure "$2"; }
 
 # name, seconds that it may take, command
 pieces() {
@@ -41,26 +42,29 @@ pieces() {
     piece rivals 480 measure rivals
     for i in 1 2 3; do piece "matrix$i" 520 matrix "matrix$i"; done
     piece experts 240 measure experts
-    piece mla 180 measure mla
     piece prefix 240 measure prefix
     piece fast_prefill 120 measure fast_prefill
-    piece grpo 300 measure grpo
-    piece grpo_vllm 300 measure grpo_vllm
-    piece evaluate 300 measure evaluate
-    piece adapters 240 measure adapters
+    piece adapters 160 measure adapters
+    for m in qwen3-0.6b llama-1b; do piece "grpo-$m" 160 grpo "$m" grpo; done
+    piece evaluate 160 measure evaluate
+    for m in qwen3-0.6b llama-1b; do piece "grpo_vllm-$m" 160 grpo "$m" grpo_vllm; done
     piece windows 140 measure windows
     piece updates 110 measure updates
     piece pieces 150 measure pieces
     piece mixed_windows 120 measure mixed_windows
     piece cast 110 measure cast
-    piece composite 400 measure composite
-    piece sparse 400 measure sparse
-    piece kits 400 measure kits
+    piece kits 330 more kits
+    piece backends 180 more kernels backends
+    piece mla 180 more mla
+    piece composite 180 more composite
+    piece sparse 180 more sparse
+    piece engines 400 measure engines
     piece grid 500 grid
     piece profile 240 measure profile
 }
 
-# These two go on with what earlier calls have measured.
+# These go on with what earlier calls have measured; `more` ends with 3 while something is left (RETRY=1 goes on).
+more() { RESUME=$(earlier "h200_$1.json") measure "${2:-$1}"; }
 matrix() { NAME=$1 RESUME=$(earlier 'matrix*.json') DEADLINE=$((DEADLINE - SECONDS - 10)) benchmarks/matrix.sh; }
 grid() { RESUME=$(earlier '*attention_grid.json') LIMIT=$((LIMIT - 40)) measure kernels; }
 

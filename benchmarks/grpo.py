@@ -1,7 +1,7 @@
 """A GRPO loop on one GPU: tokens per second of the rollouts, generation's share of a step, and peak memory, of quire,
 transformers' ``generate_batch``, plain ``generate``, and vLLM in the same process (where it can be imported).
 
-    python benchmarks/grpo.py --model qwen3-0.6b --json grpo.json                  # 64 prompts x 8, 512 new tokens; an H200
+    python benchmarks/grpo.py --model qwen3-0.6b --deadline 140 --json grpo.json      # 64 prompts x 8, 512 new tokens; an H200
     python benchmarks/grpo.py --model tiny --prompts 2 --group 2 --new-tokens 8    # a dry run on a CPU
 
 A step: ``group`` completions of each prompt at temperature 1, a reward (the share of tokens in the lower half of the
@@ -10,7 +10,8 @@ all ratios are 1, and no KL term), backward with gradient checkpointing, and Ada
 a completion. All ways train one model. quire and ``generate_batch`` run the same call; vLLM gets the weights before each
 rollout, and the time for that counts as its generation (``sync_s``).
 
-Memory is the largest that PyTorch had allocated in a step. ``--deadline`` (seconds) leaves out ways that have not begun then.
+Memory is the largest that PyTorch had allocated in a step. Of each way the first step is not counted (compilation, captures);
+it is the row's only figure (``first: true``) where ``--deadline`` leaves no time for another.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 import quire
-from quire.graph_runner.bench.models import ModelSpec, build, config_of
-from quire.graph_runner.bench.report import environment, failure, write
+from quire.graph_runner.bench.models import ModelSpec, build, config_of, layers_asked
+from quire.graph_runner.bench.record import Record, add_arguments
 
 
 def synchronize() -> None:
@@ -119,7 +119,7 @@ class Vllm(Way):
         from vllm import LLM
 
         self.folder = tempfile.TemporaryDirectory()
-        config = config_of(ModelSpec(self.args.model, self.model.dtype, self.model.device))
+        config = config_of(ModelSpec(self.args.model, self.model.dtype, self.model.device, self.args.layers))
         config.architectures, config.dtype = [type(self.model).__name__], self.model.dtype
         config.save_pretrained(self.folder.name)
         self.llm: Any = LLM(model=self.folder.name, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
@@ -166,11 +166,13 @@ def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: lis
     optimizer.zero_grad(set_to_none=True)
 
 
-def measure(name: str, model: Any, optimizer: Any, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, model: Any, optimizer: Any, prompts: list[list[int]], args: argparse.Namespace, record: Record) -> None:
+    """Add the way's row, and bring it up to date after each step."""
     way, many = WAYS[name](model, args), [p for p in prompts for _ in range(args.group)]
+    steps: list[tuple[float, float, float]] = []
+    row: dict[str, Any] = {"way": name}
     try:
-        rows = []
-        for step in range(args.steps + 1):  # the first is not counted: compilation, captures
+        while len(steps) <= args.steps and (not steps or record.left > 1.2 * steps[-1][1]):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             synchronize()
@@ -182,13 +184,16 @@ def measure(name: str, model: Any, optimizer: Any, prompts: list[list[int]], arg
                 raise RuntimeError(f"{name} returned completions of other lengths than {args.new_tokens}")
             train(model, optimizer, many, completions, args)
             synchronize()
-            total = time.perf_counter() - began
-            if step:
-                rows.append((generated, total, way.sync_s))
-        generated, total, sync = (statistics.median(of) for of in zip(*rows, strict=True))
-        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-        return {"way": name, "rollout_s": generated, "step_s": total, "share_generating": generated / total,
-                "tokens_per_s": len(many) * args.new_tokens / generated, "sync_s": sync, "peak_gib": peak}
+            steps.append((generated, time.perf_counter() - began, way.sync_s))
+            generated, total, sync = (statistics.median(of) for of in zip(*(steps[1:] or steps), strict=True))
+            peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+            row |= {"rollout_s": generated, "step_s": total, "share_generating": generated / total,
+                    "tokens_per_s": len(many) * args.new_tokens / generated, "sync_s": sync, "peak_gib": peak,
+                    "first": len(steps) == 1, "steps": max(1, len(steps) - 1)}
+            if len(steps) == 1:
+                record.keep(row)
+            record.write()
+        print(json.dumps(row), flush=True)
     finally:
         way.close()
 
@@ -202,37 +207,27 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=2, help="after a first one that is not counted")
+    parser.add_argument("--steps", type=int, default=2, help="after a first one that is not counted, as far as time allows")
     parser.add_argument("--vllm-memory", type=float, default=0.4, help="share of the GPU's memory for vLLM")
-    parser.add_argument("--deadline", type=float, default=float("inf"))
-    parser.add_argument("--json", type=Path)
+    add_arguments(parser)
     args = parser.parse_args()
     if unknown := sorted(set(args.ways.split(",")) - WAYS.keys()):
         parser.error(f"unknown ways {', '.join(unknown)}; there are: {', '.join(WAYS)}")
-    began = time.perf_counter()
+    args.layers = layers_asked(args.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model: Any = build(ModelSpec(args.model, dtype, device))
+    record = Record(args.json, device, args.deadline, arguments=vars(args))
+    model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
     model.train()
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.get_text_config().vocab_size
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
-    rows: list[dict[str, Any]] = []
     for name in args.ways.split(","):
-        if time.perf_counter() - began > args.deadline:
-            rows.append({"way": name, "error": f"left out: {args.deadline:.0f} s had passed"})
-        else:
-            try:
-                rows.append(measure(name, model, optimizer, prompts, args))
-            except Exception as error:  # the others are measured
-                rows.append({"way": name, **failure(error)})
+        record.measure(name, lambda name=name: measure(name, model, optimizer, prompts, args, record))
         gc.collect()
         torch.cuda.empty_cache()
-        print(json.dumps(rows[-1], default=str), flush=True)
-        if args.json:
-            write(args.json, environment(device, None), rows, arguments=vars(args))
 
 
 if __name__ == "__main__":

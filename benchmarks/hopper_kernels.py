@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from quire.attn_ops.backends import triton as backend
 from quire.attn_ops.backends.double_sparsity import LayerLabels, Options, decode_triton
 from quire.attn_ops.backends.dual_chunk.vertical_slash import Lines, Listed, attend_triton, kernel_block
 from quire.attn_ops.backends.flashinfer import pages
+from quire.attn_ops.backends.triton.extend_route import Route
 from quire.attn_ops.backends.triton.plan import Batch
 from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.experts import expert_linear_cuda, expert_swiglu_cuda
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda
 from quire.attn_ops.ops.lora import lora_expand_cuda
+from quire.attn_ops.ops.lora_rows import lora_group_cuda
 from quire.attn_ops.ops.merge_state import merge_state_triton, merge_states_triton
 from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
@@ -28,6 +32,7 @@ from quire.attn_ops.ops.sampling import sample_tokens_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
 from quire.attn_ops.ops.varlen import varlen_attention_cuda
+from quire.attn_ops.step import running
 
 SMS = 132
 #: name -> query heads, KV heads, D, Dv, and options of the site
@@ -123,6 +128,20 @@ def state(heads: int, kv_heads: int, dim: int, *, query_lens: list[int], causal:
                             [torch.zeros(16384, **INTS)], scale=0.1, softcap=None, causal=causal)
 
 
+def contiguous(heads: int, kv_heads: int, dim: int, dim_v: int, *, kv_dtype: torch.dtype | None = None, sinks: bool = False,
+               softcap: float | None = None, causal_state: bool = False) -> None:
+    """Long prompts: the copy of the pages, and attention to it."""
+    tokens, made = 512, dict(dtype=torch.bfloat16)
+    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=16, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
+                         dtype=kv_dtype or torch.bfloat16, device="cpu")
+    q, out = torch.zeros(tokens, heads, dim, **made), torch.zeros(tokens, heads, dim_v, **made)
+    starts, rows = torch.zeros(3, **INTS), torch.zeros(2, **INTS)
+    batch = Batch(torch.zeros(tokens, dtype=torch.int64), torch.zeros(2, 512, **INTS), starts, rows)
+    of_heads, lse = torch.zeros(heads, **made) if sinks else None, torch.zeros(tokens, heads) if causal_state else None
+    host.kernel_module("backends.triton.extend_contiguous").extend_contiguous(
+        q, Caches(*cache.of_layer(0)), batch, Route(starts, tokens, not causal_state), of_heads, out, 0.1, softcap, lse)
+
+
 def merge(tokens: int, heads: int, dim: int, states: int, dtype: torch.dtype) -> None:
     out, lse = torch.zeros(tokens, states, heads, dim, dtype=dtype), torch.zeros(tokens, states, heads)
     merge_states_triton(out, lse)
@@ -176,6 +195,17 @@ def lora(tokens: int, sizes: tuple[int, ...], rank: int, residual: bool, dtype: 
                      torch.zeros(1, tokens, n, dtype=dtype) if residual else None)
 
 
+def lora_of_tokens(tokens: int, sizes: tuple[int, ...], rank: int, adapters: int, every: bool, own: torch.dtype) -> None:
+    """Adapters of layers with one input: of every token, or of each token's own."""
+    base, x = torch.zeros(1, tokens, sum(sizes), dtype=torch.bfloat16), torch.zeros(1, tokens, 4096, dtype=torch.bfloat16)
+    layers = [i for i in range(len(sizes)) for _ in range(adapters)]
+    step: Any = None if every else SimpleNamespace(adapters=torch.zeros(tokens, dtype=torch.int64))
+    with running(step):
+        lora_group_cuda(base.split(sizes, -1), x, [torch.zeros(rank, 4096, dtype=own) for _ in layers],
+                        [torch.zeros(sizes[i], rank, dtype=own) for i in layers], layers, [2.0] * len(layers),
+                        [0 if every else 1 << (i % adapters) for i in range(len(layers))])
+
+
 def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl: bool) -> None:
     heat = torch.zeros(rows)
     token_logprobs_cuda(torch.empty(rows, vocabulary, dtype=dtype), torch.zeros(rows, dtype=torch.int64), heat,
@@ -213,6 +243,10 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             ("decode 32", [1] * 32), ("shared prefix", [32]), ("mixed", [448, *[1] * 63])), ("bf16", "e4m3")):
         yield f"state {batch} causal={causal} {kv}", lambda n=lens, c=causal, t=KV[kv]: state(
             32, 8, 128, query_lens=n, causal=c, kv_dtype=t)
+    for model, options in (("llama-8b", {}), ("llama-8b", dict(causal_state=True)), ("llama-8b", dict(kv_dtype=KV["e4m3"])),
+                           ("gemma2-9b", dict(softcap=50.0)), ("gpt-oss-20b", dict(sinks=True)), ("deepseek-v2-lite", {})):
+        name = f"contiguous {model} {' '.join(options)}".strip()
+        yield name, lambda h=HEADS[model][:4], o=options: contiguous(*h, **o)
     for dim, dtype in itertools.product((80, 128, 256), (half, full)):
         yield f"merge states of {dim} {dtype}", lambda a=(32, 32, dim, 3, dtype): merge(*a)
     for (heads, kv_heads, dim), width, dtype in itertools.product(((32, 8, 128), (16, 8, 256)), (4, 64), (half, full)):
@@ -225,6 +259,10 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), False), ("down", (4096,), True)),
             ((4, 1), (16, 8), (64, 32), (128, 32))):
         yield f"lora {name} {rank} {tokens}", lambda a=(tokens, sizes, rank, residual, half): lora(*a)
+    for (name, sizes), (rank, tokens), (adapters, every), own in itertools.product(
+            (("qkv", (4096, 1024, 1024)), ("down", (4096,))), ((16, 1), (128, 32)), ((1, True), (2, False)), (half, full)):
+        yield f"lora rows {name} {rank} {tokens} {adapters} {own}", lambda a=(tokens, sizes, rank, adapters, every, own): (
+            lora_of_tokens(*a))
     for (rows, vocabulary, pdl), dtype, filtered in itertools.product(((1, 128256, True), (256, 50257, False)), (half, full),
                                                                        (False, True)):
         name = f"logprobs {rows} x {vocabulary} {dtype}{' filtered' if filtered else ''}{' pdl' if pdl else ''}"

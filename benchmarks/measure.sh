@@ -8,6 +8,8 @@
 # decode    ms per step at B = 1, 8, 32, 128, context 1024: triton, then flashinfer; triton: triton only
 # pdl       the same for triton with programmatic dependent launch; nofuse: without the rope fusion
 # mixed     256 requests of mixed lengths; prefill: 128 x 960 and 1 x 960 tokens
+# long      long prompts with attention="auto" and with triton alone, $LONG_MODELS (llama-8b qwen3-0.6b) x $LONG_CELLS; compiles
+#           FlashInfer's prefill kernels first (long_build.log has the seconds) while triton is measured on the first model
 # start     cold and warm
 # attention the attention kernels alone, and the times for attention="auto"
 # kv        decode with int8 and fp8 KV caches; weights: decode with torchao's int8, fp8 and int4 weights
@@ -17,20 +19,27 @@
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed
 # against   decode with triton, compared with benchmarks/results/h200_decode_triton.json (or $BEFORE); exits with 1 if slower
 # pieces    flashinfer's steps of decodes and a prompt, captured in pieces and not
-# composite decode with cascades and two half batches; sparse: with approximate attention at a long context ($CONTEXT, 32768)
+# backends  attention kernels of the backends side by side (backend_kernels.py); mla: on the latent cache; composite: hybrid,
+#           cascade and two_batch beside their parts; sparse: approximate decoding at 32k. Each ends after 150 seconds,
+#           and a call with RESUME='earlier.json ...' goes on with it; $KERNELS: more arguments
+# engines   decode steps with cascades and two half batches, and approximate ones at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
-# profile   GPU time by kernel
-# experts   the experts' kernels; mla: MLA on the latent cache
+# profile   GPU time by kernel; extend: attention of long prompts by pages and by contiguous keys, and its tiles ($EXTEND)
+# experts   the experts' kernels
 # windows   KV memory and step time of a window model, with the window and without; mixed_windows: of one that mixes windows and
 #           full layers; updates: of all weights; cast: of the copy in the dtype that the engine computes in
-# kits      the conformance kit on every backend, as JSON for docs/backends.md; grpo: rollouts and training beside
-#           generate_batch and generate; grpo_vllm: beside vLLM in the same process
-# evaluate  lm-eval's requests per second: quire, HFLM and vLLM; adapters: what LoRA costs in a decode step
+# kits      the conformance kit on every backend in $KIT_JOBS (12) processes, as JSON for docs/backends.md; RESUME as above
+# page      docs/backends.md from the kit's JSON files in $KITS_JSON (default: $OUT/*kits*.json)
+# grpo      rollouts and training beside generate_batch and generate; grpo_vllm: beside vLLM in the same process; of
+#           $GRPO_MODELS (qwen3-0.6b llama-1b)
+# evaluate  lm-eval's requests per second: quire and HFLM; adapters: what LoRA costs in a decode step (gpu_wheels.sh has
+#           the wheels that both need)
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
-# LIMIT     seconds for each command (300); TOTAL: for all of them (any)
-# The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX, $EXPERTS, $KITS; others
-# in the place of the model and sizes: $WINDOW, $MIXED, $UPDATES, $CAST, $PIECES, $FAST_PREFILL, $GRPO, $EVALUATE, $ADAPTERS.
+# LIMIT     seconds for each command (300); TOTAL: for all of them (any). Most parts end themselves before LIMIT, and keep what
+#           they have. The exit code is that of the last part that failed, or 0. More arguments: $BENCH for quire bench, $PREFIX,
+#           $EXPERTS, $EXTEND, $KITS, $KERNELS; others in the place of the model and sizes: $WINDOW, $MIXED, $UPDATES, $CAST, $PIECES,
+#           $FAST_PREFILL, $GRPO, $EVALUATE, $ADAPTERS.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} LIMIT=${LIMIT:-300} MODEL=${MODEL:-llama-8b}
@@ -44,9 +53,17 @@ allowed() {  # seconds that the next command may take
     echo $((left > LIMIT ? LIMIT : left > 1 ? left : 1))
 }
 
-deadline() {  # the same for a script that ends by itself, and writes what it has
-    local left=$(($(allowed) - 12))
-    echo $((left > 1 ? left : 1))
+deadline() {  # [at most]: the same for a script that ends by itself and writes what it has, without the time of its imports
+    local left most=${1:-100000}; left=$(allowed); left=$((left > 40 ? left - 20 : left))
+    echo $((left > most ? most : left))
+}
+
+# Families of backends have no backend of their own in "all"; with room for all keys the approximate ones are exact.
+KIT=all,hybrid:flashinfer+triton,cascade:triton@1,two_batch:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
+
+kernels_of() {  # a piece of backend_kernels.py
+    run "h200_$1" benchmarks/backend_kernels.py "$1" --json "$OUT/h200_$1.json" --deadline "$(deadline 150)" \
+        --resume ${RESUME:-} ${KERNELS:-}
 }
 
 bench() {  # name, arguments of quire bench
@@ -70,6 +87,20 @@ for part in "$@"; do
         nofuse)    bench h200_decode_no_rope decode --attention triton --batch 1,32,128 --engine fusions=projections,small_linear ;;
         mixed)     bench h200_mixed256 mixed256 --attention triton ;;
         prefill)   bench h200_prefill prefill --attention triton ;;
+        long)      (time nice "$PY" -m quire.attn_ops.backends.flashinfer.modules \
+                       <<< '{"seconds": 240, "modules": [["fa3", "bfloat16", 128, false, false]]}') > "$OUT/long_build.log" 2>&1 &
+                   build=$!
+                   read -ra models <<< "${LONG_MODELS:-llama-8b qwen3-0.6b}"
+                   for each in "${models[0]} triton" "${models[0]} auto" "${models[@]:1}"; do
+                       read -r model attention <<< "$each"
+                       for attention in ${attention:-auto triton}; do
+                           [[ $attention == triton ]] || wait "$build" || { worst=$?; tail -5 "$OUT/long_build.log"; }
+                           run "h200_long_${model}_$attention" -m quire.graph_runner.cli bench matrix --models "$model" \
+                               --cells "${LONG_CELLS:-prefill/1x16384,prefill/4x32704,mixed256}" --attention "$attention" -v \
+                               --resume --out "$OUT/h200_long_${model}_$attention.json" --deadline "$(allowed)"
+                       done
+                   done
+                   grep real "$OUT/long_build.log" ;;
         start)     bench h200_start start --attention triton ;;
         kv)        for t in int8 fp8; do bench "h200_decode_kv_$t" decode --attention triton --kv-cache-dtype $t --batch 1,32,128; done ;;
         weights)   for t in int8wo fp8wo int4wo; do bench "h200_decode_$t" decode --attention triton --quantize $t --batch 1,32,128; done ;;
@@ -78,16 +109,18 @@ for part in "$@"; do
                        --against "${BEFORE:-benchmarks/results/h200_decode_triton.json}" ;;
         pieces)    run h200_pieces benchmarks/pieces.py --json "$OUT/h200_pieces.json" --deadline "$(deadline)" \
                        ${PIECES:---model qwen3-0.6b} ;;
-        composite) bench h200_decode_composite decode --attention triton,cascade:triton,two_batch:triton --batch 8,32,128 ;;
-        sparse)    bench h200_decode_sparse decode --attention triton,double_sparsity:2048:0:all --batch 1,8 \
+        backends)  kernels_of kernels ;;
+        mla|composite|sparse) kernels_of "$part" ;;
+        engines)   bench h200_decode_composite decode --attention triton,cascade:triton,two_batch:triton --batch 8,32,128
+                   bench h200_decode_sparse decode --attention triton,double_sparsity:2048:0:all --batch 1,8 \
                        --context "${CONTEXT:-32768}" ;;
         prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
         fast_prefill) run h200_fast_prefill benchmarks/fast_prefill.py --json "$OUT/h200_fast_prefill.json" \
                        --deadline "$(deadline)" ${FAST_PREFILL:---attention triton --hidden 2048 --layers 7 --shared 3 --prompt 8192 --prompts 5} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
+        extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:---deadline 100} ;;
         experts)   run h200_experts benchmarks/experts.py --json "$OUT/h200_experts.json" ${EXPERTS:-} ;;
-        mla)       run h200_mla benchmarks/mla_kernels.py --json "$OUT/h200_mla.json" ;;
         windows)   run h200_window benchmarks/window_weights.py window --json "$OUT/h200_window.json" --deadline "$(deadline)" \
                        ${WINDOW:---model mistral-7b --context 32768 --window 4096 --batch 8} ;;
         mixed_windows) run h200_mixed_windows benchmarks/window_weights.py mixed --json "$OUT/h200_mixed_windows.json" \
@@ -96,17 +129,20 @@ for part in "$@"; do
                        --deadline "$(deadline)" ${UPDATES:---model $MODEL} ;;
         cast)      run h200_cast benchmarks/window_weights.py cast --json "$OUT/h200_cast.json" --deadline "$(deadline)" \
                        ${CAST:---model qwen3-0.6b} ;;
-        kits)      run h200_kits -m quire.attn_ops.conformance --backend all --json "$OUT/h200_kits.json" ${KITS:-} ;;
+        kits)      run h200_kits -m quire.attn_ops.conformance --json "$OUT/h200_kits.json" --jobs "${KIT_JOBS:-12}" \
+                       --deadline "$(deadline)" --resume ${RESUME:-} --backend "${KITS_BACKENDS:-$KIT}" ${KITS:-} ;;
+        page)      "$PY" -m quire.attn_ops.conformance.page ${KITS_JSON:-$OUT/*kits*.json} docs/backends.md > "$OUT/backends.md" \
+                       && cp "$OUT/backends.md" docs/backends.md || worst=1 ;;
         grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_$m.json" \
-                           --deadline 75 ${GRPO:---ways quire,generate_batch,generate}; done ;;
+                           --deadline "$(deadline)" ${GRPO:---ways quire,generate_batch,generate}; done ;;
         grpo_vllm) for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_vllm_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_vllm_$m.json" \
-                           ${GRPO:---ways quire,vllm}; done ;;
-        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" \
+                           --deadline "$(deadline)" ${GRPO:---ways quire,vllm}; done ;;
+        adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" --deadline "$(deadline)" \
                        ${ADAPTERS:---model $MODEL --attention triton} ;;
-        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" \
-                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --deadline 150} ;;
+        evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --deadline "$(deadline)" \
+                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --ways QuireLM,HFLM,HFLM-paged} ;;
         attention) bench h200_attention attention --attention triton,flashinfer --save ;;
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \

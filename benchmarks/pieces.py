@@ -16,13 +16,12 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 import quire
 from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.record import Record, add_arguments
 
 CONTEXT = 256  # of the sequences that decode
 
@@ -97,13 +96,11 @@ def measure(name: str, args: argparse.Namespace, record: Record, device: torch.d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="comma-separated")
-    parser.add_argument("--layers", type=int, help="only so many layers (default: $LAYERS, else all)")
     parser.add_argument("--attention", default="flashinfer")
     parser.add_argument("--tokens", default="128,256,512,1024")
     parser.add_argument("--decodes", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--deadline", type=float, help="seconds from the start of the process")
+    add_arguments(parser)
     args = parser.parse_args()
     args.tokens = [int(n) for n in args.tokens.split(",")]
     if min(args.tokens) <= args.decodes:

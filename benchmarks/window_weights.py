@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 import quire
 from quire.attn_ops.kv_cache import bytes_per_page
 from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.record import Record, add_arguments
 
 SHAPES = {
     "mistral-7b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -201,13 +200,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(RUNS))
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--layers", type=int, help="only so many layers (default: $LAYERS, else all)")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--deadline", type=float, help="seconds from the start of the process")
+    add_arguments(parser)
     args = parser.parse_args()
     args.layers = layers_asked(args.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

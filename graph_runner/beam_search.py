@@ -174,8 +174,9 @@ def _run(searches: Sequence[_Search], rows: Rows, params: BeamSearchParams, toke
         for count in range(params.max_tokens):
             logits = rows.logits()
             values, ids = logits.log_softmax(dim=-1).topk(min(2 * width, logits.shape[-1]), dim=-1)
+            each = ids.tolist()
             likeliest = [_entries(row_ids, row_values, tokenizer)
-                         for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)]
+                         for row_ids, row_values in zip(each, values.tolist(), strict=True)]
             sources: list[int] = []
             tokens: list[int] = []
             for i, search in enumerate(searches):
@@ -184,7 +185,7 @@ def _run(searches: Sequence[_Search], rows: Rows, params: BeamSearchParams, toke
                 idle = width - len(chosen)
                 sources += [first + c for c in [*chosen, *[chosen[0] if chosen else 0] * idle]]
                 newest = [beam.tokens[-1] for beam in search.beams]
-                tokens += [*newest, *[newest[0] if newest else ids[first, 0].item()] * idle]  # type: ignore[list-item]
+                tokens += [*newest, *[newest[0] if newest else each[first][0]] * idle]
             if count + 1 == params.max_tokens or not any(search.beams for search in searches):
                 return
             rows.reorder(sources)

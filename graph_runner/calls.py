@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _Params = SamplingParams | Sequence[SamplingParams] | None
 #: Seconds after which ``generate`` shows a progress bar on a terminal.
 BAR_AFTER = 2.0
+_ADDED_AT_ONCE = 64  # prompts under one hold of the lock: each hold sets a signal handler, and other threads wait meanwhile
 _SCORING = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
 
 
@@ -94,8 +95,8 @@ class EngineCalls:
                request_id: str | Sequence[str] | None = None, priority: int | Sequence[int] = 0, timeout: float | None = None,
                adapter: str | Sequence[str | None] | None = None, raise_on_error: bool | None = None
                ) -> Generator[StreamEvent, None, None]:
-        """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's position (with n > 1 the n
-        results of a prompt are consecutive).
+        """Run the prompts together and yield tokens as they come. ``event.index`` is the prompt's position; with n > 1 that of
+        the continuation, of which a prompt has n in a row. A prompt that is refused has one event, with the first of its n.
 
         Args:
             prompts: a prompt or several: text, token ids, a chat (a list of messages), vLLM's dicts, or what a tokenizer
@@ -121,16 +122,20 @@ class EngineCalls:
         ids: list[int] = []
         count = 0  # of outputs
         try:
-            for ask in asks:
-                try:
-                    self._add(ask, inbox, ids, count)
-                    count += ask.params.n
-                except (ValueError, TypeError, QueueFull) as error:
-                    if strict:
-                        raise
-                    logger.warning("request %d failed: %s", count, error)
-                    yield StreamEvent(count, [], "", True, RequestOutput.refused(count, ask, error))
-                    count += 1
+            for at in range(0, len(asks), _ADDED_AT_ONCE):
+                refused: list[RequestOutput] = []
+                with self.lock.hold():
+                    for ask in asks[at : at + _ADDED_AT_ONCE]:
+                        try:
+                            self._add(ask, inbox, ids, count)
+                        except (ValueError, TypeError, QueueFull) as error:
+                            if strict:
+                                raise
+                            logger.warning("request %d failed: %s", count, error)
+                            refused.append(RequestOutput.refused(count, ask, error))
+                        count += ask.params.n
+                for output in refused:
+                    yield StreamEvent(output.index, [], "", True, output)
             left = len(ids)
             while left:
                 while not inbox:
@@ -150,20 +155,38 @@ class EngineCalls:
                  use_tqdm: bool | Callable[..., Any] | None = None, request_id: str | Sequence[str] | None = None,
                  priority: int | Sequence[int] = 0, timeout: float | None = None,
                  adapter: str | Sequence[str | None] | None = None, raise_on_error: bool | None = None) -> list[RequestOutput]:
-        """Run the prompts together; the results in their order. See ``stream`` for the other arguments.
+        """Run the prompts together; a result for each, in their order. With n > 1 its ``outputs`` are the n continuations. See
+        ``stream`` for the other arguments.
 
         Args:
             use_tqdm: show a progress bar; None: on a terminal, where it takes longer than two seconds. Or a function that
                 makes one, such as ``tqdm``.
         """
         asks = asks_of(prompts, params, sampling_params, request_id, priority, timeout, adapter)
-        done = []
+        done: dict[int, RequestOutput] = {}
         with progress(sum(ask.params.n for ask in asks), use_tqdm) as advance:
             for event in self._stream(asks, len(asks) == 1 if raise_on_error is None else raise_on_error):
                 if event.finished:
-                    done.append(event.output)
+                    done[event.index] = event.output
                     advance()
-        return sorted(done, key=lambda output: output.index)
+        found, at = [], 0
+        for index, ask in enumerate(asks):
+            found.append(RequestOutput.of_prompt(index, [done[i] for i in range(at, at + ask.params.n) if i in done]))
+            at += ask.params.n
+        return found
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, or None: vLLM's name for ``tokenizer``."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config says about sampling, as vLLM's method of this name reads it. ``generate`` without
+        parameters takes ``SamplingParams()``."""
+        config = getattr(cast("Engine", self).model, "generation_config", None)
+        names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+                 "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        given = {ours: getattr(config, name, None) for name, ours in names.items()}
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def chat(self, messages: Prompt | Sequence[Prompt], params: _Params = None, *, chat_template: str | None = None,
              add_generation_prompt: bool = True, continue_final_message: bool = False,

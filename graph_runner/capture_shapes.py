@@ -23,6 +23,7 @@ MIXED_TOKENS = 1024
 # Judged, not fitted. A step of 8192 tokens of Qwen3-0.6B took one host 193 us per matrix (h200_profile_qwen3-0.6b.json): a
 # third of that, for faster hosts. Products of 8192 tokens run at 700 TFLOP/s and more (h200_profile.json), of fewer at less.
 LAUNCH_SECONDS, FLOPS = 65e-6, 600e12
+SLOW_HOST = 3  # that host's times LAUNCH_SECONDS
 #: Major compute capabilities of GPUs with such rates.
 FAST_GPUS = (9, 10)
 # A token bucket is captured for few rows and for all, since the LM head runs on every row; small ones for all rows only, as the
@@ -37,11 +38,26 @@ def launch_bound_tokens(parameters: Iterable[torch.Tensor], vocab_size: int) -> 
     Args:
         parameters: of the model. Embedding and head, of ``vocab_size`` rows, do not count: they take a token or a row each.
     """
-    sizes = [p.numel() for p in parameters if p.dim() >= 2 and p.shape[0] != vocab_size and p.itemsize <= 2]
+    sizes = _matrix_sizes(parameters, vocab_size)
     if not sizes:
         return MIXED_TOKENS
     tokens = int(LAUNCH_SECONDS * FLOPS / 2 * len(sizes) / sum(sizes))
     return max(MIXED_TOKENS, 1 << (tokens.bit_length() - 1) if tokens else 0)
+
+
+def launch_us(parameters: Iterable[torch.Tensor], vocab_size: int) -> float:
+    """Microseconds that a slow host takes to launch a step without a graph. Arguments: of ``launch_bound_tokens``."""
+    return SLOW_HOST * LAUNCH_SECONDS * 1e6 * len(_matrix_sizes(parameters, vocab_size))
+
+
+def token_us(parameters: Iterable[torch.Tensor], vocab_size: int) -> float:
+    """Microseconds per token of a fast GPU for the matrix products of a long step. Arguments: of ``launch_bound_tokens``."""
+    return 2e6 / FLOPS * sum(_matrix_sizes(parameters, vocab_size))
+
+
+def _matrix_sizes(parameters: Iterable[torch.Tensor], vocab_size: int) -> list[int]:
+    """Elements of the matrices that every token of a step meets."""
+    return [p.numel() for p in parameters if p.dim() >= 2 and p.shape[0] != vocab_size and p.itemsize <= 2]
 
 
 def capture_shapes(config: EngineConfig, support: CudagraphSupport, device: torch.device, launch_bound: int
@@ -81,4 +97,4 @@ def _listed(sizes: object) -> bool:
     return sizes is not None and not isinstance(sizes, str)
 
 
-__all__ = ["MIXED_TOKENS", "capture_shapes", "launch_bound_tokens"]
+__all__ = ["MIXED_TOKENS", "capture_shapes", "launch_bound_tokens", "launch_us", "token_us"]

@@ -121,7 +121,7 @@ class CudaGraphRunner:
         self._warned: set[str] = set()
 
     def can_run(self, shape: BatchShape, decode: bool, hidden: CaptureHiddenMode = CaptureHiddenMode.NULL,
-                encoder_lens: Sequence[int] = ()) -> Any:
+                encoder_lens: Sequence[int] = (), better: Callable[[], str | None] = lambda: None) -> Any:
         """The captured bucket that ``shape`` is padded to, or None: ``reason`` says why, counted and logged once per reason.
 
         Args:
@@ -129,6 +129,7 @@ class CudaGraphRunner:
             decode: every row has one token.
             hidden: the hidden states that the batch needs.
             encoder_lens: encoder tokens of each live row; without any, no cross attention runs.
+            better: () -> why the batch takes less time without the graph that there is; None: it does not.
         """
         if not self._entries and not self.lazy:
             return self._no(shape, "nothing is captured")
@@ -147,6 +148,8 @@ class CudaGraphRunner:
             return self._no(shape, "a prefill in the batch, and no mixed bucket captured", logging.DEBUG)
         if bucket is None:
             return self._no(shape, f"more tokens or rows than the largest mixed bucket {tuple(mixed[-1][:2])}", logging.DEBUG)
+        if (why := better()) is not None:
+            return self._no(shape, why, logging.DEBUG)
         if bucket not in self._entries:
             if self._no_room:
                 return self._no(shape, "there was no memory for another graph")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum, auto
+
+
+def _among(*names: str) -> Callable[[ForwardMode], bool]:
+    """A method: whether the mode is one of these."""
+    return lambda mode: mode.name in names
 
 
 class ForwardMode(IntEnum):
@@ -26,45 +32,19 @@ class ForwardMode(IntEnum):
             return cls.IDLE
         return cls.DECODE if num_decode_rows == num_reqs else cls.EXTEND if num_decode_rows == 0 else cls.MIXED
 
-    def is_extend(self) -> bool:
-        """Rows may have several tokens."""
-        return self in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND, ForwardMode.TARGET_VERIFY)
-
+    is_extend = _among("EXTEND", "MIXED", "DRAFT_EXTEND", "TARGET_VERIFY")  # rows may have several tokens
     is_prefill = is_extend
-
-    def is_extend_or_draft_extend_or_mixed(self) -> bool:
-        return self in (ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND, ForwardMode.MIXED)
-
-    def is_decode(self) -> bool:
-        return self is ForwardMode.DECODE
-
-    def is_mixed(self) -> bool:
-        return self is ForwardMode.MIXED
-
-    def is_idle(self) -> bool:
-        return self is ForwardMode.IDLE
-
-    def is_decode_or_idle(self) -> bool:
-        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
-
-    def is_target_verify(self) -> bool:
-        return self is ForwardMode.TARGET_VERIFY
-
-    def is_draft_extend(self) -> bool:
-        return self is ForwardMode.DRAFT_EXTEND
-
-    def is_split_prefill(self) -> bool:
-        return self is ForwardMode.SPLIT_PREFILL
-
-    def is_dummy_first(self) -> bool:
-        return self is ForwardMode.DUMMY_FIRST
-
-    def is_cuda_graph(self) -> bool:
-        """All rows have equally many tokens, so that a decode graph can run it."""
-        return self in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE)
-
-    def is_cpu_graph(self) -> bool:
-        return self is ForwardMode.DECODE
+    is_extend_or_draft_extend_or_mixed = _among("EXTEND", "DRAFT_EXTEND", "MIXED")
+    is_decode = is_cpu_graph = _among("DECODE")
+    is_mixed = _among("MIXED")
+    is_idle = _among("IDLE")
+    is_decode_or_idle = _among("DECODE", "IDLE")
+    is_target_verify = _among("TARGET_VERIFY")
+    is_draft_extend = _among("DRAFT_EXTEND")
+    is_split_prefill = _among("SPLIT_PREFILL")
+    is_dummy_first = _among("DUMMY_FIRST")
+    #: All rows have equally many tokens, so that a decode graph can run it.
+    is_cuda_graph = _among("DECODE", "TARGET_VERIFY", "IDLE")
 
 
 class CaptureHiddenMode(IntEnum):

@@ -26,6 +26,7 @@ import torch
 from torch.nn.modules import module as global_hooks
 
 from quire.graph_runner.on_instance import OnInstance
+from quire.passes.capture.evaluating import only_marks
 from quire.passes.capture.hf_interface import NAME, functions_of
 from quire.passes.capture.own_masks import read_by_masks
 from quire.passes.verify.quantized import addresses as addresses_of
@@ -48,8 +49,8 @@ _UNREAD_FIELDS = frozenset(("architectures", "auto_map", "dtype", "name_or_path"
 # Fields that choose an implementation; quire sets them to its own name while it traces.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 # Hooks of transformers without effect on a forward of the engine: they record outputs when the caller asks for them
-# (output_hidden_states=True installs them for good), or mark tensors for autograd (enable_input_require_grads).
-_HARMLESS_HOOKS = frozenset(("output_capturing_hook", "make_inputs_require_grads"))
+# (output_hidden_states=True installs them for good).
+_HARMLESS_HOOKS = frozenset(("output_capturing_hook",))
 
 
 class _Same:
@@ -174,7 +175,8 @@ def _hooks(hooks: dict[int, Any]) -> list[Any]:
 
 
 def _harmless(hook: Any) -> bool:
-    return getattr(hook, "__name__", None) in _HARMLESS_HOOKS and hook.__module__.startswith("transformers.")
+    return only_marks(hook) or (
+        getattr(hook, "__name__", None) in _HARMLESS_HOOKS and hook.__module__.startswith("transformers."))
 
 
 def _children(module: torch.nn.Module) -> list[tuple[str, int]]:

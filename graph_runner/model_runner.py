@@ -20,11 +20,12 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache, pages_for
+from quire.attn_ops.long_prefill import wait_seconds
 from quire.attn_ops.step import Step, StepLimits, current_step, ensure_planned, running
 from quire.attn_ops.tuning.small_linear import enabled as tuning_enabled
 from quire.attn_ops.tuning.small_linear import tune
 from quire.graph_runner.adapters import TokenAdapters
-from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens
+from quire.graph_runner.capture_shapes import MIXED_TOKENS, capture_shapes, launch_bound_tokens, launch_us, token_us
 from quire.graph_runner.config import EngineConfig
 from quire.graph_runner.cuda_graph import CudaGraphRunner
 from quire.graph_runner.forward_batch import ForwardBatch
@@ -39,6 +40,7 @@ from quire.graph_runner.sampler import Sampler
 from quire.graph_runner.step_buffers import EDITED, BatchShape, StepBuffers
 from quire.graph_runner.thread_state import isolated
 from quire.graph_runner.window_pages import Reach
+from quire.graph_runner.without_graph import WithoutGraph
 from quire.passes import start_times
 from quire.passes.capture.lora import adapter_names
 from quire.passes.capture.paged_model import PagedModel
@@ -110,6 +112,7 @@ class ModelRunner:
             raise RuntimeError("an engine cannot be made inside quire.step; make it before")
         before = dict(start_times.seconds)
         self._launch_bound = launch_bound_tokens(model.parameters(), self.vocab_size)
+        self._step_us = tuple(us(model.parameters(), self.vocab_size) for us in (launch_us, token_us))
         options = config.compile_options(self.device)
         ahead = self._compile_ahead() if options.compiler == "inductor" else None
         try:
@@ -143,6 +146,11 @@ class ModelRunner:
         # Planning on the host may launch kernels that read the block table (flashinfer gathers its pages). Then the table is
         # updated before planning, else inside the graph.
         self.plans = self.backend.plan is not None
+        self.plans_graphs = self.plans and self.backend.plans_graphs
+        if self.backend.warm_up is not None:
+            with start_times.timed("prefill kernels"):
+                self.backend.warm_up(self.sites, self.device, wait_seconds(config.attention == "auto"))  # logs what is missing
+        self._without_graph = WithoutGraph(self.backend, self.sites, self.device, *self._step_us)
         self.sampler = Sampler()
         self.editor = LogitsEditor(self.sampler, self.device)
         width = pages_for(self.max_model_len, config.page_size)
@@ -243,7 +251,10 @@ class ModelRunner:
         batch.metadata = replace(batch.metadata, logits_indices_padded=None)  # all layers on all tokens take the most
         self._compute(self._step(batch), batch)
         torch.cuda.synchronize(self.device)
-        self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated
+        self.step_bytes = torch.cuda.max_memory_allocated(self.device) - allocated + self.backend.scratch_bytes(
+            self.sites, self.device, self.config.max_num_seqs * self.max_model_len)
+        self._without_graph.measure(lambda: self._compute(self._step(batch), batch))
+        torch.cuda.synchronize(self.device)
         with start_times.timed("graph memory"):
             graphs = self.graphs.estimate()
         self._states.clear()
@@ -270,7 +281,7 @@ class ModelRunner:
     def _compute(self, step: Step, batch: ForwardBatch, scored: ScoredRows | None = None) -> StepResults:
         """Results of the staged batch; stores the tokens too."""
         v, rows = batch.inputs, batch.seq_lens.shape[0]
-        if not self.plans:
+        if not (self.plans if step.graph_key is None else self.plans_graphs):
             self.buffers.update_table(batch)
         ids, indices = batch.token_ids(self.buffers.last_tokens), v["logits_indices"]
         sampling: tuple[torch.Tensor, ...] | None = None
@@ -310,8 +321,9 @@ class ModelRunner:
         """The captured graph that runs the batch, or None. Captured steps have logits for one token per row only."""
         if batch.num_scored:
             return None
-        live = BatchShape(batch.num_tokens, len(batch.rows))
-        bucket = self.graphs.can_run(live, batch.forward_mode.is_decode()) if self.graphs.buckets else None
+        live, decode = BatchShape(batch.num_tokens, len(batch.rows)), batch.forward_mode.is_decode()
+        bucket = self.graphs.can_run(live, decode, better=lambda: self._without_graph.reason(batch, self._states)
+                                     ) if self.graphs.buckets else None
         self._capture_steps.clear()  # of a late capture
         return bucket
 
@@ -331,9 +343,9 @@ class ModelRunner:
             self.buffers.poison_padding(shape, len(batch.rows), batch.num_tokens, self.vocab_size - 1,
                                         self.max_model_len - 1)
         made = self.buffers.forward_batch(shape, host, batch)
-        if self.plans:
-            self.buffers.update_table(made)
         cut = bucket is not None and self._is_piecewise(bucket)
+        if self.plans if bucket is None or cut else self.plans_graphs:
+            self.buffers.update_table(made)
         # Attention of a step in pieces is that of any step.
         step = self._step(made, graph_key=None if cut else bucket)
         if self.adapters is not None:

@@ -36,17 +36,35 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt, with vLLM's names: ``index`` among the n of its prompt; the rest as in RequestOutput."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    error: str | None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
 @dataclass
 class RequestOutput:
-    """The result of one request.
+    """The result of a prompt. ``generate`` gives one for each prompt: with n > 1 that of the first of its continuations, which
+    are all in ``outputs``. An event of a stream has the result of one continuation.
 
     Args:
-        index: position in the order of the prompts (with n > 1, the n results of a prompt are consecutive).
+        index: position in the order of the prompts; of a stream, of its continuations (those of a prompt are consecutive).
         prompt: the prompt's text, if it was given as text.
         prompt_token_ids, token_ids: token ids of the prompt and of the continuation (the end token included).
         text: the decoded continuation, cut before a stop string; empty without a tokenizer.
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
-        error: the error message of a failed request, or None.
+        error: the error message of a failed request (of n, the first that failed), or None.
         stop_reason: the stop string or token id that ended it, or None.
         logprobs: for each of ``token_ids`` the log probabilities by token id, the sampled token's first; None if not asked for.
         cumulative_logprob: sum of those of ``token_ids``, or None.
@@ -67,12 +85,26 @@ class RequestOutput:
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     request_id: str = ""
+    _completions: list[CompletionOutput] = field(default_factory=list, repr=False, compare=False)
 
     @property
-    def outputs(self) -> list[RequestOutput]:
-        """This output, in the place where vLLM has the completions of a prompt. With n > 1 each completion is a result of its
-        own here, so that a loop over ``result.outputs`` of all results meets each once."""
-        return [self]
+    def outputs(self) -> list[CompletionOutput]:
+        """The n continuations of the prompt, as vLLM has them; in an event, the one that it is about."""
+        return self._completions or [self._completion(0)]
+
+    def _completion(self, index: int) -> CompletionOutput:
+        return CompletionOutput(index, self.text, self.token_ids, self.cumulative_logprob, self.logprobs, self.finish_reason,
+                                self.stop_reason, self.error)
+
+    @classmethod
+    def of_prompt(cls, index: int, results: Sequence[RequestOutput]) -> RequestOutput:
+        """The result of the prompt with that index, from the results of its continuations: the first of them, changed."""
+        first = results[0]
+        first.index = index
+        if len(results) > 1:
+            first._completions = [result._completion(i) for i, result in enumerate(results)]
+            first.error = next((result.error for result in results if result.error is not None), None)
+        return first
 
     @property
     def finished(self) -> bool:
@@ -316,5 +348,5 @@ def make_requests(ask: Ask, first_id: int, index: int | None, inbox: deque[Strea
     return made
 
 
-__all__ = ["Ask", "FinishReason", "Limits", "Logprob", "Request", "RequestOptions", "RequestOutput", "ScheduledBatch",
-           "ScheduledRow", "StreamEvent", "check_logprobs", "make_requests"]
+__all__ = ["Ask", "CompletionOutput", "FinishReason", "Limits", "Logprob", "Request", "RequestOptions", "RequestOutput",
+           "ScheduledBatch", "ScheduledRow", "StreamEvent", "check_logprobs", "make_requests"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,6 +43,13 @@ def is_tensor(node: Any) -> bool:
 def same_shape(x: Sequence[Any], y: Sequence[Any]) -> bool:
     """Whether two shapes are equal, symbols compared by name: comparing the symbols themselves could add a guard."""
     return [str(n) for n in x] == [str(n) for n in y]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which memory a tensor is in, also one of torch.vmap. Raises NotImplementedError for sparse tensors."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()._cdata
 
 
 def symbolic(size: Any) -> bool:
@@ -78,6 +86,12 @@ def module_path(node: fx.Node) -> str:
 def is_module_tensor(node: fx.Node) -> bool:
     """Whether a placeholder is a parameter or a buffer of the traced module."""
     return re.search(r"_(parameters|buffers)_", node.name) is not None
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether a placeholder is held by a module or a global name, and not an argument of the call."""
+    name = source_name(node)
+    return is_module_tensor(node) or re.match(r"G\[|L\['self'\]\.|L\['\w+'\]\._modules\b", name) is not None
 
 
 def target_name(node: fx.Node) -> str:
@@ -117,18 +131,28 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+#: The functions that begin and end the operations of a torch.vmap.
+VMAP = ("_vmap_increment_nesting", "_vmap_decrement_nesting")
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "setitem"}
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The values that the node changes in place: ``x += y``, ``x.add_(y)``, ``x[i] = y``, ``out=``, ``inplace=True``, mutable
-    ops."""
+    ops, by any of their overloads."""
     if not node.op.startswith("call"):
         return []
-    if isinstance(node.target, torch._ops.OpOverload):
-        given = schema_arguments(node)
-        written: list[Any] = [given.get(a.name) for a in node.target._schema.arguments
-                              if a.alias_info is not None and a.alias_info.is_write]
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):  # a body or a kernel of the user's: no schema says what it writes
+        return [x for x in node.all_input_nodes if isinstance(value(x), torch.Tensor)]
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        overloads: list[Any] = [target]
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            overloads = [getattr(target, name) for name in target.overloads()]
+        written: list[Any] = []
+        for schema in (overload._schema for overload in overloads):
+            given = {**dict(zip([a.name for a in schema.arguments], node.args, strict=False)), **node.kwargs}
+            written += [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = [y for x in written for y in (x if isinstance(x, (list, tuple)) else [x])]
     else:
         name = target_name(node)
         plain = name.endswith("__") or getattr(node.target, "__module__", "") == "_operator"  # operator.not_ writes nothing
@@ -137,7 +161,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         first = node.args[:1] if in_place else ()
         written = [*first[0]] if first and isinstance(first[0], (list, tuple)) else [*first]  # torch._foreach_add_([x], ...)
         written.append(node.kwargs.get("out"))
-    return [x for x in written if isinstance(x, fx.Node)]
+    return list(dict.fromkeys(x for x in written if isinstance(x, fx.Node)))
 
 
 def _inplace(node: fx.Node) -> Any:
@@ -249,6 +273,26 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return out
 
 
+def inline_checkpoints(gm: fx.GraphModule) -> int:
+    """Put the bodies of torch.utils.checkpoint in its place, which has no effect without gradients; returns how many."""
+    found = 0
+    for node in list(gm.graph.nodes):
+        if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+            continue
+        of: Any = node.args[0]
+        body = copy_graph(operator.attrgetter(str(of.target))(gm))
+        found += 1 + inline_checkpoints(body)
+        mapping: dict[fx.Node, fx.Node] = dict(zip(placeholders(body.graph), node.args[1:], strict=True))
+        with gm.graph.inserting_before(node):
+            results = gm.graph.graph_copy(body.graph, mapping)
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+        erase_dead(gm.graph, [of])
+    return found
+
+
 def with_own_code(function: Any) -> Any:
     """The function with a code object of its own. Dynamo's cache is per code object and holds eight traces, so functions that
     are compiled for one model after another must not share it."""
@@ -278,8 +322,9 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node without users may be erased. FX counts what changes a value in place as pure (``x += y``, ``x.add_(y)``);
-    other readers of that value would miss the change."""
-    return node.op not in ("placeholder", "output") and not written_by(node) and not node.is_impure()
+    other readers of that value would miss the change; and where a torch.vmap begins and ends."""
+    return (node.op not in ("placeholder", "output") and not written_by(node) and not node.is_impure()
+            and target_name(node) not in VMAP)
 
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collection[fx.Node] = ()) -> int:

@@ -26,7 +26,16 @@ from quire.passes.compile.inductor import compile_lowered
 from quire.passes.compile.size_guards import Assumptions, checked, watched
 from quire.passes.fusions.base import FusedInputs, FusedWeights
 from quire.passes.fusions.registry import apply_fusions, apply_lowered_fusions
-from quire.passes.fx import copy_graph, erase_dead, placeholders, shape_conditions, source_name, symbolic, value
+from quire.passes.fx import (
+    copy_graph,
+    erase_dead,
+    inline_checkpoints,
+    placeholders,
+    shape_conditions,
+    source_name,
+    symbolic,
+    value,
+)
 from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
@@ -60,6 +69,7 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
         UnsupportedAttention: the model cannot be served.
     """
     gm = copy_graph(traced)
+    inline_checkpoints(gm)
     check_names(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
         gm.graph.erase_node(node)  # steps have no gradients, and leaving a no_grad of the model would turn them on

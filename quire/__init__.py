@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from quire.graph_runner.calls import Score as Score
     from quire.graph_runner.engine import Engine as Engine
     from quire.graph_runner.paged import paged as paged
+    from quire.graph_runner.request import CompletionOutput as CompletionOutput
     from quire.graph_runner.request import Logprob as Logprob
     from quire.graph_runner.request import RequestOutput as RequestOutput
     from quire.graph_runner.request import StreamEvent as StreamEvent
@@ -57,7 +58,8 @@ _HOMES = {
     "AttentionSite": "attn_ops.attention", "BeamSearchOutput": "graph_runner.beam_search",
     "BeamSearchParams": "graph_runner.beam_search", "BeamSearchSequence": "graph_runner.beam_search",
     "CommonAttentionMetadata": "attn_ops.metadata",
-    "CudagraphSupport": "attn_ops.backend", "Engine": "graph_runner.engine", "EngineStats": "graph_runner.stats",
+    "CompletionOutput": "graph_runner.request", "CudagraphSupport": "attn_ops.backend",
+    "Engine": "graph_runner.engine", "EngineStats": "graph_runner.stats",
     "Logprob": "graph_runner.request", "PagedKVCache": "passes.capture.paged_model", "QueueFull": "graph_runner.admission",
     "RequestOutput": "graph_runner.request", "SamplingParams": "graph_runner.sampling_params", "Score": "graph_runner.calls",
     "Step": "attn_ops.step", "StepLimits": "attn_ops.step", "StreamEvent": "graph_runner.request",

@@ -20,7 +20,7 @@ import quire
 def test_names() -> None:
     assert sorted(quire.__all__) == quire.__all__ == [
         "AttentionBackend", "AttentionCapabilities", "AttentionSite", "BeamSearchOutput", "BeamSearchParams",
-        "BeamSearchSequence", "CommonAttentionMetadata", "CudagraphSupport", "Engine",
+        "BeamSearchSequence", "CommonAttentionMetadata", "CompletionOutput", "CudagraphSupport", "Engine",
         "EngineStats", "Logprob", "PagedKVCache", "QueueFull", "RequestOutput", "SamplingParams", "Score",
         "Step", "StepLimits", "StreamEvent", "UnsupportedAttention", "WeightUpdateError", "WeightsGroup",
         "assert_attention_sites", "backends", "build_tree_mask", "check_backend", "cross_attention", "current_step",

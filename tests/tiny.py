@@ -99,9 +99,9 @@ def generated(model: Any) -> list[int]:
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """Token ids of each output, none of which may have failed."""
+    """Token ids of each continuation, none of which may have failed."""
     assert not [o.error for o in outputs if o.error]
-    return [o.token_ids for o in outputs]
+    return [completion.token_ids for o in outputs for completion in o.outputs]
 
 
 def assert_idle(engine: Engine) -> None:

@@ -12,16 +12,10 @@ from pathlib import Path
 
 import torch
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.library import define_op
-from quire.attn_ops.vendor import by_token, missing, slots_end_to_end
+from quire.attn_ops.vendor import by_token, missing, refuse, slots_end_to_end
 
 NAME = "aiter"
 PARTITION = 256  # keys per partial result of the decode kernel
@@ -51,8 +45,7 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
-    if window is not None or chunk is not None or sinks is not None or k_scale is not None:
-        raise UnsupportedAttention("the aiter backend has no windows, chunks, sinks or quantized KV cache")
+    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
     tokens, heads, dim = q.shape
     if not tokens:

@@ -10,16 +10,10 @@ import importlib
 
 import torch
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing
+from quire.attn_ops.vendor import missing, refuse
 
 NAME = "ascend"
 MASK = 128  # rows and columns of the additive causal mask that the prefill kernel takes
@@ -39,8 +33,7 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, D)."""
-    if window is not None or softcap is not None or chunk is not None or sinks is not None or k_scale is not None:
-        raise UnsupportedAttention("the ascend backend has no windows, softcap, chunks, sinks or quantized KV cache")
+    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     step = current_step()
     if step is None:
         raise RuntimeError("ascend_paged_attention needs the lengths on the host: run it inside `with quire.step(...)`")

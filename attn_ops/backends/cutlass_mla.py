@@ -14,38 +14,21 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
-from quire.attn_ops.kv_quant import write
-from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
-from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import by_token, define_by_token, missing, too_old, wrong_gpu
+from quire.attn_ops.mla import define_mla_op
+from quire.attn_ops.step import StepLimits
+from quire.attn_ops.vendor import define_by_token, missing, mla_by_token, state_of, too_old, wrong_gpu
 
 NAME, PAGE_SIZE, RANK, ROPE, HEADS = "cutlass_mla", 128, 512, 64, 128
 LIBRARY = "sgl_kernel"
 
 
-def mla_paged_attention(
-    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], *, scale: float,
-) -> torch.Tensor:
-    """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
-    tokens, heads, nope = q.shape[0], q.shape[1], q.shape[2] - ROPE
-    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
-    w_uk, w_uv = split_weight(kv_b, heads, nope)
-    if not tokens:
-        return q.new_empty(0, heads, w_uv.shape[1])
-    table, lens = prepared or by_token(slot_mapping, block_table, query_start_loc, seq_lens)
-    step = current_step()
-    if step is not None and NAME in step.states:
-        workspace = step.states[NAME]
-    else:
-        workspace = _workspace(table.shape[1], tokens, q.device)
-    with torch.cuda.device_of(q):  # a token without keys reads the null page, and its result is dropped
-        out = importlib.import_module(LIBRARY).cutlass_mla_decode(
-            q_nope=absorb_query(q[..., :nope], w_uk).contiguous(), q_pe=q[..., nope:].contiguous(),
-            kv_c_and_k_pe_cache=cache.squeeze(2), seq_lens=lens.clamp_min(1), page_table=table.contiguous(),
-            workspace=workspace, sm_scale=scale, num_kv_splits=1)
-    return expand_output(out.masked_fill((lens == 0)[:, None, None], 0.0), w_uv)
+def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
+           scale: float, nope: int) -> torch.Tensor:
+    """See ``mla_by_token``."""
+    workspace = state_of(NAME, lambda: _workspace(table.shape[1], len(query), query.device))
+    return importlib.import_module(LIBRARY).cutlass_mla_decode(
+        q_nope=query.contiguous(), q_pe=rotary.contiguous(), kv_c_and_k_pe_cache=cache, seq_lens=lens,
+        page_table=table.contiguous(), workspace=workspace, sm_scale=scale, num_kv_splits=1)
 
 
 def _workspace(pages: int, tokens: int, device: torch.device) -> torch.Tensor:
@@ -64,6 +47,7 @@ def available(device: torch.device) -> str | None:
             or too_old("sgl-kernel", "0.3.21"))
 
 
+mla_paged_attention = mla_by_token(attend)
 BACKEND = AttentionBackend(
     name=NAME,
     capabilities=AttentionCapabilities(

@@ -6,7 +6,8 @@ FA4    flash_attn.cute       9.0; newer, pages of 128 tokens        pip install 
 FA2    flash_attn            8.0 and newer, pages of 256 tokens     pip install flash-attn
 =====  ====================  =====================================  ==================================================
 
-All three take ragged queries and a page table. Sinks follow from the log-sum-exp: FA4's own argument for them is bfloat16 only.
+All three take ragged queries and a page table, and ragged keys in its place (``varlen``). Sinks follow from the log-sum-exp:
+FA4's own argument for them is bfloat16 only.
 """
 
 from __future__ import annotations
@@ -17,16 +18,10 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.step import current_step
-from quire.attn_ops.vendor import missing, wrong_gpu
+from quire.attn_ops.vendor import missing, refuse, wrong_gpu
 
 NAME = "flash_attention"
 #: (variant, module, majors of the compute capability, tokens that a page is a multiple of).
@@ -54,8 +49,7 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-    if chunk is not None or k_scale is not None:
-        raise UnsupportedAttention("the flash_attention backend has no chunks and no quantized KV cache of one scale per token")
+    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     found = _installed()
     if found is None:
         raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
@@ -107,6 +101,37 @@ def _fa2(lib: Any, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 _CALLS = {"FA3": _fa3, "FA4": _fa4, "FA2": _fa2}
 
 
+def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+           scale: float, window: int | None, softcap: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``varlen_attention_eager``; reads the longest lengths on the host.
+
+    Raises:
+        ValueError: a dtype or head dims that the kernels lack.
+    """
+    caps, (dim, dim_v) = BACKEND.capabilities, (q.shape[2], v.shape[2])
+    if q.dtype not in caps.dtypes or not caps.head_dims(dim, dim_v):
+        raise ValueError(f"implementation={NAME!r}: {q.dtype} and head dims {dim}/{dim_v}; it has "
+                         f"{', '.join(sorted(map(str, caps.dtypes)))} and {caps.head_dims_note}")
+    found = _installed()
+    if found is None:
+        raise RuntimeError(f"no FlashAttention is installed: {INSTALL}")
+    name, module, _ = found
+    lens_q, lens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    if not q.shape[0] or not len(lens_q) or not k.shape[0]:
+        return q.new_zeros(q.shape[0], q.shape[1], dim_v), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    longest_q, longest_k = (max(1, int(lens.max())) for lens in (lens_q, lens_k))
+    none = None if name == "FA4" else -1
+    before, after = (none, none) if window is None else (window - 1, 0 if causal else window - 1)
+    out, lse, *_ = importlib.import_module(module).flash_attn_varlen_func(
+        q.detach().contiguous(), k.detach().contiguous(), v.detach().contiguous(), cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, softmax_scale=scale, causal=causal,
+        window_size=(before, after), softcap=softcap or 0.0,
+        **{"return_lse" if name == "FA4" else "return_attn_probs": True})
+    lse = lse.transpose(0, 1).float()
+    seen = (torch.arange(q.shape[0], device=q.device) < cu_seqlens_q[-1])[:, None] & lse.isfinite()  # some kernels write +inf
+    return torch.where(seen[..., None], out, 0), torch.where(seen, lse, float("-inf"))
+
+
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """out (T, H, Dv), lse (H, T), natural: sinks leave exp(lse) / (exp(lse) + exp(sink)) of the weight for the keys."""
     return (out * torch.sigmoid(lse.transpose(0, 1) - sinks.float())[..., None]).to(out.dtype)
@@ -132,6 +157,6 @@ BACKEND = AttentionBackend(
     ),
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
-    packages=("flash-attn", "flash-attn-3", "flash-attn-4"),
+    varlen=varlen, packages=("flash-attn", "flash-attn-3", "flash-attn-4"),
     verified=False,
 )

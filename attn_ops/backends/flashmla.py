@@ -14,49 +14,20 @@ import importlib
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
-from quire.attn_ops.kv_quant import write
-from quire.attn_ops.library import define_op
-from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
-from quire.attn_ops.vendor import missing, too_old, wrong_gpu
+from quire.attn_ops.mla import define_mla_op
+from quire.attn_ops.vendor import define_by_token, missing, mla_by_token, too_old, wrong_gpu
 
 INSTALL = "pip install sgl-flash-mla (torch 2.14.1 or newer, CUDA 13)"
 NAME, PAGE_SIZE, RANK, ROPE = "flashmla", 64, 512, 64
 
 
-def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-             page_size: int) -> list[torch.Tensor]:
-    """[table (T, W), lens (T,)] int32: pages and number of keys of each token; padding tokens have the null page and 1 key."""
-    token = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
-    row = torch.searchsorted(query_start_loc[1:].long(), token, right=True).clamp_max(seq_lens.shape[0] - 1)
-    live = slot_mapping >= 0
-    lens = seq_lens[row] - query_start_loc[1:][row] + token + 1
-    return [torch.where(live[:, None], block_table[row], 0), torch.where(live, lens, 1).int()]
-
-
-def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                  seq_lens: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-    return [block_table.new_empty(slot_mapping.shape[0], block_table.shape[1]),
-            seq_lens.new_empty(slot_mapping.shape[0])]
-
-
-def mla_paged_attention(
-    q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
-    slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], *, scale: float,
-) -> torch.Tensor:
-    """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
-    heads, nope = q.shape[1], q.shape[2] - ROPE
-    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
-    w_uk, w_uv = split_weight(kv_b, heads, nope)
-    if not q.shape[0]:
-        return q.new_empty(0, heads, w_uv.shape[1])
-    table, lens = prepared or _prepare(slot_mapping, block_table, query_start_loc, seq_lens, PAGE_SIZE)
-    queries = torch.cat([absorb_query(q[..., :nope], w_uk), q[..., nope:]], dim=-1)
+def attend(query: torch.Tensor, rotary: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor,
+           scale: float, nope: int) -> torch.Tensor:
+    """See ``mla_by_token``."""
     package = importlib.import_module("flash_mla")
-    out, _ = package.flash_mla_with_kvcache(
-        queries[:, None], cache, table, lens, RANK, package.get_mla_metadata()[0], softmax_scale=scale, causal=False,
-        use_legacy=True)
-    return expand_output(out[:, 0].masked_fill((slot_mapping < 0)[:, None, None], 0.0), w_uv)
+    return package.flash_mla_with_kvcache(
+        torch.cat([query, rotary], dim=-1)[:, None], cache[:, :, None], table, lens, RANK, package.get_mla_metadata()[0],
+        softmax_scale=scale, causal=False, use_legacy=True)[0][:, 0]
 
 
 @functools.cache
@@ -76,6 +47,7 @@ def available(device: torch.device) -> str | None:
     return None if error is None else f"flash_mla does not load with torch {torch.__version__} ({error}): {INSTALL}"
 
 
+mla_paged_attention = mla_by_token(attend)
 BACKEND = AttentionBackend(
     name=NAME,
     capabilities=AttentionCapabilities(
@@ -86,8 +58,5 @@ BACKEND = AttentionBackend(
     ),
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    prepare=define_op(
-        f"{NAME}_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) -> "
-        "Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare_fake),
-    packages=("sgl-flash-mla",), verified=False,
+    prepare=define_by_token(NAME), packages=("sgl-flash-mla",), verified=False,
 )

@@ -5,9 +5,7 @@ block mask made from the lengths. Queries, keys and the mask are arguments, so a
 combination of head counts, head dims, dtype and features does, and one block in the place of several. Batches of one token per
 sequence run as (T, H, 1, D), all others as one ragged row in which a query sees the keys of its own sequence only.
 
-It reads the lengths on the host, as the size of the gathered row, so its steps are not captured in CUDA graphs. On an H200 with
-torch 2.11 Inductor finds no kernel ("No choices exist") for some mixed batches with four query heads per key head of 16 dims,
-which is an error there; the rest of the kit passes.
+It reads the lengths on the host, as the size of the gathered row, so its steps are not captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -27,6 +25,9 @@ from quire.attn_ops.step import current_step
 
 NAME = "flex_attention"
 BLOCK = 128  # queries and keys per block of the mask
+#: Below 128 queries Inductor takes its kernel for few. Its block of queries is all of them times the query heads per key head,
+#: and past a block of the mask it finds no such kernel ("No choices exist"). So a ragged row goes to the kernel for many.
+MANY: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 ROUND = 1024  # keys that the gathered rows are rounded up to: few sizes, few allocations
 
 
@@ -82,7 +83,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, 
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     return flex_attention(q, k, v, score_mod=None if softcap is None else capped, block_mask=mask, scale=scale,
-                          enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True) if lse else None)
+                          enable_gqa=q.shape[1] != k.shape[1],
+                          return_aux=AuxRequest(lse=True) if lse else None,
+                          kernel_options=MANY if q.shape[2] > 1 else None)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 Steps of at most one token per sequence go to DECODE, and so does every step that runs as a CUDA graph; all others go to
 PREFILL. Steps too large for a graph are those in which prefill takes the time. The graphs that DECODE allows are captured.
+
+``hybrid:PREFILL+DECODE@long`` gives PREFILL only the steps in which it was measured faster (``attn_ops/long_prefill.py``).
 """
 
 from __future__ import annotations
@@ -11,17 +13,22 @@ from collections.abc import Callable
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, BackendFamily, UnsupportedAttention
 from quire.attn_ops.composite import Composite, check_parts, common_capabilities
+from quire.attn_ops.long_prefill import make as make_long
 from quire.attn_ops.step import current_step
 
-NAME = "hybrid"
+NAME, LONG = "hybrid", "long"
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
-    """The backend ``hybrid:PREFILL+DECODE``. Raises ValueError for a name of another form, or an unknown backend."""
-    prefill_name, plus, decode_name = name.partition(":")[2].partition("+")
-    if not (prefill_name and plus and decode_name) or "+" in decode_name:
+    """The backend ``hybrid:PREFILL+DECODE``, with or without ``@long``. Raises ValueError for a name of another form, or an
+    unknown backend."""
+    parted, at, which = name.partition(":")[2].partition("@")
+    prefill_name, plus, decode_name = parted.partition("+")
+    if not (prefill_name and plus and decode_name) or "+" in decode_name or (at and which != LONG):
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
     prefill, decode = get(prefill_name), get(decode_name)
+    if at:
+        return make_long(name, prefill, decode)
     parts = (decode,) if decode is prefill else (decode, prefill)
     check_parts(name, parts)
     if len(parts) > 1 and (alone := [part.name for part in parts if part.every_step]):
@@ -43,5 +50,6 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
                              lambda site: f"{prefill.serves(site)} / {decode.serves(site)}")
 
 
-FAMILY = BackendFamily(NAME, "hybrid:PREFILL+DECODE: one backend for prefill, another for decoding",
-                       lambda name: name == NAME or name.startswith(f"{NAME}:"), make)
+FAMILY = BackendFamily(NAME, "hybrid:PREFILL+DECODE[@long]: one backend for prefill, another for decoding; @long: prefill only "
+                       "where it was measured faster", lambda name: name == NAME or name.startswith(f"{NAME}:"), make,
+                       lambda prefill, rest: f"{NAME}:{prefill}+{rest}@{LONG}")

@@ -10,15 +10,9 @@ import importlib
 
 import torch
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
 from quire.attn_ops.kv_quant import write
-from quire.attn_ops.vendor import missing
+from quire.attn_ops.vendor import missing, refuse
 
 NAME = "intel_amx"
 INSTALL = "build sgl-kernel for CPUs from SGLang's source tree (sgl-kernel, pyproject_cpu.toml)"
@@ -32,8 +26,7 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None,
 ) -> torch.Tensor:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-    if window is not None or chunk is not None or sinks is not None or k_scale is not None:
-        raise UnsupportedAttention("the intel_amx backend has no windows, chunks, sinks or quantized KV cache")
+    refuse(NAME, BACKEND.capabilities, k_scale, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
     heads, page_size = q.shape[1], k_cache.shape[1]
     counts = query_start_loc.diff().long()

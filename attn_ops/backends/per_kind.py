@@ -18,6 +18,9 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     kinds = [kind for kind, _, _ in pairs]
     if any(kind not in KINDS or not part for kind, _, part in pairs) or len(set(kinds)) != len(kinds):
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}; each of {', '.join(KINDS)} at most once")
+    if "auto" in (part for _, _, part in pairs):
+        raise ValueError(f"attention={name!r}: name a backend for each kind; attention='auto', without kinds, chooses one for "
+                         "each where no backend serves all")
     chosen = {kind: get(part) for kind, _, part in pairs}
     parts = tuple({part.name: part for part in chosen.values()}.values())
     check_parts(name, parts)

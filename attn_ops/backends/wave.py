@@ -14,15 +14,8 @@ from typing import Any
 
 import torch
 
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    AttentionCapabilities,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
-from quire.attn_ops.kv_quant import write_kv
-from quire.attn_ops.vendor import by_token, define_by_token, missing, slots_end_to_end, too_old
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op
+from quire.attn_ops.vendor import define_by_token, missing, paged_by_token, slots_end_to_end, too_old
 
 NAME = "wave"
 SPLITS = 8  # of the keys of a sequence
@@ -53,33 +46,22 @@ def kernels(heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype,
     return compiled(first, symbols, dynamic), compiled(second, more, dynamic_more)
 
 
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
-    scale: float, window: int | None, softcap: float | None, chunk: int | None,
-) -> torch.Tensor:
-    """Store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-    if window is not None or chunk is not None or sinks is not None or k_scale is not None:
-        raise UnsupportedAttention(f"the {NAME} backend has no windows, chunks, sinks or quantized KV cache")
-    write_kv(k, v, k_cache, v_cache, None, None, slot_mapping)
-    (tokens, heads, dim), dim_v = q.shape, v_cache.shape[3]
+def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, *,
+           scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """See ``paged_by_token``."""
+    (tokens, heads, dim), dim_v, page_size = q.shape, v_cache.shape[3], k_cache.shape[1]
     out = q.new_empty(tokens, heads, dim_v)
-    if not tokens:
-        return out
-    table, lens = prepared or by_token(slot_mapping, block_table, query_start_loc, seq_lens)
     first, second = kernels(heads, k_cache.shape[2], dim, dim_v, q.dtype, scale, softcap or 0.0)
-    q, keys, values = q.detach().contiguous(), k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    rows = max(1, SLOTS // (table.shape[1] * k_cache.shape[1]))
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    rows = max(1, SLOTS // (table.shape[1] * page_size))
     for begin in range(0, tokens, rows):
         end = min(begin + rows, tokens)
-        # The kernels take no row without keys: a padding token reads the null page, and its result is dropped.
-        indptr, slots = slots_end_to_end(table[begin:end], lens[begin:end].clamp_min(1), k_cache.shape[1])
+        indptr, slots = slots_end_to_end(table[begin:end], lens[begin:end], page_size)
         partial = torch.empty(SPLITS, end - begin, heads, dim_v, dtype=torch.float32, device=q.device)
         highest = torch.empty(SPLITS, end - begin, heads, dtype=torch.float32, device=q.device)
         first(q[begin:end], keys, values, indptr, slots, partial, highest)
         second(partial, highest, indptr, out[begin:end])
-    return out.masked_fill_((lens == 0)[:, None, None], 0)
+    return out
 
 
 def available(device: torch.device) -> str | None:
@@ -88,14 +70,16 @@ def available(device: torch.device) -> str | None:
     return missing("wave_lang", "pip install wave-lang") or too_old("wave-lang", "3.9.1")
 
 
+CAPABILITIES = AttentionCapabilities(
+    devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16}),
+    head_dims=lambda d, dv: d % 64 == 0 and dv % 64 == 0 and max(d, dv) <= 256,
+    head_dims_note="multiples of 64 up to 256", layouts=frozenset({"NHD"}), softcap=True,
+    cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+)
+paged_attention = paged_by_token(NAME, CAPABILITIES, attend)
 BACKEND = AttentionBackend(
     name=NAME,
-    capabilities=AttentionCapabilities(
-        devices=frozenset({"cuda"}), dtypes=frozenset({torch.float16}),
-        head_dims=lambda d, dv: d % 64 == 0 and dv % 64 == 0 and max(d, dv) <= 256,
-        head_dims_note="multiples of 64 up to 256", layouts=frozenset({"NHD"}), softcap=True,
-        cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-    ),
+    capabilities=CAPABILITIES,
     available=available,
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     prepare=define_by_token(NAME), packages=("wave-lang",), verified=False,

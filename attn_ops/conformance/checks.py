@@ -131,7 +131,7 @@ class Kit:
     def feature(self, name: str) -> str | None:
         usual, *others = FEATURES[name]
         if name not in self.features:
-            sweeps.ignored(self, name, usual)
+            sweeps.ignored(self, name, **{name: usual})
             return self.refused(self.site(**{name: usual}))
         self.exact(DECODE, PREFILL, MIXED, **{name: usual})
         for value in others:
@@ -174,6 +174,7 @@ class Kit:
     def quantized(self, kv_dtype: torch.dtype) -> str | None:
         """A decode and a mixed batch on a quantized cache, and a NaN. With --kv-dtype all checks run on one."""
         if kv_dtype not in self.caps.kv_dtypes:
+            sweeps.ignored(Kit(self.backend, self.device, self.dtype, kv_dtype), f"a cache of {dtype_name(kv_dtype)}")
             return self.refused(self.site(), kv_dtype=kv_dtype)
         refusals = self.caps.reasons_against(self.site(), device=self.device, kv_dtype=kv_dtype)
         if refusals:

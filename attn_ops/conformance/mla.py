@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
+from quire.attn_ops.conformance import sweeps
 from quire.attn_ops.conformance.batches import NOISE, Batch, Failure, planned, prepared, scattered
 from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
@@ -127,6 +128,9 @@ class MlaKit(Kit):
             ("stale metadata in padding", self.stale),
             ("garbage in unused slots", self.garbage),
             ("pages in another order", self.permuted),
+            ("one set of buffers", self.reused),
+            ("sequences in parts", lambda: sweeps.parts(self, list(MIXED))),
+            ("steps made ahead", lambda: sweeps.drafts(self)),
             ("weights updated in place", self.updated),
             *self.frame_checks(),
         ]

@@ -3,7 +3,8 @@
     python -m quire.attn_ops.conformance --backend all --json FILE.json       # on each device
     python -m quire.attn_ops.conformance.page FILE.json ... [docs/backends.md] > page.md
 
-Files of one device, date and set of versions make one table. Of an earlier page the tables of other devices stay.
+Files of one device, date and set of versions make one table; of two runs of a backend the last file's counts. Of an earlier
+page the tables of other devices stay.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def checked(record: dict[str, Any]) -> list[str]:
                  + (", quick" if r.get("quick") else "") for r in chosen]
         rows: dict[str, list[str]] = {}
         for i, run in enumerate(chosen):
-            for name, results in _grouped(run["results"]).items():
+            left = [{"check": name, "status": "left"} for name in run.get("left", ())]
+            for name, results in _grouped([*run["results"], *left]).items():
                 rows.setdefault(name, ["–"] * len(chosen))[i] = _cell(results)
         lines += [f"| {'op' if kind else 'check'} | {' | '.join(heads)} |", "|---" * (len(chosen) + 1) + "|"]
         lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()] + [""]
@@ -74,6 +76,8 @@ def _grouped(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]
 def _cell(results: Sequence[dict[str, Any]]) -> str:
     """The worst status, with the largest error."""
     failed = [r for r in results if r["status"] == "FAIL"]
+    if all(r["status"] == "left" for r in results):
+        return "not run"
     if failed:
         return f"**FAIL**: {failed[0]['detail'][:80]}".replace("|", "/")
     passed = [r for r in results if r["status"] == "ok" and "refused" not in r["detail"]]
@@ -85,15 +89,19 @@ def _cell(results: Sequence[dict[str, Any]]) -> str:
 
 
 def joined(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records, those of one environment as one."""
+    """The records, those of one environment as one; of runs of one backend in the same dtypes the last."""
     found: list[dict[str, Any]] = []
     for record in records:
         same = next((r for r in found if r["environment"] == record["environment"]), None)
         if same is None:
-            found.append({**record, "runs": list(record["runs"])})
-        else:
-            same["runs"] += record["runs"]
+            found.append(same := {**record, "runs": []})
+        kinds = [_kind(run) for run in record["runs"]]
+        same["runs"] = [run for run in same["runs"] if _kind(run) not in kinds] + record["runs"]
     return found
+
+
+def _kind(run: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(run[key] for key in ("backend", "device", "dtype", "kv_dtype"))
 
 
 def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
@@ -105,7 +113,7 @@ def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
              "## Checked", "",
              "Cells hold the largest error of an output; the bound is twice the rounding of the dtype "
              "(`attn_ops/conformance/__init__.py`). \"refused\": not declared, and refused. \"quick\": without the large "
-             "batches.", ""]
+             "batches. \"not run\": the run had no time left. \"–\": there is nothing to check.", ""]
     tables = ["\n".join(checked(record)).rstrip() for record in joined(records)]
     new = {table.partition("\n")[0] for table in tables}
     kept = [f"### {table}".rstrip() for table in earlier.split("\n### ")[1:]]

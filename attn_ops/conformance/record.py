@@ -35,10 +35,28 @@ class Result:
 
 
 def run_record(backend: str, device: str, dtype: torch.dtype | None, kv_dtype: torch.dtype | None, results: Sequence[Result],
-               reason: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """One backend's results as JSON. ``reason``: why it was not checked. ``quick``: without the large batches."""
+               reason: str | None = None, quick: bool = False, left: Sequence[str] = ()) -> dict[str, Any]:
+    """One backend's results as JSON. ``reason``: why it was not checked. ``quick``: without the large batches. ``left``: names
+    of the checks that were not made."""
     return {"backend": backend, "quick": quick, "device": device, "dtype": dtype and dtype_name(dtype),
-            "kv_dtype": kv_dtype and dtype_name(kv_dtype), "reason": reason, "results": [asdict(r) for r in results]}
+            "kv_dtype": kv_dtype and dtype_name(kv_dtype), "reason": reason, "left": list(left),
+            "results": [asdict(r) for r in results]}
+
+
+def read_results(files: Sequence[str | Path], backend: str, device: str, dtype: torch.dtype | None,
+                 kv_dtype: torch.dtype | None) -> dict[str, Result]:
+    """The results of such a run by check, without failures; of files with this device and these versions."""
+    asked = run_record(backend, device, dtype, kv_dtype, [])
+    here, found = environment([device]), dict[str, Result]()
+    for file in files:
+        record = json.loads(Path(file).read_text())
+        env = record["environment"]
+        if env["versions"] != here["versions"] or env["devices"].get(device) != here["devices"][device]:
+            continue
+        for run in record["runs"]:
+            if all(run[key] == asked[key] for key in ("backend", "device", "dtype", "kv_dtype")):
+                found |= {r["check"]: Result(**r) for r in run["results"] if r["status"] != "FAIL"}
+    return found
 
 
 def environment(devices: Sequence[str]) -> dict[str, Any]:
@@ -56,7 +74,9 @@ def environment(devices: Sequence[str]) -> dict[str, Any]:
 def write_record(path: str | Path, runs: Sequence[dict[str, Any]]) -> None:
     """Write runs and their environment to a JSON file."""
     record = {"environment": environment(sorted({run["device"] for run in runs})), "runs": list(runs)}
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    whole, part = Path(path), Path(f"{path}.part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(whole)  # a reader never sees half a file
 
 
-__all__ = ["Result", "environment", "run_record", "write_record"]
+__all__ = ["Result", "environment", "read_results", "run_record", "write_record"]

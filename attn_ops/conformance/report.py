@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import traceback
@@ -10,15 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
+from quire.attn_ops.backend import AttentionBackend, listed
 from quire.attn_ops.conformance.batches import Failure, noting_errors
 from quire.attn_ops.conformance.checks import DIMS, PAGE_SIZES, Kit, Skip
 from quire.attn_ops.conformance.mla import MlaKit
-from quire.attn_ops.conformance.ops import op_checks
-from quire.attn_ops.conformance.record import Result, run_record, write_record
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
-from quire.attn_ops.registry import all_backends, get_backend
+from quire.attn_ops.conformance.record import Result
 
+Check = tuple[str, Callable[[], "str | None"]]  # its name, and what makes it: see ``run_checks``
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,24 +37,36 @@ def check_backend(backend: AttentionBackend, device: torch.device | str = "cpu",
     Returns:
         One Result per check, in order.
     """
-    device = torch.device(device)
+    return run_checks(backend_checks(backend, torch.device(device), dtype, kv_dtype, quick), only)
+
+
+def backend_checks(backend: AttentionBackend, device: torch.device, dtype: torch.dtype | None, kv_dtype: torch.dtype | None,
+                   quick: bool) -> list[Check]:
+    """(name, function) of each check that ``check_backend`` makes; one that fails, where none can be made."""
     caps = backend.capabilities
     dtype = dtype or first_dtype(backend)
     kit = Kit(backend, device, dtype, kv_dtype, quick)
     mla = [] if kv_dtype is not None else MlaKit(kit).checks()  # a latent cache is of the model's dtype
     if device.type not in caps.devices or backend.available(device):
-        return [Result("usable here", "FAIL", backend.available(device) or f"runs on {listed(caps.devices)}")]
+        return [("usable here", _fails(backend.available(device) or f"runs on {listed(caps.devices)}"))]
     for reason, missing in ((f"dtype {dtype} is not declared", dtype not in caps.dtypes),
                             (f"KV cache dtype {kv_dtype} is not declared", kv_dtype not in (None, *caps.kv_dtypes)),
                             (f"no head dims among {DIMS} are declared", not kit.dims and backend.op is not None),
                             (f"no page size among {PAGE_SIZES} is declared", not kit.page_sizes),
                             ("no layout is declared", not kit.layouts)):
         if missing:
-            return [Result("declarations", "FAIL", reason)]
-    return run_checks([*(kit.checks() if backend.op is not None else []), *mla], only)
+            return [("declarations", _fails(reason))]
+    return [*(kit.checks() if backend.op is not None else []), *mla]
 
 
-def run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]], only: str = "") -> list[Result]:
+def _fails(reason: str) -> Callable[[], str | None]:
+    def check() -> str | None:
+        raise Failure(reason)
+
+    return check
+
+
+def run_checks(checks: Iterable[Check], only: str = "") -> list[Result]:
     """Run the checks whose names contain ``only``. A check returns a detail, or raises Failure or Skip."""
     results = []
     for name, check in checks:
@@ -78,7 +87,8 @@ def run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]], only: str
     return results
 
 
-def print_table(title: str, results: Sequence[Result]) -> None:
+def print_table(title: str, results: Sequence[Result], left: int = 0) -> None:
+    """``left``: checks that were not made."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -90,58 +100,8 @@ def print_table(title: str, results: Sequence[Result]) -> None:
         table.add_row(escape(r.check), f"[{colors[r.status]}]{r.status}[/]", f"{r.seconds:.1f}", *errors, escape(r.detail))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     failed, skipped = (sum(r.status == s for r in results) for s in ("FAIL", "skip"))
-    print(f"{len(results) - failed - skipped} passed, {failed} failed, {skipped} skipped")
+    print(f"{len(results) - failed - skipped} passed, {failed} failed, {skipped} skipped"
+          + (f", {left} left" if left else ""))
 
 
-def default_dtype(backend: AttentionBackend, device: str) -> torch.dtype | None:
-    """What ``--backend all`` checks: bfloat16 on a GPU, which has kernels of its own for it, else the first declared."""
-    return torch.bfloat16 if device != "cpu" and torch.bfloat16 in backend.capabilities.dtypes else None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 if every check passed or was skipped."""
-    parser = argparse.ArgumentParser(prog="python -m quire.attn_ops.conformance", description="Check an attention backend.")
-    parser.add_argument("--backend", required=True, help="name that it is registered by, or names with commas between; all: "
-                        "those that are usable on the device; ops: the ops without a KV cache, and merge_state")
-    parser.add_argument("--device", default=None, help="default: the first of cuda and cpu that it runs on here")
-    parser.add_argument("--dtype", default=None, choices=[dtype_name(d) for d in DTYPES])
-    parser.add_argument("--kv-dtype", default=None, choices=sorted(map(dtype_name, QUANTIZED_KV_DTYPES)),
-                        help="run all checks on a quantized KV cache (default: of --dtype)")
-    parser.add_argument("--only", default="", help="run the checks whose names contain this")
-    parser.add_argument("--quick", action="store_true", help="leave out the large batches")
-    parser.add_argument("--json", metavar="FILE", help="write the results to FILE too; python -m "
-                        "quire.attn_ops.conformance.page makes a page of such files")
-    given = parser.parse_args(arguments)
-    dtype, kv_dtype = (getattr(torch, name) if name else None for name in (given.dtype, given.kv_dtype))
-    chosen, runs = given.backend.split(","), []
-    every = chosen == ["all"]
-    for name in [*all_backends(), "ops"] if every else chosen:
-        if name == "ops":
-            device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-            results = run_checks(op_checks(torch.device(device), dtype), given.only)
-            used: torch.dtype | None = dtype
-        else:
-            try:
-                backend = get_backend(name)
-            except ValueError as error:
-                print(error, file=sys.stderr)
-                return 1
-            devices = backend.capabilities.devices
-            device = given.device or ("cuda" if (every or "cuda" in devices) and torch.cuda.is_available() else "cpu")
-            used = dtype or (default_dtype(backend, device) if every else None) or first_dtype(backend)
-            why = backend.available(torch.device(device)) if device in devices else f"runs on {listed(devices)}"
-            if every and (why or used not in backend.capabilities.dtypes):
-                why = why or f"has no {dtype_name(used)}"
-                print(f"{name}: not checked: {why}")
-                runs.append(run_record(name, device, None, None, [], why))
-                continue
-            results = check_backend(backend, device, used, given.only, kv_dtype=kv_dtype, quick=given.quick)
-        runs.append(run_record(name, device, used, kv_dtype, results, quick=given.quick))
-        print_table(f"attention backend {name} on {device}" if name != "ops" else f"ops on {device}", results)
-    if given.json:
-        write_record(given.json, runs)
-    checked = [r for run in runs for r in run["results"]]
-    return 1 if not checked or any(r["status"] == "FAIL" for r in checked) else 0
-
-
-__all__ = ["Result", "check_backend", "main", "print_table", "run_checks"]
+__all__ = ["DTYPES", "Result", "backend_checks", "check_backend", "first_dtype", "print_table", "run_checks"]

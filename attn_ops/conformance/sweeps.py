@@ -61,18 +61,18 @@ def edges(kit: Kit, feature: str) -> str:
     return ", ".join(map(str, sizes))
 
 
-def ignored(kit: Kit, feature: str, value: Any) -> None:
-    """The op itself, called with a feature that the backend does not declare, raises; an op that ignores it is wrong without
-    a word whenever it is reached past the declarations."""
-    batch = kit.batch([(1, 40), (5, 40)], **{feature: value})
+def ignored(kit: Kit, what: str, **features: Any) -> None:
+    """The op itself, called with a feature or a cache (``what``) that the backend does not declare, raises; an op that ignores
+    it is wrong without a word whenever it is reached past the declarations."""
+    batch = kit.batch([(1, 40), (5, 40)], **features)
     try:
         out = run(kit.backend, batch)
     except (ValueError, NotImplementedError):
         return
     try:
         compare(out, batch)
-    except Failure as what:
-        raise Failure(f"not declared, and the op ignores it: {what}") from None
+    except Failure as error:
+        raise Failure(f"{what} is not declared, and the op ignores it: {error}") from None
 
 
 def parts(kit: Kit, rows: list[tuple[int, int]]) -> str:

@@ -8,13 +8,14 @@ reports why.
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from quire.attn_ops.kernels.launch import Launch, fix_cache_key
+from quire.attn_ops.kernels.launch import DescriptorArgument, Launch, TensorArgument, fix_cache_key
 
 
 def use_target(target: Sequence[Any]) -> None:
@@ -32,7 +33,16 @@ def compile_launch(launch: Launch) -> Any:
     """The compiled kernel of a recorded launch."""
     kernel = getattr(importlib.import_module(launch.module), launch.name)
     fix_cache_key(kernel)
-    return kernel.warmup(*launch.arguments, grid=(1,), **dict(launch.options))
+    arguments = [_descriptor(a) if isinstance(a, DescriptorArgument) else a for a in launch.arguments]
+    return kernel.warmup(*arguments, grid=(1,), **dict(launch.options))
+
+
+def _descriptor(argument: DescriptorArgument) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape = list(argument.block_shape)
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return TensorDescriptor(TensorArgument(argument.dtype, True), shape, strides, shape)
 
 
 def triton_version() -> str:

@@ -37,13 +37,21 @@ class TensorArgument:
 
 
 @dataclass(frozen=True)
+class DescriptorArgument:
+    """What a kernel's code depends on of a tensor descriptor."""
+
+    dtype: torch.dtype
+    block_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Launch:
     """A kernel launch: equal to another iff both run the same code.
 
     Args:
         module, name: of the ``@triton.jit`` function.
-        arguments: tensors as TensorArgument; integers that are not constants as a representative of their kind (1, multiple
-            of 16, neither; more than 32 bits); tuples element by element.
+        arguments: tensors as TensorArgument, their descriptors as DescriptorArgument; integers that are not constants as a
+            representative of their kind (1, multiple of 16, neither; more than 32 bits); tuples element by element.
         options: (name, value), such as num_warps, and arguments given by name.
     """
 
@@ -74,6 +82,8 @@ def _described(value: Any, constant: bool) -> Any:
     if isinstance(value, tuple):
         items = [_described(v, False) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, DescriptorArgument):
+        return value
     if isinstance(value, float):
         return 0.5
     if value == 1:
@@ -98,6 +108,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = No
             kernel[grid](*args, **options)
     else:
         recorded.add(Launch.of(kernel, args, options))
+
+
+def descriptor(tensor: torch.Tensor, block_shape: tuple[int, ...]) -> Any:
+    """An argument of ``launch``: a tensor descriptor, by which a kernel loads blocks of a contiguous ``tensor``; zeros past its
+    end. The last dim's bytes must be a multiple of 16."""
+    if is_recording():
+        return DescriptorArgument(tensor.dtype, block_shape)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block_shape))
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
@@ -150,5 +170,5 @@ def is_recording() -> bool:
     return _recorded.get() is not None
 
 
-__all__ = ["Launch", "TensorArgument", "fix_cache_key", "implementations", "is_recording", "launch", "recording",
-           "side_stream"]
+__all__ = ["DescriptorArgument", "Launch", "TensorArgument", "descriptor", "fix_cache_key", "implementations", "is_recording",
+           "launch", "recording", "side_stream"]

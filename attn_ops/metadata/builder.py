@@ -16,7 +16,6 @@ import torch
 
 from quire.attn_ops.backend import CudagraphSupport
 from quire.attn_ops.metadata.core import CommonAttentionMetadata
-from quire.attn_ops.metadata.draft import make_draft_metadata
 from quire.attn_ops.metadata.split import InputBatch, SchedulerOutput, reorder_batch_to_split_decodes_and_prefills
 
 M = TypeVar("M")
@@ -76,13 +75,6 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
         """The metadata of draft token (or tree level) ``draft_index`` of a draft model."""
         return self.build(0, common_attn_metadata, fast_build=True)
-
-    def build_drafts(self, common_attn_metadata: CommonAttentionMetadata, num_steps: int, topk: int = 1,
-                     draft_table: torch.Tensor | None = None) -> list[M]:
-        """The metadata of all steps of a draft model after a batch, made before the first: ``build_for_drafting`` of each of
-        ``make_draft_metadata``, whose arguments these are."""
-        steps = make_draft_metadata(common_attn_metadata, num_steps, topk, draft_table)
-        return [self.build_for_drafting(meta, index) for index, meta in enumerate(steps)]
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, num_query_heads: int, num_kv_heads: int,
                               use_alibi: bool, use_sliding_window: bool, use_local_attention: bool, num_sms: int) -> bool:

@@ -24,7 +24,7 @@ def cross_attention(
     """Attend each query to all encoder tokens of its request: q (T, H, D) -> (T, H, Dv).
 
     Args:
-        backend: one whose paged op needs no plan, such as those of plain PyTorch and of Triton.
+        backend: one whose paged op needs no plan and keeps nothing about keys, such as those of plain PyTorch and of Triton.
         cache, layer: where the encoder's keys and values lie.
         block_table: (B, W) int32, pages of the encoder tokens.  query_start_loc: (B + 1,) int32, of the queries.
         encoder_lens: (B,) int32; a request with 0 has no encoder tokens, and its queries give 0, as padding tokens do.
@@ -37,6 +37,9 @@ def cross_attention(
     if backend.plan is not None:
         raise UnsupportedAttention(f"cross attention: backend {backend.name} plans on the host for self-attention; use one "
                                    "that does not")
+    if backend.every_step:
+        raise UnsupportedAttention(f"cross attention: backend {backend.name} keeps data about the keys of self-attention; use "
+                                   "one that does not")
     k_cache, v_cache, k_scale, v_scale = cache.of_layer(layer)
     if v_cache is None:
         raise UnsupportedAttention(f"cross attention: layer {layer} of the cache is a latent one, without values of its own")

@@ -9,13 +9,29 @@ engines that keep such a table.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
 import torch
 
 from quire.attn_ops.library import define_op
 
+P = ParamSpec("P")
 
-def _nothing(*args: object) -> None:
-    return None
+
+def _as_op(arguments: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Make a function the op of its name with these arguments."""
+    def register(function: Callable[P, None]) -> Callable[P, None]:
+        op = define_op(f"{function.__name__}({arguments}) -> ()", cpu=function, cuda=function, fake=lambda *_, **__: None)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            op(*args, **kwargs)
+
+        return call
+
+    return register
 
 
 def _tokens(req_to_token: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -39,6 +55,7 @@ def _flat(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: t
 
 def _paged(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor, kv_start: torch.Tensor | None,
            out: torch.Tensor, page_size: int) -> None:
+    out = out[: kv_lens.shape[0]]
     page = torch.arange(out.shape[1], device=out.device)
     column = (page * page_size).expand(out.shape[0], -1)
     if kv_start is not None:
@@ -48,8 +65,39 @@ def _paged(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: 
     out.copy_(torch.where(live, found.to(out.dtype), out))
 
 
-def _splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int, num_cores: int,
-            static: bool) -> None:
+@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, Tensor? kv_start, Tensor(a!) out")
+def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
+                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
+    _flat(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
+
+
+@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
+def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
+                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
+    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
+
+    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
+    """
+    _paged(req_to_token, req_pool_indices, kv_lens, kv_start, out, page_size)
+
+
+@_as_op("Tensor(a!) out, Tensor seq_lens, int num_heads, int num_kv_heads, int max_kv_splits, int num_cores, "
+        "bool static=False")
+def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
+                      num_cores: int, static: bool = False) -> None:
+    """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``.
+
+    Long sequences get more parts than short ones, and a small batch enough to occupy ``num_cores`` multiprocessors (0:
+    unknown). The formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
+
+    Args:
+        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).
+        static: all get ``max_kv_splits``.
+
+    Raises:
+        ValueError: ``out`` has no multiple of B rows.
+    """
     rows = seq_lens.shape[0]
     if rows < 1 or out.shape[0] % rows:
         raise ValueError(f"num_kv_splits has {out.shape[0]} rows, not a multiple of the {rows} sequences")
@@ -70,102 +118,9 @@ def _splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_he
     out.copy_(torch.maximum(by_first, by_second).clamp_min(1).repeat_interleave(repeat).to(out.dtype))
 
 
-def _window(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor,
-            window: int, prefix_only: bool, slot_map: torch.Tensor | None, kv_indptr: torch.Tensor, kv_lens: torch.Tensor,
-            kv_start: torch.Tensor, out: torch.Tensor) -> None:
-    done = seq_lens - query_lens
-    kv_start.copy_((done - window + 1).clamp_min(0))
-    kv_lens.copy_((done if prefix_only else seq_lens) - kv_start)
-    kv_indptr[0] = 0
-    kv_indptr[1:] = kv_lens.cumsum(0)
-    _flat(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
-    if slot_map is not None:
-        live = torch.arange(out.shape[0], device=out.device) < kv_indptr[-1]
-        slots = torch.where(live, out, 0).long()
-        out.copy_(torch.where(live, slot_map[slots].to(out.dtype), out))
-
-
-def _verify_table(out: torch.Tensor, prefix_table: torch.Tensor, draft_table: torch.Tensor, prefix_lens: torch.Tensor,
-                  draft_lens: torch.Tensor, num_draft: int) -> None:
-    if out.shape[0] != prefix_table.shape[0] * num_draft or draft_table.shape[0] != out.shape[0]:
-        raise ValueError(f"{prefix_table.shape[0]} sequences of {num_draft} draft tokens need "
-                         f"{prefix_table.shape[0] * num_draft} rows; out has {len(out)}, draft_table {len(draft_table)}")
-    column = torch.arange(out.shape[1], device=out.device).expand(out.shape[0], -1)
-    owner = torch.arange(out.shape[0], device=out.device) // num_draft
-    ends = prefix_lens.long()[owner][:, None]
-    prefix = prefix_table[owner[:, None], column.clamp_max(prefix_table.shape[1] - 1)]
-    draft = draft_table.gather(1, (column - ends).clamp(0, draft_table.shape[1] - 1))
-    live = column < ends + draft_lens[:, None]
-    out.copy_(torch.where(live, torch.where(column < ends, prefix, draft).to(out.dtype), out))
-
-
-def _decode_metadata(cache_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, page_table: torch.Tensor,
-                     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_len_delta: int,
-                     page_size: int, slot_map: torch.Tensor | None, window_page_table: torch.Tensor | None) -> None:
-    cache_seqlens.copy_(seq_lens + seq_len_delta)
-    cu_seqlens_k[0] = 0
-    cu_seqlens_k[1:] = cache_seqlens.cumsum(0)
-    _paged(req_to_token, req_pool_indices, cache_seqlens, None, page_table, page_size)
-    if slot_map is not None and window_page_table is not None:
-        first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
-        slots = _tokens(req_to_token, req_pool_indices[:, None], first.expand(page_table.shape[0], -1)).long()
-        live = first < cache_seqlens[:, None]
-        pages = torch.div(slot_map[torch.where(live, slots, 0)], page_size, rounding_mode="floor").to(window_page_table.dtype)
-        window_page_table.copy_(torch.where(live, pages, window_page_table))
-
-
-def _op(schema: str, implementation: object) -> object:
-    return define_op(schema, cpu=implementation, cuda=implementation, fake=_nothing)  # type: ignore[arg-type]
-
-
-_FLAT = _op("create_flashinfer_kv_indices(Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, "
-            "Tensor? kv_start, Tensor(a!) out) -> ()", _flat)
-_PAGED = _op("create_flashmla_kv_indices(Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, "
-             "Tensor(a!) out, int page_size) -> ()", _paged)
-_SPLITS = _op("get_num_kv_splits(Tensor(a!) out, Tensor seq_lens, int num_heads, int num_kv_heads, int max_kv_splits, "
-              "int num_cores, bool static) -> ()", _splits)
-_WINDOW = _op("update_sliding_window_buffer(Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, Tensor query_lens, "
-              "int window, bool prefix_only, Tensor? slot_map, Tensor(a!) kv_indptr, Tensor(b!) kv_lens, Tensor(c!) kv_start, "
-              "Tensor(d!) out) -> ()", _window)
-_VERIFY = _op("prepare_swa_spec_page_table(Tensor(a!) out, Tensor prefix_table, Tensor draft_table, Tensor prefix_lens, "
-              "Tensor draft_lens, int num_draft) -> ()", _verify_table)
-_DECODE = _op("normal_decode_set_metadata(Tensor(a!) cache_seqlens, Tensor(b!) cu_seqlens_k, Tensor(c!) page_table, "
-              "Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, int seq_len_delta, int page_size, "
-              "Tensor? slot_map, Tensor(d!)? window_page_table) -> ()", _decode_metadata)
-
-
-def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
-    _FLAT(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)  # type: ignore[operator]
-
-
-def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
-    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
-
-    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
-    """
-    _PAGED(req_to_token, req_pool_indices, kv_lens, kv_start, out, page_size)  # type: ignore[operator]
-
-
-def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
-                      num_cores: int, static: bool = False) -> None:
-    """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``.
-
-    Long sequences get more parts than short ones, and a small batch enough to occupy ``num_cores`` multiprocessors (0:
-    unknown). The formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
-
-    Args:
-        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).
-        static: all get ``max_kv_splits``.
-
-    Raises:
-        ValueError: ``out`` has no multiple of B rows.
-    """
-    _SPLITS(out, seq_lens, num_heads, num_kv_heads, max_kv_splits, num_cores, static)  # type: ignore[operator]
-
-
+@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, Tensor query_lens, int window, *, "
+        "Tensor(a!) kv_indptr, Tensor(b!) kv_lens, Tensor(c!) kv_start, Tensor(d!) out, bool prefix_only=False, "
+        "Tensor? slot_map=None")
 def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
                                  query_lens: torch.Tensor, window: int, *, kv_indptr: torch.Tensor, kv_lens: torch.Tensor,
                                  kv_start: torch.Tensor, out: torch.Tensor, prefix_only: bool = False,
@@ -181,10 +136,19 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
         slot_map: slots of the window layers' pool by slot of the full one.
         kv_indptr (B + 1,), kv_lens, kv_start (B,), out: written.
     """
-    _WINDOW(req_to_token, req_pool_indices, seq_lens, query_lens, window, prefix_only, slot_map,  # type: ignore[operator]
-            kv_indptr, kv_lens, kv_start, out)
+    done = seq_lens - query_lens
+    kv_start.copy_((done - window + 1).clamp_min(0))
+    kv_lens.copy_((done if prefix_only else seq_lens) - kv_start)
+    kv_indptr[0] = 0
+    kv_indptr[1:] = kv_lens.cumsum(0)
+    _flat(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
+    if slot_map is not None:
+        live = torch.arange(out.shape[0], device=out.device) < kv_indptr[-1]
+        slots = torch.where(live, out, 0).long()
+        out.copy_(torch.where(live, slot_map[slots].to(out.dtype), out))
 
 
+@_as_op("Tensor(a!) out, Tensor prefix_table, Tensor draft_table, Tensor prefix_lens, Tensor draft_lens, int num_draft")
 def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, draft_table: torch.Tensor,
                                 prefix_lens: torch.Tensor, draft_lens: torch.Tensor, num_draft: int) -> None:
     """Page tables (page size 1) for tree verification in kernels with one window per call: row r of ``out`` is the prefix of
@@ -193,17 +157,37 @@ def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, d
     Raises:
         ValueError: row counts that do not fit each other.
     """
-    _VERIFY(out, prefix_table, draft_table, prefix_lens, draft_lens, num_draft)  # type: ignore[operator]
+    if out.shape[0] != prefix_table.shape[0] * num_draft or draft_table.shape[0] != out.shape[0]:
+        raise ValueError(f"{prefix_table.shape[0]} sequences of {num_draft} draft tokens need "
+                         f"{prefix_table.shape[0] * num_draft} rows; out has {len(out)}, draft_table {len(draft_table)}")
+    column = torch.arange(out.shape[1], device=out.device).expand(out.shape[0], -1)
+    owner = torch.arange(out.shape[0], device=out.device) // num_draft
+    ends = prefix_lens.long()[owner][:, None]
+    prefix = prefix_table[owner[:, None], column.clamp_max(prefix_table.shape[1] - 1)]
+    draft = draft_table.gather(1, (column - ends).clamp(0, draft_table.shape[1] - 1))
+    live = column < ends + draft_lens[:, None]
+    out.copy_(torch.where(live, torch.where(column < ends, prefix, draft).to(out.dtype), out))
 
 
+@_as_op("Tensor(a!) cache_seqlens, Tensor(b!) cu_seqlens_k, Tensor(c!) page_table, Tensor req_to_token, "
+        "Tensor req_pool_indices, Tensor seq_lens, int seq_len_delta, int page_size, Tensor? slot_map=None, "
+        "Tensor(d!)? window_page_table=None")
 def normal_decode_set_metadata(cache_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, page_table: torch.Tensor,
                                req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
                                seq_len_delta: int, page_size: int, slot_map: torch.Tensor | None = None,
                                window_page_table: torch.Tensor | None = None) -> None:
     """A decode step's lengths (seq_lens + seq_len_delta), their prefix sums, and the live part of its page table; that of the
     window layers' pool too, if ``slot_map`` (slots there by slot of the full pool) is given."""
-    _DECODE(cache_seqlens, cu_seqlens_k, page_table, req_to_token, req_pool_indices, seq_lens,  # type: ignore[operator]
-            seq_len_delta, page_size, slot_map, window_page_table)
+    cache_seqlens.copy_(seq_lens + seq_len_delta)
+    cu_seqlens_k[0] = 0
+    cu_seqlens_k[1:] = cache_seqlens.cumsum(0)
+    _paged(req_to_token, req_pool_indices, cache_seqlens, None, page_table, page_size)
+    if slot_map is not None and window_page_table is not None:
+        first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
+        slots = _tokens(req_to_token, req_pool_indices[:, None], first.expand(page_table.shape[0], -1)).long()
+        live = first < cache_seqlens[:, None]
+        pages = torch.div(slot_map[torch.where(live, slots, 0)], page_size, rounding_mode="floor").to(window_page_table.dtype)
+        window_page_table.copy_(torch.where(live, pages, window_page_table))
 
 
 __all__ = ["create_flashinfer_kv_indices", "create_flashmla_kv_indices", "get_num_kv_splits", "normal_decode_set_metadata",

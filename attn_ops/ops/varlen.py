@@ -9,16 +9,23 @@ keys, query i has position i + m - n; it sees key j iff
 
 Not causal, the usual case, and without a window, it sees all keys. Scores are scaled, then capped, as in ``attention.py``. The
 second result is the log-sum-exp of the scores, which ``merge_state`` takes; a query without keys has output 0 and lse -inf.
+
+Implementations: "eager", the definition; "sdpa", which uses F.scaled_dot_product_attention and gives NaN for the lse; "kernel",
+quire's Triton kernel, on a GPU; the name of a backend that has ``varlen``; "auto": eager on a CPU and the kernel on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
+from quire.attn_ops.registry import all_backends
 
 IMPLEMENTATIONS = ("auto", "eager", "sdpa", "kernel")
 
@@ -35,12 +42,29 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torc
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"quire::varlen_attention: {name} must be positive or None, got {value}")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"quire::varlen_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)}; got "
-                         f"{implementation!r}")
+    check_implementation(implementation)
     if implementation == "sdpa" and softcap is not None:
         raise ValueError("quire::varlen_attention: F.scaled_dot_product_attention has no softcap; use implementation='kernel' "
                          "or 'eager'")
+
+
+def check_implementation(implementation: str) -> None:
+    """Raises ValueError for a name that is not one of this file's, or of a backend with ``varlen``."""
+    if implementation not in IMPLEMENTATIONS:
+        known = [*IMPLEMENTATIONS, *(n for n, b in all_backends().items() if b.varlen is not None)]
+        if implementation not in known:
+            raise ValueError(f"quire::varlen_attention: implementation must be one of {', '.join(known)}; got "
+                             f"{implementation!r}")
+
+
+def _of_backend(implementation: str, device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """That of a backend of this name, None for one of this file's. Raises UnsupportedAttention if it is not usable here."""
+    if implementation in IMPLEMENTATIONS:
+        return None
+    backend = all_backends()[implementation]
+    if why := backend.available(device):
+        raise UnsupportedAttention(f"quire::varlen_attention: implementation={implementation!r} is not usable: {why}")
+    return backend.varlen
 
 
 def _keep(n: int, m: int, device: torch.device, window: int | None, causal: bool) -> torch.Tensor | None:
@@ -61,16 +85,20 @@ def varlen_attention_eager(
     Args:
         q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
-        implementation: "eager"; "sdpa", which uses F.scaled_dot_product_attention and gives NaN for the lse; "kernel",
-            quire's Triton kernel, on a GPU; "auto": eager on a CPU and the kernel on a GPU.
+        implementation: see this module's docstring.
 
     Returns:
         (T, H, Dv) in q's dtype; (T, H) float32 lse, natural logarithm.
 
     Raises:
-        ValueError: shapes that do not go together, a window or softcap that is not positive, an unknown implementation.
+        ValueError: shapes that do not go together, a window or softcap that is not positive, an unknown implementation or one
+            that is not usable on this device.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
+    if implementation == "kernel":
+        raise ValueError(f"quire::varlen_attention: implementation='kernel' runs on a GPU, and q is on {q.device}; use 'auto'")
+    if own := _of_backend(implementation, q.device):
+        return own(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap, causal=causal)
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = q.new_zeros(q.shape[0], heads, v.shape[2])
     lse = torch.full((q.shape[0], heads), float("-inf"), dtype=torch.float32, device=q.device)
@@ -104,7 +132,7 @@ def varlen_attention_cuda(
     window: int | None = None, softcap: float | None = None, causal: bool = False, implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``varlen_attention_eager`` as one Triton kernel, which reads the lengths on the device."""
-    if implementation in ("eager", "sdpa"):
+    if implementation not in ("auto", "kernel"):
         return varlen_attention_eager(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
                                       causal=causal, implementation=implementation)
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
@@ -156,16 +184,17 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
         scale, softcap: as in ``attention.py``.
         window, causal: query i of n sees key j of m iff \\|j - (i + m - n)\\| < window, and iff j <= i + m - n.
-        implementation: "auto", "eager", "sdpa" or "kernel" (``attn_ops/ops/varlen.py``).
+        implementation: "auto", "eager", "sdpa", "kernel" or the name of a backend that has it (``attn_ops/ops/varlen.py``).
 
     Returns:
         (T, H, Dv) in q's dtype; (T, H) float32 log-sum-exp, natural logarithm, for ``merge_state``.
 
     Raises:
-        ValueError: shapes that do not go together, a window or softcap that is not positive, an unknown implementation.
+        ValueError: shapes that do not go together, a window or softcap that is not positive, an implementation that is unknown
+            or not usable on this device.
     """
     return torch.ops.quire.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
                                             causal=causal, implementation=implementation)
 
 
-__all__ = ["IMPLEMENTATIONS", "varlen_attention", "varlen_attention_cuda", "varlen_attention_eager"]
+__all__ = ["IMPLEMENTATIONS", "check_implementation", "varlen_attention", "varlen_attention_cuda", "varlen_attention_eager"]

@@ -83,7 +83,7 @@ class Measurement:
         device: ``device_name``.  torch, packages: the versions that it was measured with (``packages``: the backend's).
         num_kv_heads, window, chunk: of the measured site; other sites of the class may differ in them.
         decode_us: microseconds of one call, by "batch x context" such as "32x1024".  extend_us: the same for prefills, by
-            name; not used by the rule.
+            name; not used by the rule above (``tuning/prefill.py`` uses them).
         date: ISO 8601.
     """
 
@@ -194,7 +194,7 @@ def decide(usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite], *
 def _decide(rows: list[Measurement], usable: Sequence[AttentionBackend], sites: Sequence[AttentionSite],
             classes: Counter[tuple[Any, ...]], device: torch.device) -> Decision | None:
     """``classes``: layers by ShapeClass and variant."""
-    found = [(_comparable(rows, usable, shape, variant), layers) for (shape, *variant), layers in classes.items()]
+    found = [(comparable(rows, usable, shape, variant), layers) for (shape, *variant), layers in classes.items()]
     measured = [b for b in usable if all(b.name in by_name for by_name, _ in found)]
     if not found or not measured or measured[0] is not usable[0]:
         return None
@@ -239,7 +239,7 @@ def _mean(times: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, times)) / len(times))
 
 
-def _comparable(rows: list[Measurement], usable: Sequence[AttentionBackend], shape: ShapeClass, variant: Sequence[Any]
+def comparable(rows: list[Measurement], usable: Sequence[AttentionBackend], shape: ShapeClass, variant: Sequence[Any]
                 ) -> dict[str, Measurement]:
     """Rows of the class, or the nearest one, by backend, all of one variant: the site's own, else the one that most backends
     were measured with."""
@@ -289,5 +289,5 @@ def summary(device: torch.device) -> list[str]:
     return lines or [f"attention=\"auto\" goes by the order above: nothing is measured on this device ({COMMAND})"]
 
 
-__all__ = ["COMMAND", "Decision", "LOWER_SUPPORT", "Measurement", "STORE", "ShapeClass", "decide", "describe", "device_name",
-           "load", "measurement", "save", "sources", "summary", "versions"]
+__all__ = ["COMMAND", "Decision", "LOWER_SUPPORT", "Measurement", "STORE", "ShapeClass", "comparable", "decide", "describe",
+           "device_name", "load", "measurement", "save", "sources", "summary", "versions"]

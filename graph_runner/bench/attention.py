@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
+from collections import defaultdict
 from typing import Any
 
 from quire.attn_ops.attention import AttentionSite
@@ -17,7 +18,7 @@ from quire.attn_ops.backend import AttentionBackend, dtype_name
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
-from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, without_graphs, work
 from quire.graph_runner.bench.models import ModelSpec, config_of, free_memory, layers_asked, skeleton
 from quire.graph_runner.bench.report import Row, failure, rich_table
 from quire.graph_runner.bench.session import Run
@@ -65,9 +66,10 @@ class AttentionSession(Run):
                            for s in reversed(sites)}.values())[::-1]
         self.points = [decode_point(b, c) for c in self.contexts for b in args.batch or Sizes.batches]
         self.points += extend_points(args.scale * (1 if self.on_gpu else CPU_DIVISOR))
+        self.points += without_graphs(self.points) if self.on_gpu else []
         self.backends = self._backends(args.attention)
-        #: microseconds of one call, by site, backend, kind and point
-        self.us: dict[tuple[AttentionSite, str, str, str], float] = {}
+        #: microseconds of one call by point, for each site and backend
+        self.us: dict[tuple[AttentionSite, str], dict[Point, float]] = defaultdict(dict)
         self.measure_bandwidth()
 
     def _backends(self, names: list[str]) -> dict[str, AttentionBackend | str]:
@@ -99,11 +101,13 @@ class AttentionSession(Run):
     def _measure(self, site: AttentionSite, point: Point, serving: dict[str, AttentionBackend]) -> None:
         size, operations = work(site, point)
         for name, backend in serving.items():
+            if not point.graph and backend.without_graph is None:
+                continue  # as in a graph
             try:
                 # A new batch per backend: a kernel that failed may have left anything in the caches.
                 batch = op_batch(site, point, page_size=self.args.page_size, device=self.device, layout=self.args.layout,
                                  max_len=max(max(self.contexts), *point.seq_lens))
-                timing = measure(backend, batch)
+                timing = measure(backend, batch, point.graph)
                 row = {"us": timing.us, "host_us": timing.host_us, "how": timing.how, "ms_per_step": timing.us / 1e3,
                        "bytes_per_step": size, "tflop_per_s": operations / timing.us / 1e6}
                 del batch
@@ -121,14 +125,14 @@ class AttentionSession(Run):
             "context": max(point.seq_lens) if point else None, "kind": kind, "point": point.name if point else None,
             "needs": needs, "page_size": self.args.page_size, "us": None, **row})
         if point is not None and "us" in row:
-            self.us[site, name, kind, point.name] = row["us"]
+            self.us[site, name][point] = row["us"]
 
     def finish(self) -> None:
         """Print the times as a table; with --save, keep them and print what attention="auto" makes of them."""
         for site in self.sites:
-            times = [{name: self.us.get((site, name, p.kind, p.name)) for name in self.backends} for p in self.points]
-            cells = [{"batch x context": f"{p.kind} {p.name}", **{name: f"{us:,.1f}" if us else "" for name, us in row.items()}}
-                     for p, row in zip(self.points, times, strict=True)]
+            cells = [{"batch x context": f"{p.kind} {p.name}",
+                      **{name: f"{us:,.1f}" if (us := self.us[site, name].get(p)) else "" for name in self.backends}}
+                     for p in self.points]
             title = f"\nmicroseconds per call: {tuning.describe(site)}, page size {self.args.page_size}"
             self.console.print(rich_table(title, cells))
         super().finish()
@@ -138,14 +142,12 @@ class AttentionSession(Run):
     def _save(self) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         found = []
-        for site in self.sites:
-            for name, backend in self.backends.items():
-                times = {kind: {p: us for (of, n, k, p), us in self.us.items() if (of, n, k) == (site, name, kind)}
-                         for kind in ("decode", "extend")}
-                if times["decode"] and isinstance(backend, AttentionBackend):
-                    found.append(tuning.measurement(
-                        backend, site, device=self.device, page_size=self.args.page_size, layout=self.args.layout,
-                        decode_us=times["decode"], extend_us=times["extend"], date=now))
+        for (site, name), us in self.us.items():
+            times = {f"{kind}_us": {p.name: us[p] for p in us if p.kind == kind} for kind in ("decode", "extend")}
+            backend = self.backends[name]
+            if times["decode_us"] and isinstance(backend, AttentionBackend):
+                found.append(tuning.measurement(backend, site, device=self.device, page_size=self.args.page_size,
+                                                layout=self.args.layout, date=now, **times))
         if not found:
             raise ValueError("nothing to save: no backend was measured at any decode point")
         self.say(f"saved in {tuning.save(found)}")
@@ -153,6 +155,3 @@ class AttentionSession(Run):
             chosen: Any = select_backend("auto", [site], device=self.device, page_size=self.args.page_size,
                                          layout=self.args.layout)
             self.say(f"attention=\"auto\" for {tuning.describe(site)}: {chosen}")
-
-
-__all__ = ["AttentionSession", "heads_of"]

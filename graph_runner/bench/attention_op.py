@@ -10,18 +10,17 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
-from quire.attn_ops.conformance.batches import Batch, planned, prepared
-from quire.attn_ops.kv_cache import Layout, PagedKVCache, vector_bytes
-from quire.attn_ops.kv_quant import quantize
-from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.conformance.batches import Batch, lay_out, planned, prepared
+from quire.attn_ops.kv_cache import Layout, pages_for, vector_bytes
+from quire.attn_ops.tuning.prefill import EAGER
 
 GRAPH = 10  # milliseconds
 HOST_CALLS, CPU_CALLS = 3, 7
@@ -30,20 +29,22 @@ COPIES = 20  # of the cache, at most
 
 @dataclass(frozen=True)
 class Point:
-    """One batch to measure: scheduled tokens and total tokens after the step, per sequence."""
+    """One batch to measure: scheduled tokens and total tokens after the step, per sequence. ``graph``: in a CUDA graph, where
+    the backend allows it."""
 
     kind: str  # "decode" or "extend"
     name: str
-    query_lens: Sequence[int]
-    seq_lens: Sequence[int]
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    graph: bool = True
 
 
 def decode_point(batch: int, context: int) -> Point:
-    return Point("decode", f"{batch}x{context}", [1] * batch, [context] * batch)
+    return Point("decode", f"{batch}x{context}", (1,) * batch, (context,) * batch)
 
 
 #: (sequences, scheduled tokens per sequence, tokens computed before).
-EXTENDS = ((1, 4096, 0), (8, 1024, 4096), (1, 960, 0), (1, 64, 8128))
+EXTENDS = ((1, 4096, 0), (8, 1024, 4096), (1, 960, 0), (1, 64, 8128), (1, 8192, 8192), (4, 2048, 30720))
 
 
 def extend_points(divisor: int = 1) -> list[Point]:
@@ -52,9 +53,14 @@ def extend_points(divisor: int = 1) -> list[Point]:
     for batch, new, before in EXTENDS:
         new, before = max(2, new // divisor), before // divisor
         name = f"{batch}x{new}" + (f"+{before}" if before else "")
-        points.append(Point("extend", name, [new] * batch, [new + before] * batch))
+        points.append(Point("extend", name, (new,) * batch, (new + before,) * batch))
     chunk, length = max(2, 448 // divisor), max(2, 2048 // divisor)
-    return [*points, Point("extend", f"63x1,{chunk}", [1] * 63 + [chunk], [length] * 64)]
+    return [*points, Point("extend", f"63x1,{chunk}", (1,) * 63 + (chunk,), (length,) * 64)]
+
+
+def without_graphs(points: list[Point]) -> list[Point]:
+    """The prefills among ``points``, in steps without a graph."""
+    return [replace(p, name=p.name + EAGER, graph=False) for p in points if p.kind == "extend" and min(p.query_lens) > 1]
 
 
 @dataclass
@@ -72,37 +78,14 @@ def op_batch(site: AttentionSite, point: Point, *, page_size: int, device: torch
         kv_dtype: of the cache; None: the site's.
         max_len: tokens that the block table has room for, at least (an engine's is as wide as its longest sequence).
     """
-    counts = [-(-n // page_size) for n in point.seq_lens]
-    width, pages = -(-max(max_len, *point.seq_lens) // page_size), sum(counts) + 1
-    table = torch.zeros(len(counts), width, dtype=torch.int64)
-    table[torch.arange(width) < torch.tensor(counts)[:, None]] = 1 + torch.randperm(pages - 1)
-    metadata = CommonAttentionMetadata.build(point.query_lens, point.seq_lens, table.tolist(), page_size=page_size,
-                                             device=device)
-    cache = PagedKVCache.for_sites([site], num_pages=pages, page_size=page_size, device=device, layout=layout, dtype=kv_dtype)
-
-    def randn(heads: int, dim: int, tokens: int = sum(point.query_lens)) -> torch.Tensor:
-        return torch.randn(tokens, heads, dim, device=device).to(site.dtype)
-
-    own = cache.of_layer(0)
-    for held, scale, dim in ((own[0], own[2], site.head_dim), (own[1], own[3], site.head_dim_v)):
-        assert held is not None
-        some = randn(site.num_kv_heads, dim, page_size * min(pages, 1024))  # repeated: large caches fill quickly
-        codes, scales = quantize(some, cache.dtype) if cache.quantized else (some, None)
-        for tensor, values in ((held, codes), (scale, scales)):
-            if tensor is not None and values is not None:
-                blocks = values.unflatten(0, (-1, page_size))
-                for begin in range(0, pages, len(blocks)):
-                    part = tensor[begin : begin + len(blocks)]
-                    part.copy_(blocks[: len(part)])
-    copies = 2
+    batch = lay_out(site, point.query_lens, point.seq_lens, page_size=page_size, device=device, layout=layout,
+                    kv_dtype=kv_dtype, table_width=pages_for(max_len, page_size), fill=0.0, expect=False)
+    own, copies = batch.cache.of_layer(0), 2
     if device.type == "cuda":
         cold = 8 * torch.cuda.get_device_properties(device).L2_cache_size
-        copies = max(1, min(COPIES, -(-cold // cache.num_bytes)))
-    empty = torch.zeros(0, dtype=torch.float64)
-    q, k, v = randn(site.num_heads, site.head_dim), randn(site.num_kv_heads, site.head_dim), randn(
-        site.num_kv_heads, site.head_dim_v)
-    return OpBatch(site, q, k, v, randn(site.num_heads, 1, 1).flatten() if site.sinks else None, cache, metadata, True, empty,
-                   empty, caches=[own, *(tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1))])
+        copies = max(1, min(COPIES, -(-cold // batch.cache.num_bytes)))
+    more = [tuple(None if t is None else t.clone() for t in own) for _ in range(copies - 1)]
+    return OpBatch(**vars(batch), caches=[own, *more])
 
 
 @dataclass(frozen=True)
@@ -114,12 +97,15 @@ class Timing:
     how: str
 
 
-def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
-    """Time the backend on the batch. Errors of its op propagate."""
+def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True) -> Timing:
+    """Time the backend on the batch. Errors of its op propagate. Prompts are served as beside another backend, where there is a
+    way for that (``AttentionBackend.prefill``). ``graph``: in a CUDA graph if the backend allows it."""
     m, device = batch.metadata, batch.q.device
+    if backend.prefill is not None and m.max_query_len > 1 and not m.has_single_queries:
+        backend = replace(backend, make_state=backend.prefill.make_state)
     decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
     least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
-    captured = device.type == "cuda" and backend.capabilities.cudagraph_support >= least
+    captured = graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
     # A backend that plans must know that a graph is captured, to give it buffers that stay.
     with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
         given = prepared(backend, batch)
@@ -178,7 +164,3 @@ def work(site: AttentionSite, point: Point, kv_dtype: torch.dtype | None = None)
     size = keys * site.num_kv_heads * vector_bytes(site.head_dim, site.head_dim_v, kv_dtype or site.dtype)
     size += sum(point.query_lens) * site.num_heads * dims * site.dtype.itemsize
     return size, 2 * pairs * site.num_heads * dims
-
-
-__all__ = ["COPIES", "EXTENDS", "OpBatch", "Point", "Timing", "decode_point", "extend_points", "measure", "on_the_device",
-           "op_batch", "timed", "work"]

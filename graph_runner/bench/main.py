@@ -169,10 +169,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         for path in draw(session.rows, args.plots):
             print(f"wrote {path}")
     if before is not None:
-        from quire.graph_runner.bench.compare import compare
+        from quire.graph_runner.bench.report import compare
 
         return compare(before, session.environment, session.rows, args.tolerance, session.console)
     return 0
-
-
-__all__ = ["add_arguments", "engine_option", "percent", "run"]

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -87,8 +88,7 @@ class Matrix(Run):
         self.rates = {row["model"]: row["rate"] for row in self.known if row.get("rate")}
         if args.against is not None:  # the same load as then
             self.rates |= {row["model"]: row["rate"] for row in merged([args.against])["rows"] if row.get("rate")}
-        self._lock = threading.Condition()
-        self._running: set[str] = set()
+        self._lock = threading.Lock()
 
     # -- which cells are left ---------------------------------------------------------------------------------------
 
@@ -106,40 +106,21 @@ class Matrix(Run):
 
     def measure(self) -> None:
         """All that is left and fits into the time."""
-        pending = [(m, s) for m in self.models for s in self.systems if self._left(m, s)]
         if not self.on_gpu:
-            for model, system in pending:
+            for model, system in [(m, s) for m in self.models for s in self.systems if self._left(m, s)]:
                 for row in Worker(self._job(model, system)).run():
                     self.take(row)
             return
+        models = iter(self.models)  # all lanes take from it
         with ThreadPoolExecutor(self.gpus) as pool:
-            for lane in [pool.submit(self._lane, gpu, pending) for gpu in range(self.gpus)]:
+            for lane in [pool.submit(self._lane, gpu, models) for gpu in range(self.gpus)]:
                 lane.result()
 
-    def _lane(self, gpu: int, pending: list[tuple[str, str]]) -> None:
+    def _lane(self, gpu: int, models: Iterator[str]) -> None:
         """Work of one GPU. The rivals of a model follow it at once: on the same GPU, with the same load."""
-        last = ""
-        while task := self._next(pending, last):
-            last, system = task
-            try:
-                self._work(last, system, gpu)
-            finally:
-                with self._lock:
-                    self._running.discard(last)
-                    self._lock.notify_all()
-
-    def _next(self, pending: list[tuple[str, str]], last: str) -> tuple[str, str] | None:
-        with self._lock:
-            while True:
-                fits = [task for task in pending if self._time_for(task[1])]
-                free = sorted((t for t in fits if t[0] not in self._running), key=lambda t: t[0] != last)
-                if free:
-                    pending.remove(free[0])
-                    self._running.add(free[0][0])
-                    return free[0]
-                if not fits:
-                    return None
-                self._lock.wait(1.0)
+        for model in models:
+            for system in self.systems:
+                self._work(model, system, gpu)
 
     def _job(self, model: str, system: str) -> Job:
         ours = system == "quire"
@@ -201,6 +182,3 @@ class Matrix(Run):
                 self.say(f"--deadline {self.args.deadline:g} is up, or too near to start an engine for them "
                          f"({', '.join(f'{s} {STARTS.get(s, 60.0):g} s' for s in self.systems)} at least)")
         super().finish()
-
-
-__all__ = ["Matrix", "STARTS"]

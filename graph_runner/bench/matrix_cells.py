@@ -39,7 +39,7 @@ from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem,
 from quire.graph_runner.bench.workloads import Prompts, Sizes, mixed_lengths, run_seconds
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
-PREFILLS = ((1, 1024), (1, 16384), (64, 1024))
+PREFILLS = ((1, 1024), (1, 16384), (4, 32704), (64, 1024))  # 32704: with its new token within 32768 positions
 WARM, BLOCKS = 8, 4
 LOAD, ARRIVALS = 0.7, 200
 SEQUENCES = 256  # that run at once, at most

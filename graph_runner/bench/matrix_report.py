@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.graph_runner.bench.compare import time_of
 from quire.graph_runner.bench.plots import new_figure
-from quire.graph_runner.bench.report import Row, first_line, rich_table, write
+from quire.graph_runner.bench.report import Row, first_line, rich_table, time_of, write
 
 BEGIN, END = "<!-- matrix: written by matrix_report.py -->", "<!-- end of matrix -->"
 
@@ -126,36 +125,34 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
     shapes = {_batch_context(p.cell) for p in found if p.cell.startswith("decode/")}
     batches, contexts = (sorted({shape[i] for shape in shapes}) for i in (0, 1))
     environments = result["environments"].values()
-    devices = ", ".join(sorted({f"{e['device']}" for e in environments}))
-    versions = ", ".join(sorted({f"{name} {e['versions'][name]}" for e in environments
-                                 for name in ("torch", "triton", "transformers", "vllm") if e["versions"].get(name)}))
+    devices = {f"{e['device']}" for e in environments}
+    versions = {f"{name} {e['versions'][name]}" for e in environments
+                for name in ("torch", "triton", "transformers", "vllm") if e["versions"].get(name)}
+    where = "; ".join(", ".join(sorted(each)) for each in (devices, versions))
     commits = ", ".join(sorted({str(e.get("commit"))[:9] for e in environments}))
     beside = any(row.get("system") == rival for row in result["rows"])
-    text = [f"{devices}; {versions}; quire {commits}. Each entry: quire {f'/ {rival} ' if beside else ''}in ms, and the "
+    text = [f"{where}; quire {commits}. Each entry: quire {f'/ {rival} ' if beside else ''}in ms, and the "
             f"share of the roofline that quire reaches{'; bold where quire is slower' if beside else ''}.", ""]
     if shapes:
-        text += ["| decode, ms per step | context | " + " | ".join(f"B={b}" for b in batches) + " |",
-                 "|---|---|" + "---|" * len(batches)]
-        for model in models:
-            for context in contexts:
-                row = [_cell(by_key.get((model, f"decode/{b}x{context}", ""))) for b in batches]
-                if any(row):
-                    text.append(f"| {model} | {context} | " + " | ".join(row) + " |")
-        text.append("")
+        steps = [[model, str(context), *(_cell(by_key.get((model, f"decode/{b}x{context}", ""))) for b in batches)]
+                 for model in models for context in contexts]
+        text += _table(["decode, ms per step", "context", *(f"B={b}" for b in batches)], [row for row in steps if any(row[2:])])
     if columns := _columns(found):
         heads = [f"{cell}{', ' + variant + ' (median)' if variant else ''}" for cell, variant in columns]
-        text += ["| ms | " + " | ".join(heads) + " |", "|---|" + "---|" * len(columns)]
-        text += [f"| {model} | " + " | ".join(_cell(by_key.get((model, *c))) for c in columns) + " |" for model in models]
-        text.append("")
+        text += _table(["ms", *heads], [[model, *(_cell(by_key.get((model, *c))) for c in columns)] for model in models])
     reasons: dict[tuple[str, str], list[str]] = {}
     for pair in found:
         if pair.why:
             reasons.setdefault((pair.model, pair.why.removeprefix("NotMeasured: ")), []).append(pair.cell)
     if reasons:
-        text += ["Not measured:", ""]
-        text += [f"- {model}, {', '.join(dict.fromkeys(names))}: {why}" for (model, why), names in reasons.items()]
-        text.append("")
+        text += ["Not measured:", "", *(f"- {model}, {', '.join(dict.fromkeys(names))}: {why}"
+                                        for (model, why), names in reasons.items()), ""]
     return "\n".join(text)
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table in Markdown, and an empty one."""
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def splice(path: Path, text: str) -> None:
@@ -220,9 +217,6 @@ def main() -> None:
         print(text)
     if args.plot:
         heat_map(result, args.plot, args.vs)
-
-
-__all__ = ["Pair", "cell_name", "heat_map", "markdown", "merged", "pairs", "splice", "summary"]
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,7 @@ import functools
 import gc
 import importlib.util
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ class ModelSpec:
         name: of SHAPES, "tiny" (the shipped model's shape), or the path of a saved model.
         layers: keep the first ``layers`` layers; None: all.
         quantization: of QUANTIZATIONS, or None.
+
+    Raises:
+        ValueError: an unknown quantization. ModuleNotFoundError: torchao is not installed.
     """
 
     name: str
@@ -35,6 +38,12 @@ class ModelSpec:
     device: torch.device
     layers: int | None = None
     quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"unknown quantization {self.quantization!r}; there are: {', '.join(QUANTIZATIONS)}")
+        if self.quantization is not None and importlib.util.find_spec("torchao") is None:
+            raise ModuleNotFoundError("quantizing needs torchao, which is not installed: pip install 'quire[torchao]'")
 
     @property
     def label(self) -> str:
@@ -49,7 +58,7 @@ class ModelSpec:
 
 def layers_asked(given: int | None) -> int | None:
     """``--layers``, else the environment variable LAYERS, else None. Raises ValueError below 1."""
-    text = os.environ.get("LAYERS", "")
+    text = os.environ.get("LAYERS")
     layers = given if given is not None else int(text) if text else None
     if layers is not None and layers < 1:
         raise ValueError(f"--layers must be at least 1, got {layers}")
@@ -83,48 +92,34 @@ def config_of(spec: ModelSpec) -> Any:
     return config
 
 
-def build(spec: ModelSpec, *, seed: int = 0, positions: int = 0) -> torch.nn.Module:
+def build(spec: ModelSpec, *, positions: int = 0) -> torch.nn.Module:
     """The model in eval mode, quantized if ``spec`` says so: a path's saved weights, else random ones from the model's own
     initialization, with at least ``positions`` positions."""
     from transformers import AutoModelForCausalLM
 
-    check_quantization(spec.quantization)
-    if spec.is_path and spec.layers is not None:
-        raise ValueError("--layers goes with a shape's random weights, not with a saved model")
     config = config_of(spec)
     model: Any
     if spec.is_path:
+        if spec.layers is not None:
+            raise ValueError("--layers goes with a shape's random weights, not with a saved model")
         model = AutoModelForCausalLM.from_pretrained(spec.name, dtype=spec.dtype)
         model.to(spec.device)
     else:
         text = config.get_text_config(decoder=True)
         text.max_position_embeddings = max(positions, text.max_position_embeddings)
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         with spec.device, torch.no_grad():
             model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
     if spec.quantization is not None:
-        quantize(model, spec.quantization)
+        import torchao.quantization as torchao
+
+        kind, options = QUANTIZATIONS[spec.quantization]
+        options = {k: getattr(torchao, v)() if k == "granularity" else v for k, v in options.items()}
+        with torch.no_grad():  # set_inductor_config=True would change Inductor's settings for the whole process
+            torchao.quantize_(model, getattr(torchao, kind)(**options, set_inductor_config=False))
     if spec.device.type == "cuda":
         torch.cuda.synchronize(spec.device)
     return model.eval()
-
-
-def check_quantization(name: str | None) -> None:
-    """Raises ValueError for an unknown name, ModuleNotFoundError where torchao is not installed."""
-    if name is not None and name not in QUANTIZATIONS:
-        raise ValueError(f"unknown quantization {name!r}; there are: {', '.join(QUANTIZATIONS)}")
-    if name is not None and importlib.util.find_spec("torchao") is None:
-        raise ModuleNotFoundError("quantizing needs torchao, which is not installed: pip install 'quire[torchao]'")
-
-
-def quantize(model: torch.nn.Module, name: str) -> None:
-    """Quantize the linear layers of ``model`` in place, with torchao."""
-    import torchao.quantization as torchao
-
-    kind, options = QUANTIZATIONS[name]
-    options = {k: getattr(torchao, v)() if k == "granularity" else v for k, v in options.items()}
-    with torch.no_grad():  # set_inductor_config=True would change Inductor's settings for the whole process
-        torchao.quantize_(model, getattr(torchao, kind)(**options, set_inductor_config=False))
 
 
 def skeleton(spec: ModelSpec) -> torch.nn.Module:
@@ -135,12 +130,12 @@ def skeleton(spec: ModelSpec) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config_of(spec), dtype=spec.dtype)
 
 
-@dataclass
 class Models:
     """The model under test, built at first use and shared by the systems of this process."""
 
-    spec: ModelSpec
-    _model: torch.nn.Module | None = field(default=None, repr=False)
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._model: torch.nn.Module | None = None
 
     def get(self) -> torch.nn.Module:
         if self._model is None:
@@ -168,7 +163,3 @@ def free_memory() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-__all__ = ["ModelSpec", "Models", "build", "check_quantization", "config_of", "free_memory", "layers_asked", "quantize",
-           "skeleton"]

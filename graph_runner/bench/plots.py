@@ -73,9 +73,6 @@ def _figure(rows: Sequence[Row], title: str, unit: str, column: str) -> Any:
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
-
-__all__ = ["draw", "new_figure"]
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE.json")

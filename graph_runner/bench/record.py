@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 
 from quire.graph_runner.bench.report import Row, environment, failure, this_command, write
+
+PATIENCE = 10.0  # seconds from the deadline until a measurement that was not interrupted ends the process
 
 
 class OutOfTime(Exception):
@@ -25,7 +29,8 @@ class Record:
     Args:
         path: the JSON file; None: rows are printed only.
         deadline: seconds from the start of the process. A measurement that runs then is interrupted, or, where it does not
-            return to Python for 10 more seconds, the process ends. None: no limit.
+            return to Python for 10 more seconds, as a hanging step on the GPU, a row says so and the process ends with exit
+            code 124. None: no limit.
         facts: of the whole run, for the file.
     """
 
@@ -44,6 +49,10 @@ class Record:
         """Add a row, print it and write all."""
         self.rows.append(row)
         print(json.dumps(row, default=str), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Again, after a row was changed."""
         if self.path is not None:
             write(self.path, self.environment, self.rows, command=this_command(), **self.facts)
 
@@ -60,9 +69,12 @@ class Record:
         outermost = self._end is not None and not self._armed  # measurements may be nested
         if outermost:
             previous, self._armed = signal.signal(signal.SIGALRM, self._interrupt), True
+            last = threading.Timer(self.left + PATIENCE, self._exit, [name])
+            last.daemon = True
+            last.start()
         try:
             if outermost:
-                signal.setitimer(signal.ITIMER_REAL, self.left, 10.0)
+                signal.setitimer(signal.ITIMER_REAL, self.left)
             run()
         except Exception as error:
             self.keep({"row": name, "after_s": time.monotonic() - began, **failure(error)})
@@ -71,13 +83,16 @@ class Record:
             if outermost:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, previous)
+                last.cancel()
                 self._armed = False
         return True
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if self.left < -5:  # the first interruption was not enough
-            os._exit(124)
         raise OutOfTime("the deadline has come")
+
+    def _exit(self, name: str) -> None:
+        self.keep({"row": name, "error": "cut off: the deadline has come, and the process did not return to Python"})
+        os._exit(124)
 
 
 def _age() -> float:
@@ -89,4 +104,9 @@ def _age() -> float:
         return 0.0
 
 
-__all__ = ["OutOfTime", "Record"]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--layers``, ``--json`` and ``--deadline``."""
+    parser.add_argument("--layers", type=int, help="only so many layers (default: $LAYERS, else all)")
+    parser.add_argument("--json", type=Path, help="a file for the rows, written after each of them")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS",
+                        help="from the start of the process; what has no time becomes a row with error (default: none)")

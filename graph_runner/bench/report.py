@@ -1,4 +1,4 @@
-"""Results: rows with the environment they were measured in, as JSON and as a table.
+"""Results: rows with the environment they were measured in, as JSON and as a table, and beside an earlier result.
 
 A row has the columns of COLUMNS, None where the workload has none; ``error`` instead of numbers where it failed:
 ``variant`` (cold or warm start; decode or extend), ``quantization`` (of the weights), ``max_model_len`` (host workload),
@@ -22,13 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
+from rich.table import Table
 
 from quire.attn_ops.tuning.attention import device_name
 
 Row = dict[str, Any]
-COLUMNS = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "kv_cache_dtype", "batch", "context",
-           "max_model_len", "ms_per_step", "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms",
-           "share_of_floor", "peak_memory_gib", "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
+#: The columns that say what was measured; rows that agree in them are compared.
+KEY = ("workload", "variant", "system", "attention", "model", "dtype", "quantization", "kv_cache_dtype", "batch", "context",
+       "max_model_len")
+COLUMNS = (*KEY, "ms_per_step", "tokens_per_s", "seconds", "bytes_per_step", "tb_per_s", "floor_ms", "share_of_floor",
+           "peak_memory_gib", "capture_s", "phases_ms", "slowest_ms", "engine_options", "command", "error")
 PHASES = ("schedule", "fill", "upload", "launch", "collect")  # of a host step
 LEFT = ("workload", "system", "attention", "cache", "row", "verdict")  # left-aligned columns
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,27 +65,26 @@ def _run(*command: str, cwd: Path | None = None) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def environment(device: torch.device, bandwidth: float | None) -> dict[str, Any]:
     """Where and with what the numbers were measured. The commit comes from QUIRE_COMMIT, else from git."""
-    versions: dict[str, str | None] = {}
-    for name, dist in (("torch", "torch"), ("triton", "triton"), ("transformers", "transformers"),
-                       ("flashinfer", "flashinfer-python"), ("vllm", "vllm"), ("torchao", "torchao")):
-        try:
-            versions[name] = importlib.metadata.version(dist)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    gpu = device.type == "cuda"
     smi = _run("nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,clocks.max.memory",
-               "--format=csv,noheader", f"--id={torch.cuda.current_device()}") if gpu else None
-    fields = [f.strip() for f in smi.splitlines()[0].split(",")] if smi else [None] * 4
+               "--format=csv,noheader", f"--id={torch.cuda.current_device()}") if device.type == "cuda" else None
+    driver, power, *clocks = [f.strip() for f in smi.splitlines()[0].split(",")] if smi else [None] * 4
     given = os.environ.get("QUIRE_COMMIT")
     status = None if given else _run("git", "status", "--porcelain", cwd=ROOT)
-    commit = given or _run("git", "rev-parse", "HEAD", cwd=ROOT)
+    versions = {name: _version({"flashinfer": "flashinfer-python"}.get(name, name))
+                for name in ("torch", "triton", "transformers", "flashinfer", "vllm", "torchao")}
     return {
-        "device": device_name(device),
-        "driver": fields[0], "power_limit": fields[1], "max_clocks": fields[2:],
+        "device": device_name(device), "driver": driver, "power_limit": power, "max_clocks": clocks,
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
-        "commit": commit, "dirty": bool(status) if status is not None else None,
+        "commit": given or _run("git", "rev-parse", "HEAD", cwd=ROOT), "dirty": bool(status) if status is not None else None,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host_cores": os.cpu_count(), "copy_tb_per_s": bandwidth / 1e12 if bandwidth else None,
     }
@@ -112,9 +115,8 @@ def _identity(row: Row) -> dict[str, str]:
 
 def _numbers(row: Row) -> dict[str, str]:
     """The measured numbers, by column of the table."""
-    share = row["share_of_floor"]
+    share, us = row["share_of_floor"], row.get("us")  # us: of one call of an attention op
     parts = {**(row["phases_ms"] or {}), **(row.get("parts_s") or {})}
-    us = row.get("us")  # of one call of an attention op
     numbers = [("us", us, 1), ("ms/step", None if us else row["ms_per_step"], 3),
                *((name, parts.get(name), 3) for name in (*PHASES, *parts)),
                ("tokens/s", row["tokens_per_s"], 0), ("seconds", row["seconds"], 3), ("TB/s", row["tb_per_s"], 3),
@@ -131,9 +133,8 @@ def describe(row: Row) -> str:
 
 def first_line(text: str) -> str:
     """The first non-empty line, and the next one after a colon."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    head = lines[0] if lines else ""
-    return f"{head} {lines[1]}" if head.endswith(":") and len(lines) > 1 else head
+    head, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return f"{head} {rest[0]}" if head.endswith(":") and rest else head
 
 
 def result_line(row: Row) -> str:
@@ -143,27 +144,66 @@ def result_line(row: Row) -> str:
     return ", ".join(f"{name} {cell}" for name, cell in _numbers(row).items() if cell)
 
 
-def rich_table(title: str, rows: Sequence[dict[str, str]]) -> Any:
+def rich_table(title: str, rows: Sequence[dict[str, str]]) -> Table:
     """A table with the keys of ``rows`` as columns, without those that are empty in every row."""
-    from rich import box
-    from rich.table import Table
-
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
-    names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
     for name in names:
         made.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "row")
     for row in rows:
-        made.add_row(*(row[name] for name in names))
+        made.add_row(*(row.get(name, "") for name in names))
     return made
 
 
-def table(rows: Sequence[Row], title: str) -> Any:
-    """The rows of a run as a table."""
+def table(rows: Sequence[Row], title: str) -> Table:
+    """The rows of a run, of one model, as a table."""
     failed = {"ms/step": "[yellow]not measured[/yellow]"}
-    cells: list[dict[str, str]] = [{**_identity(row), **_numbers(row), **(failed if row["error"] else {})} for row in rows]
-    names = dict.fromkeys(name for row in cells for name in row if name != "model")
-    return rich_table(title, [{name: row.get(name, "") for name in names} for row in cells])
+    return rich_table(title, [{**_identity(row), **_numbers(row), "model": "", **(failed if row["error"] else {})}
+                              for row in rows])
 
 
-__all__ = ["COLUMNS", "PHASES", "Row", "complete", "describe", "environment", "failure", "first_line", "result_line",
-           "rich_table", "table", "this_command", "write"]
+def time_of(row: Row) -> tuple[str, float] | None:
+    """(unit, time) of a step, else of the whole run; None if the row was not measured."""
+    for name, unit in (("ms_per_step", "ms"), ("seconds", "s")):
+        if row.get(name) is not None:
+            return unit, float(row[name])
+    return None
+
+
+def compare(before: dict[str, Any], environment: dict[str, Any], rows: Sequence[Row], tolerance: float,
+            console: Any) -> int:
+    """Print old, new and their ratio for each row in both.
+
+    Returns:
+        1 if a row got slower by more than ``tolerance``, or was measured before and failed now; else 0.
+    """
+    def key(row: Row) -> tuple[Any, ...]:
+        # Results from before quantized caches do not name the cache's dtype, which was the model's.
+        row = {**row, "kv_cache_dtype": row.get("kv_cache_dtype") or row.get("dtype")}
+        return tuple(row.get(k) for k in KEY)
+
+    old = {key(row): row for row in before.get("rows", [])}
+    cells, slower = [], 0
+    for row in rows:
+        then, now = time_of(old.get(key(row), {})), time_of(row)
+        if then is None:
+            continue
+        ratio = now[1] / then[1] if now is not None else None
+        bad = ratio is None or ratio > 1 + tolerance
+        slower += bad
+        cells.append({
+            "row": describe(row), "old": f"{then[1]:.3f} {then[0]}",
+            "new": "failed" if now is None else f"{now[1]:.3f} {now[0]}",
+            "new / old": "" if ratio is None else f"{ratio:.3f}",
+            "verdict": "[red]failed[/red]" if ratio is None else "[red]slower[/red]" if bad else
+                       "[green]faster[/green]" if ratio < 1 - tolerance else "same"})
+    earlier = before.get("environment", {})
+    console.print(rich_table(f"against the result of {earlier.get('date', 'unknown date')}", cells))
+    devices = [e.get("device") for e in (earlier, environment)]
+    if devices[0] != devices[1]:
+        console.print(f"the earlier result is from another device ({devices[0]}, this is {devices[1]}): the ratios mean little",
+                      highlight=False, markup=False)
+    if not cells:
+        console.print("no row of this run is in the earlier result: nothing was compared", highlight=False)
+    console.print(f"{len(cells)} rows compared, {slower} slower by more than {tolerance:.1%}", highlight=False)
+    return int(slower > 0)

@@ -188,6 +188,3 @@ class Vllm(SteppedSystem):
 
 class VllmTransformers(Vllm):
     name, model_impl = "vllm-transformers", "transformers"
-
-
-__all__ = ["HfContinuousBatching", "HfEager", "HfStatic", "Vllm", "VllmTransformers"]

@@ -50,13 +50,12 @@ def prefill_flops(model: torch.nn.Module, lengths: Sequence[int]) -> float:
     for name, parameter in model.named_parameters():
         if parameter is not embedding and parameter is not head and parameter.ndim > 1:
             flops += 2.0 * tokens * parameter.numel() * (share if ".experts." in name else 1.0)
-    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, dim = _heads(config)
     dims = 2 * dim
     if getattr(config, "kv_lora_rank", None):
         dims = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     pairs = 0
-    for window, count in _windows(config, layers).items():
+    for window, count in _windows(config).items():
         for n in lengths:
             full = n * (n + 1) // 2
             pairs += count * (full if window is None or n <= window else full - (n - window) * (n - window + 1) // 2)
@@ -82,6 +81,12 @@ def _config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def _heads(config: Any) -> tuple[int, int]:
+    """Query heads, and their dimension."""
+    heads = int(config.num_attention_heads)
+    return heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
 def _expert_share(config: Any, batch: int) -> float:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((n for name in names if (n := getattr(config, name, 0))), 0)
@@ -97,27 +102,24 @@ def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | N
     per value vector.
     """
     config = _config(model)
-    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, dim = _heads(config)
     dtype = dtype or next(model.parameters()).dtype
     if getattr(config, "kv_lora_rank", None):
         size = vector_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
     else:
         size = (getattr(config, "num_key_value_heads", None) or heads) * vector_bytes(dim, dim, dtype)
-    tokens = sum(count * min(n, window or n) for window, count in _windows(config, layers).items() for n in contexts)
+    tokens = sum(count * min(n, window or n) for window, count in _windows(config).items() for n in contexts)
     return float(tokens) * size
 
 
-def _windows(config: Any, layers: int) -> Counter[int | None]:
+def _windows(config: Any) -> Counter[int | None]:
     """The number of layers by sliding window (None: without)."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    types = getattr(config, "layer_types", None) or [
+        "sliding_attention" if window else "full_attention"] * int(config.num_hidden_layers)
     return Counter(window if window and kind == "sliding_attention" else None for kind in types)
 
 
 def step_bytes(model: torch.nn.Module, batch: int, context: int, kv_dtype: torch.dtype | None = None) -> float:
     """Bytes of one decode step of ``batch`` sequences of ``context`` tokens: weight_bytes + kv_bytes."""
     return weight_bytes(model, batch) + kv_bytes(model, [context] * batch, kv_dtype)
-
-
-__all__ = ["copy_bandwidth", "kv_bytes", "matmul_rate", "prefill_flops", "step_bytes", "weight_bytes"]

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench.host import LENGTHS, cases, host
-from quire.graph_runner.bench.models import Models, ModelSpec, check_quantization, config_of, free_memory, layers_asked
+from quire.graph_runner.bench.models import Models, ModelSpec, config_of, free_memory, layers_asked
 from quire.graph_runner.bench.report import Row, complete, describe, environment, failure, result_line, table, write
 from quire.graph_runner.bench.roofline import copy_bandwidth
 from quire.graph_runner.bench.start import start
 from quire.graph_runner.bench.systems import SYSTEMS, NotMeasured
-from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Sizes, serve
+from quire.graph_runner.bench.workloads import LONG, MARGIN, WORKLOADS, Sizes
 from quire.graph_runner.config import kv_dtype
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,6 @@ class Session(Run):
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         super().__init__(args, command)
         small = not self.on_gpu or args.workload == "host"
-        check_quantization(args.quantize)
         self.models = Models(ModelSpec(args.model or ("tiny" if small else "llama-8b"), self.dtype, self.device,
                                        layers_asked(args.layers), args.quantize))
         self.kv_cache_dtype = kv_dtype(self.options.get("kv_cache_dtype", "auto")) or self.dtype
@@ -99,8 +98,7 @@ class Session(Run):
         self.sizes = Sizes(tuple(args.batch or Sizes.batches), tuple(args.batch or Sizes.host_batches),
                            args.context[0] if args.context else min(Sizes.context, most), args.repeats, args.scale)
         self.systems = list(dict.fromkeys([*args.systems, *args.vs]))
-        unknown = [name for name in self.systems if name not in SYSTEMS]
-        if unknown:
+        if unknown := [name for name in self.systems if name not in SYSTEMS]:
             raise ValueError(f"unknown systems {unknown}; there are: {', '.join(SYSTEMS)}")
         if min(args.repeats, args.scale) < 1:
             raise ValueError("--repeats and --scale must be at least 1")
@@ -118,16 +116,20 @@ class Session(Run):
                     free_memory()
 
     def _measure(self, workload: str, system: str, attention: str) -> None:
-        ours, dtype = system == "quire", self.models.spec.dtype
+        ours, dtype = system == "quire", self.dtype
         common = {"workload": workload, "system": system, "attention": attention, "model": self.models.spec.label,
                   "dtype": dtype_name(dtype), "quantization": self.args.quantize,
                   "kv_cache_dtype": dtype_name(self.kv_cache_dtype if ours else dtype)}
-        self.say(f"{workload}: setting up {system} {attention}".rstrip())
-        bar = self._progress()
+        name = " ".join(filter(None, (workload, system, attention)))
+        self.say(f"{name}: setting up")
         try:
             total, rows = self._rows(workload, system, attention, dict(self.options) if ours else {})
-            with bar:
-                task = bar.add_task(" ".join(filter(None, (workload, system, attention))), total=total)
+            # An estimate of the time left, on a terminal only. Drawn between rows: a thread that draws would take time from the
+            # host's side of a step.
+            with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                          TextColumn("left"), TimeRemainingColumn(), console=self.console, transient=True, auto_refresh=False,
+                          disable=not self.console.is_terminal) as bar:
+                task = bar.add_task(name, total=total)
                 for row in rows:
                     self.complete_and_keep({**common, **row})
                     bar.advance(task)
@@ -135,7 +137,7 @@ class Session(Run):
         except NotMeasured as error:
             self.complete_and_keep({**common, "error": str(error)})
         except Exception as error:
-            logger.debug("%s, %s", workload, system, exc_info=True)
+            logger.debug("%s", name, exc_info=True)
             self.complete_and_keep({**common, **failure(error)})
 
     def _rows(self, workload: str, system: str, attention: str, options: Row) -> tuple[int, Iterator[Row]]:
@@ -148,20 +150,10 @@ class Session(Run):
                 raise NotMeasured("only quire's own host part can be measured without the model")
             return len(LENGTHS) * len(cases(self.sizes)), host(self.models.spec, attention, options, self.sizes)
         job = WORKLOADS[workload]
-        return job.rows(self.sizes), serve(job, self.models, system, attention, options, self.sizes, self.vocab_size)
-
-    def _progress(self) -> Progress:
-        """A progress bar with an estimate of the time left; on a terminal only. Drawn between rows: a drawing thread would
-        take time from the host's side of a step."""
-        return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                        TextColumn("left"), TimeRemainingColumn(), console=self.console, transient=True, auto_refresh=False,
-                        disable=not self.console.is_terminal)
+        return job.rows(self.sizes), job.serve(self.models, system, attention, options, self.sizes, self.vocab_size)
 
     def finish(self) -> None:
         """Print all rows as a table."""
         if self.rows:
             self.console.print(table(self.rows, self.models.spec.label))
         super().finish()
-
-
-__all__ = ["LOG_WIDTH", "Run", "Session"]

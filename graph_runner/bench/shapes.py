@@ -84,5 +84,3 @@ QUANTIZATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8dq": ("Int8DynamicActivationInt8WeightConfig", {}),
     "fp8dq": ("Float8DynamicActivationFloat8WeightConfig", {"granularity": "PerRow"}),
 }
-
-__all__ = ["MATRIX", "NAMES", "QUANTIZATIONS", "SHAPES"]

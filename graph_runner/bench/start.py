@@ -36,26 +36,26 @@ def start(spec: ModelSpec, system: str, attention: str, options: dict[str, Any])
     """A row for the cold start and one for the warm one."""
     if not SYSTEMS[system].starts:
         raise NotMeasured(f"{system} has no start-up of its own: it compiles, if at all, at the first batch of a size")
-    job = {"name": spec.name, "dtype": dtype_name(spec.dtype), "device": str(spec.device), "layers": spec.layers,
-           "quantization": spec.quantization, "system": system, "attention": attention, "options": options}
+    job = {**vars(spec), "dtype": dtype_name(spec.dtype), "device": str(spec.device)}
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, sub) for name, sub in _CACHES.items()}
         for variant in ("cold", "warm"):
-            (row,) = workers.rows(["-m", "quire.graph_runner.bench.start"], {**job, "began": time.time()}, caches)
-            yield {"variant": variant, "engine_options": options, **row}
+            asked = {"spec": job, "system": system, "attention": attention, "options": options, "began": time.time()}
+            (row,) = workers.rows(["-m", "quire.graph_runner.bench.start"], asked, caches)
+            yield {"variant": variant, **row}
 
 
 def main() -> None:
     """The measured process: makes the system, generates one token, prints a row."""
     job = workers.job()
     importlib.import_module("transformers")  # part of what a user waits for
-    spec = ModelSpec(job["name"], getattr(torch, job["dtype"]), torch.device(job["device"]), job["layers"],
-                     job["quantization"])
+    spec = ModelSpec(**{**job["spec"], "dtype": getattr(torch, job["spec"]["dtype"]),
+                        "device": torch.device(job["spec"]["device"])})
     if spec.device.type == "cuda":
         torch.zeros(1, device=spec.device)  # makes the CUDA context
+    ours, models = job["system"] == "quire", Models(spec)
     parts = {"import": time.time() - job["began"]}
-    models = Models(spec)
-    if job["system"] == "quire":
+    if ours:
         began = time.perf_counter()
         models.get()
         parts["load"] = time.perf_counter() - began
@@ -64,14 +64,10 @@ def main() -> None:
         began = time.perf_counter()
         system.generate([[1, 2, 3, 4]], [1], 0.0)
         first = time.perf_counter() - began
-        parts |= {name: seconds.get(name, 0.0) for name in PARTS if job["system"] == "quire"}
+        parts |= {name: seconds.get(name, 0.0) for name in PARTS if ours}
         parts["other"] = ready - sum(parts.values())
-        row = {"seconds": ready, "parts_s": parts, "first_token_s": first, "attention": system.attention,
-               "capture_s": system.capture_s, "peak_memory_gib": system.peak_memory_gib(spec.device)}
-        workers.emit(row)
+        workers.emit({"seconds": ready, "parts_s": parts, "first_token_s": first, **system.facts(spec.device)})
 
-
-__all__ = ["start"]
 
 if __name__ == "__main__":
     main()

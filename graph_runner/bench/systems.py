@@ -80,6 +80,11 @@ class System(ABC):
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 2**30
 
+    def facts(self, device: torch.device) -> dict[str, Any]:
+        """Columns of a row that say how the system ran."""
+        return {"attention": self.attention, "capture_s": self.capture_s, "engine_options": self.options,
+                "peak_memory_gib": self.peak_memory_gib(device)}
+
 
 class SteppedSystem(System):
     """A system whose users can also drive it step by step."""
@@ -163,6 +168,3 @@ def open_system(name: str, models: Models, attention: str, limits: Limits, optio
         system.close()
         del system
         free_memory()
-
-
-__all__ = ["Limits", "NotMeasured", "SYSTEMS", "SteppedSystem", "System", "open_system"]

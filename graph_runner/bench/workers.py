@@ -1,4 +1,4 @@
-"""Measuring in processes of their own: a worker reads a job from standard input and prints rows, read as they come."""
+"""Measuring in processes of their own: a worker reads a job from standard input, and writes rows to a pipe as it measures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-MARK = "QUIRE_ROW "
-_rows: Any = None
 
 
 class Ended(RuntimeError):
@@ -28,22 +26,19 @@ class Ended(RuntimeError):
 
 
 def job() -> Any:
-    """In a worker: its job. From here on its output, and that of its child processes, goes to standard error; rows go to what
-    was standard output."""
-    global _rows
-    _rows = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """In a worker: its job."""
     return json.loads(sys.stdin.read())
 
 
 def emit(row: Row) -> None:
-    """In a worker: print a row. An empty one is the last."""
-    print(MARK + json.dumps(row, default=str), file=_rows, flush=True)
+    """In a worker: hand over a row. An empty one is the last."""
+    with open(int(os.environ["QUIRE_ROWS"]), "w", closefd=False) as pipe:
+        print(json.dumps(row, default=str), file=pipe)
 
 
 def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadline: float | None = None, log: Path | None = None
          ) -> Iterator[Row]:
-    """The rows of a Python process, as they come; its other output goes to the end of ``log``.
+    """The rows of a Python process, as they come; what it and its child processes print goes to the end of ``log``.
 
     Args:
         command: arguments of the interpreter. environment: beside this process's own.
@@ -52,26 +47,26 @@ def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadli
     Raises:
         Ended: its exit code was not 0 before the deadline; with what it wrote last.
     """
-    with log.open("a+") if log else tempfile.TemporaryFile("w+") as other:
-        worker = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=other,
-                                  text=True, env={**os.environ, **environment}, start_new_session=True)
+    read, write = os.pipe()
+    with os.fdopen(read) as found, log.open("a+") if log else tempfile.TemporaryFile("w+") as said:
+        try:
+            worker = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=said, stderr=said, text=True,
+                                      pass_fds=[write], env={**os.environ, **environment, "QUIRE_ROWS": str(write)},
+                                      start_new_session=True)
+        finally:
+            os.close(write)  # the worker has it: the pipe ends with its last holder
         timer = threading.Timer(1e6 if deadline is None else max(0.1, deadline - time.time()), _end, [worker])
         timer.daemon = True
         timer.start()
         done = False
         try:
-            assert worker.stdin is not None and worker.stdout is not None
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps(job, default=str))
-                worker.stdin.close()
-            for line in worker.stdout:
-                if not line.startswith(MARK):
-                    other.write(line)
-                    other.flush()
-                elif done := not (row := json.loads(line.removeprefix(MARK))):
+            assert worker.stdin is not None
+            with contextlib.suppress(BrokenPipeError), worker.stdin as given:
+                json.dump(job, given, default=str)
+            for line in found:
+                if done := not (row := json.loads(line)):
                     break
-                else:
-                    yield row
+                yield row
             if not done:
                 worker.wait()
         finally:
@@ -79,8 +74,8 @@ def rows(command: list[str], job: Any, environment: Mapping[str, str], *, deadli
             _end(worker)
             code = worker.wait()
         if not done and code and (deadline is None or time.time() < deadline):
-            other.seek(0)
-            raise Ended(code, [line.rstrip() for line in other if line.strip()])
+            said.seek(0)
+            raise Ended(code, [line.rstrip() for line in said if line.strip()])
 
 
 def _end(worker: subprocess.Popen[str]) -> None:
@@ -93,6 +88,3 @@ def of_gpu(gpu: int) -> dict[str, str]:
     """The environment of a process that sees one of this process's GPUs."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
-
-
-__all__ = ["Ended", "emit", "job", "of_gpu", "rows"]

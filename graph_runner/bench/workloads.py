@@ -84,32 +84,24 @@ def decode_limits(sizes: Sizes) -> Limits:
 def decode(system: System, models: Models, sizes: Sizes, prompts: Prompts) -> Iterator[Row]:
     """One row per batch size; one that fails does not stop the others."""
     for batch in sizes.batches:
+        def run(new: int, batch: int = batch) -> float:
+            return run_seconds(system, prompts([sizes.context - MARGIN] * batch), [new] * batch)
+
         row: Row = {"batch": batch, "context": sizes.context}
         try:
-            steps = _step_seconds(system, sizes, [sizes.context - MARGIN] * batch, prompts)
+            for new in (LONG, LONG, SHORT) if system.compiles_each_size else (SHORT + 2,):  # warm-up
+                run(new)
+            steps = []
+            for _ in range(sizes.repeats):
+                short, long = run(SHORT), run(LONG)
+                steps.append((long - short) / (LONG - SHORT))
+            step = statistics.median(steps)
+            if step <= 0:
+                raise NotMeasured("the long runs took no longer than the short ones; raise --repeats")
+            yield {**row, "ms_per_step": step * 1e3, "tokens_per_s": batch / step, "repeats_ms": [s * 1e3 for s in steps],
+                   "bytes_per_step": step_bytes(models.counted, batch, sizes.context, system.kv_cache_dtype)}
         except Exception as error:
             yield {**row, **failure(error)}
-            continue
-        step = statistics.median(steps)
-        if step <= 0:
-            yield {**row, "error": "NotMeasured: the long runs took no longer than the short ones; raise --repeats"}
-            continue
-        yield {**row, "ms_per_step": step * 1e3, "tokens_per_s": batch / step, "repeats_ms": [s * 1e3 for s in steps],
-               "bytes_per_step": step_bytes(models.counted, batch, sizes.context, system.kv_cache_dtype)}
-
-
-def _step_seconds(system: System, sizes: Sizes, lengths: list[int], prompts: Prompts) -> list[float]:
-    """Seconds per step, once per repeat."""
-    def run(new: int) -> float:
-        return run_seconds(system, prompts(lengths), [new] * len(lengths))
-
-    for new in (LONG, LONG, SHORT) if system.compiles_each_size else (SHORT + 2,):  # warm-up
-        run(new)
-    found = []
-    for _ in range(sizes.repeats):
-        short, long = run(SHORT), run(LONG)
-        found.append((long - short) / (LONG - SHORT))
-    return found
 
 
 def mixed_lengths(sizes: Sizes) -> list[tuple[int, int]]:
@@ -150,6 +142,13 @@ class Workload:
     run: Callable[[System, Models, Sizes, Prompts], Iterator[Row]]
     rows: Callable[[Sizes], int]
 
+    def serve(self, models: Models, system: str, attention: str, options: dict[str, Any], sizes: Sizes, vocab_size: int
+              ) -> Iterator[Row]:
+        """The rows of one system, opened for them."""
+        with open_system(system, models, attention, self.limits(sizes), options) as opened:
+            for row in self.run(opened, models, sizes, Prompts(vocab_size)):
+                yield {**opened.facts(models.spec.device), **row}
+
 
 WORKLOADS: dict[str, Workload] = {
     "decode": Workload(decode_limits, decode, lambda s: len(s.batches)),
@@ -160,16 +159,3 @@ WORKLOADS: dict[str, Workload] = {
                                                                 for count, length in sizes.prefills),
                         lambda s: len(s.prefills)),
 }
-
-
-def serve(workload: Workload, models: Models, system: str, attention: str, options: dict[str, Any], sizes: Sizes,
-          vocab_size: int) -> Iterator[Row]:
-    """The rows of one system, opened for them."""
-    with open_system(system, models, attention, workload.limits(sizes), options) as opened:
-        facts = {"attention": opened.attention, "capture_s": opened.capture_s, "engine_options": opened.options}
-        for row in workload.run(opened, models, sizes, Prompts(vocab_size)):
-            yield {**facts, **row, "peak_memory_gib": opened.peak_memory_gib(models.spec.device)}
-
-
-__all__ = ["LONG", "MARGIN", "Prompts", "SHORT", "Sizes", "WORKLOADS", "Workload", "mixed256", "mixed_lengths", "prefill",
-           "run_seconds", "serve"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.attn_ops.ops.varlen import IMPLEMENTATIONS, varlen_attention
+from quire.attn_ops.ops.varlen import check_implementation, varlen_attention
 from quire.passes.capture.hf_interface import HARMLESS, configs_of, implementation_set
 
 NAME = "quire_flash_varlen"
@@ -83,8 +83,7 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
         ValueError: an unknown implementation, or a tower without a config of transformers.
         UnsupportedAttention: an implementation of the user's own; in a call, masks, dropout and causal attention.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}")
+    check_implementation(implementation)
     configs = configs_of(tower)
     if not configs:
         raise ValueError(f"{type(tower).__name__} has no config of transformers, whose attention could be chosen")

@@ -27,7 +27,8 @@ _MEANS = {
     r"'is_causal' must be bool, not SymBool": (
         "it passes a condition on the length as is_causal (such as is_causal=T > 1), which torch.compile does not take. Pass "
         "is_causal=True, which means the same for one token"),
-    r"backwards? hooks": "backward hooks for all modules are registered (register_module_full_backward_hook). Remove them",
+    r"backwards? hooks": "backward hooks are registered, for all modules (register_module_full_backward_hook) or on one that "
+                         "is no submodule of the model. Remove them",
 }
 
 

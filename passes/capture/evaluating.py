@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -64,20 +65,40 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         raise changed
 
 
+def _marks(module: Any, input: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+def only_marks(hook: Any) -> bool:
+    """Whether a forward hook only marks the output for autograd, by its code.
+
+    transformers' ``enable_input_require_grads`` and PEFT leave such hooks on the embedding. Without gradients they have no
+    effect, and Dynamo of torch 2.11 cannot trace them.
+    """
+    code, known = getattr(hook, "__code__", None), _marks.__code__
+    return code is not None and all(getattr(code, part) == getattr(known, part) for part in (
+        "co_code", "co_names", "co_consts", "co_argcount", "co_kwonlyargcount", "co_freevars", "co_nlocals"))
+
+
 @contextlib.contextmanager
 def without_backward(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the modules of the model have no backward hooks, which torch.compile does not trace. Without gradients they
-    have no effect. Hooks that another thread registers meanwhile stay."""
-    held = [(own, name, own[name]) for m in model.modules() for own in [m.__dict__]
-            for name in ("_backward_hooks", "_backward_pre_hooks") if own.get(name)]
-    for own, name, hooks in held:
-        own[name] = type(hooks)()
+    """While inside, the modules of the model have no backward hooks, which torch.compile does not trace, and no forward hooks
+    that only mark outputs for autograd. Without gradients they have no effect. Hooks that another thread registers meanwhile
+    stay."""
+    def kept(name: str, hooks: Mapping[int, Any]) -> dict[int, Any]:
+        return {} if name != "_forward_hooks" else {key: hook for key, hook in hooks.items() if not only_marks(hook)}
+
+    held = [(own, name, own[name], rest) for m in model.modules() for own in [m.__dict__]
+            for name in ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks")
+            if (hooks := own.get(name)) and len(rest := kept(name, hooks)) < len(hooks)]
+    for own, name, hooks, rest in held:
+        own[name] = type(hooks)(rest)
     try:
         yield
     finally:
-        for own, name, hooks in held:
+        for own, name, hooks, _ in held:
             hooks.update(own[name])
             own[name] = hooks
 
 
-__all__ = ["ChangedWhileTraced", "evaluating", "without_backward"]
+__all__ = ["ChangedWhileTraced", "evaluating", "only_marks", "without_backward"]

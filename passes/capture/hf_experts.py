@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from quire.attn_ops.ops.experts import KERNEL_DTYPES, expert_linear, expert_swiglu
+from quire.passes.capture.looped_experts import looped_experts_active
 
 logger = logging.getLogger(__name__)
 NAME = "quire"
@@ -181,7 +182,8 @@ def wanted(model: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def experts_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the experts of a model on a GPU run by the op. The old implementation names come back afterwards."""
+    """While inside, the experts of a model on a GPU run by the op, and those that are a loop on any device
+    (``looped_experts.py``). The old implementation names come back afterwards."""
     configs = _configs(model) if wanted(model) else []
     if configs:
         register()
@@ -190,7 +192,8 @@ def experts_active(model: torch.nn.Module) -> Iterator[None]:
         _BEFORE[id(config)] = name
         config._experts_implementation_internal = NAME
     try:
-        yield
+        with looped_experts_active(model):
+            yield
     finally:
         for config, name in zip(configs, before, strict=True):
             config._experts_implementation_internal = name

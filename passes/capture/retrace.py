@@ -28,7 +28,7 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.step import Step
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
-from quire.passes.fx import is_module_tensor, placeholders, source_name, symbolic, value, with_own_code
+from quire.passes.fx import is_module_tensor, is_stored, placeholders, source_name, symbolic, value, with_own_code
 
 TRACED_TOKENS = 23  # of a row that stands for any length; not 0 or 1, and no usual size of another dimension
 
@@ -299,8 +299,8 @@ def _copies(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
 
 
 def is_static(gm: fx.GraphModule) -> bool:
-    """Whether the graph was traced for rows of one length: no input has a symbolic second dimension."""
-    tensors = [value(n) for n in placeholders(gm.graph) if not is_module_tensor(n)]
+    """Whether the graph was traced for rows of one length: no argument has a symbolic second dimension."""
+    tensors = [value(n) for n in placeholders(gm.graph) if not is_stored(n)]
     return not any(isinstance(x, torch.Tensor) and x.dim() > 1 and symbolic(x.shape[1]) for x in tensors)
 
 

@@ -52,7 +52,9 @@ def note_changes(gm: torch.fx.GraphModule) -> None:
         places = {source: variable} | {f"{source}.{name}": stored for name, stored in
                                        output.side_effects.store_attr_mutations.get(variable, {}).items()}
         for place, stored in places.items():
-            VariableTracker.visit(lambda v: found.append(place) if isinstance(v, TensorVariable) else None, stored)  # noqa: B023
+            # By type: isinstance would make inputs of what the object held before.
+            VariableTracker.visit(lambda v: found.append(place) if issubclass(type(v), TensorVariable) else None,  # noqa: B023
+                                  stored)
     if found:
         gm.meta[_KEPT] = ", ".join(dict.fromkeys(found))
     if changed:

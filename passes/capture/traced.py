@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention
+from quire.attn_ops.long_prefill import build_seconds
 from quire.attn_ops.ops.small_linear import MAX_TOKENS
 from quire.attn_ops.registry import all_backends
 from quire.attn_ops.selection import Selection, select_backend, select_latent_or_dense
@@ -362,6 +363,8 @@ class TracedGraph:
 
     def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> CompiledGraph:
         settings = (self.options.compiler, self._context, self._guards, self.ahead)
+        if self.ahead is not None and target.backend.begin_warm_up is not None:
+            target.backend.begin_warm_up(selection.sites, self._query.device, build_seconds())
         last = self._last_rows(target, fusions) if self.options.kv_sharing_fast_prefill else None
         lowered, fused = self.lowered(target, fusions)
         if not has_small_passes(fusions):

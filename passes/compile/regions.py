@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quire.passes.fx import ancestors, evaluate, placeholders, value, written_by
+from quire.passes.fx import ancestors, evaluate, placeholders, storage_of, value, written_by
 from quire.passes.rewrite.lower import Lowered, any_sizes, fake_input
 
 logger = logging.getLogger(__name__)
@@ -175,12 +175,12 @@ class _Values:
         self._lowered = lowered
         self._fake: Any = lowered.example_inputs[0].fake_mode  # type: ignore[attr-defined]
         self.of: dict[fx.Node, Any] = {n: value(n) for n in placeholders(lowered.gm.graph)}
-        self._caches = {_storage(t) for t in lowered.example_inputs}
+        self._caches = {storage_of(t) for t in lowered.example_inputs}
         self._made_in: dict[int, int] = {}  # storage -> the piece that made it
 
     def is_cache(self, tensor: torch.Tensor) -> bool:
         """Whether a piece may change it without having made it."""
-        return _storage(tensor) in self._caches
+        return storage_of(tensor) in self._caches
 
     def compute(self, nodes: Sequence[fx.Node], at: int) -> None:
         """Values of the nodes of piece ``at``, in order; those of their inputs are known."""
@@ -189,7 +189,7 @@ class _Values:
         with self._fake, enable_python_dispatcher(), torch.no_grad(), any_sizes(self._fake):
             for n in nodes:
                 for written in written_by(n):
-                    if not self.is_cache(self.of[written]) and self._made_in.get(_storage(self.of[written])) != at:
+                    if not self.is_cache(self.of[written]) and self._made_in.get(storage_of(self.of[written])) != at:
                         raise _Whole(f"{n.name} changes in place what it did not make")
                 result = interpreter.run_node(n)
                 if n.target is self._lowered.target.backend.prepare:
@@ -209,7 +209,7 @@ class _Values:
         self.of[node] = result
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor):
-                self._made_in.setdefault(_storage(t), at)
+                self._made_in.setdefault(storage_of(t), at)
 
 
 def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torch.Tensor] | None:
@@ -225,7 +225,7 @@ def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torc
     """
     if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
         return None
-    made = {_storage(t) for t in outputs}
+    made = {storage_of(t) for t in outputs}
     if len(made) < len(outputs) or not made.isdisjoint(s for _, there in read for s in _storages(there)):
         return None
     same: set[Any] = set()
@@ -248,15 +248,11 @@ def _of_any_size(tensor: torch.Tensor, name: str, fake: Any) -> torch.Tensor:
     return fake_input(fake, name, torch.empty(shape, dtype=tensor.dtype, device="meta"), dynamic, tensor.device)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _storages(x: Any) -> set[int]:
     """Storages of all tensors in a value."""
     if _wraps(x):
         return {s for name in x.__tensor_flatten__()[0] for s in _storages(getattr(x, name))}
-    return {_storage(t) for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
+    return {storage_of(t) for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
 
 
 def _wraps(x: Any) -> bool:
@@ -306,7 +302,7 @@ def _signature(piece: _Piece, values: _Values) -> Any:
             inner = tuple((name, described(getattr(x, name))) for name in parts)
             return type(x), x.dtype, sizes([*x.shape, *x.stride()]), x.requires_grad, repr(context), inner
         if type(x) in _PLAIN:
-            alias = storages.setdefault(_storage(x), len(storages))
+            alias = storages.setdefault(storage_of(x), len(storages))
             where = sizes([*x.shape, *x.stride(), x.storage_offset()])
             return type(x), x.dtype, x.device, x.requires_grad, alias, where, values.is_cache(x)
         return type(x), sizes([x])

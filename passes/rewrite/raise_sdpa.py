@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from quire.attn_ops.attention import attention
 from quire.passes.fx import ancestors, compute_value, constant, erase_dead, evaluate, module_path, symbolic, target_name, value
@@ -99,6 +100,8 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         raise Refusal(f"its dropout or scale can change: {error}") from error
     if dropout:
         raise Refusal(f"dropout {dropout:g} (call model.eval())")
+    if is_functorch_wrapped_tensor(value(q)):
+        raise Refusal("it is called inside torch.vmap; give it all heads at once")
     missing = 4 - value(q).dim()
     if missing < 0 or any(value(x).dim() != value(q).dim() for x in (k, v)):
         raise Refusal(f"query has {value(q).dim()} dimensions, need (B, H, S, D), (H, S, D) or (S, D), and as many of key and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.reads import is_code_of
 
 _KEY = "quire_broken"
+#: What operations of a graph are, besides Python functions of torch.
+_OPERATIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+               type, torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator,
+               torch._library.custom_ops.CustomOpDef)
 
 
 def check_whole(graph: fx.Graph) -> None:
@@ -30,13 +35,25 @@ def check_whole(graph: fx.Graph) -> None:
 
 
 def check_names(graph: fx.Graph) -> None:
-    """Refuse a graph that calls a function of torch in whose place a patch is: the code made of a graph calls it by its name,
-    and would run the patch, inside of which Dynamo has found the function.
+    """Refuse a graph that calls a function which it cannot show: one of torch in whose place a patch is (the code made of a
+    graph calls it by its name, and would run the patch, inside of which Dynamo has found the function), or one that Dynamo was
+    asked not to look into.
 
     Raises:
         UnsupportedAttention: names the function.
     """
     for target in {n.target for n in graph.nodes if n.op == "call_function"}:
+        if isinstance(target, types.FunctionType):
+            own = not is_code_of(target, "torch", "quire", "transformers")
+            if own or "<locals>" in target.__qualname__:  # in torch's own closures Dynamo holds functions of others
+                name = f"{target.__module__}.{target.__qualname__}" if own else "a function of the model's"
+                raise UnsupportedAttention(
+                    f"{name} is one operation of the graph (torch.compiler.allow_in_graph, nonstrict_trace), so that what it "
+                    "computes, keeps and writes cannot be checked; let torch.compile trace it, or make it a method of a module")
+        elif not isinstance(target, _OPERATIONS):
+            raise UnsupportedAttention(f"the model's forward calls {target!r}, which is no operation of PyTorch (NumPy, in a "
+                                       "torch.compile trace?), so that what it keeps and writes cannot be checked; compute "
+                                       "with tensors")
         holder = sys.modules.get(getattr(target, "__module__", None) or "")
         name = getattr(target, "__name__", "")
         found = getattr(holder, name, target)

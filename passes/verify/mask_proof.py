@@ -30,10 +30,11 @@ from quire.passes.fx import (
     ancestors,
     erase_dead,
     evaluate,
-    is_module_tensor,
+    is_stored,
     module_path,
     placeholders,
     source_name,
+    storage_of,
     symbolic,
     value,
     written_by,
@@ -246,7 +247,7 @@ class MaskProver:
 
     def _input(self, node: fx.Node) -> Any:
         val, name = value(node), source_name(node)
-        if _is_stored(node):
+        if is_stored(node):
             raise Unprovable(f"it depends on {name}, whose values are not known")
         shape = [str(s) for s in val.shape]
         given = {_last_key(n) for n in placeholders(self.graph)}
@@ -268,7 +269,7 @@ class MaskProver:
         env: dict[fx.Node, Any] = {}
         for n in nodes:
             if n.op == "placeholder":
-                if not _is_stored(n) or not isinstance(self.inputs.get(n.name), torch.Tensor):
+                if not is_stored(n) or not isinstance(self.inputs.get(n.name), torch.Tensor):
                     return None
                 if self._writes.get(_storage(n)):
                     raise Unprovable(f"{source_name(n)} is changed in place")
@@ -319,7 +320,7 @@ class MaskProver:
             if expr.is_number:
                 return int(expr) if isinstance(number, torch.SymInt) else float(expr)
             source: Any = arg.args[0] if isinstance(arg, fx.Node) and _name(arg) == "item" else None
-            stored = self.inputs.get(source.name) if isinstance(source, fx.Node) and _is_stored(source) else None
+            stored = self.inputs.get(source.name) if isinstance(source, fx.Node) and is_stored(source) else None
             if not isinstance(stored, torch.Tensor):
                 raise Unprovable("it depends on the number of tokens")
             self.used.add(source.name)  # a float that a module holds, which Dynamo passes as a tensor
@@ -362,12 +363,6 @@ def _classify(keep: Condition) -> MaskKind:
     raise Unprovable("it is none of causal, sliding window, chunk")
 
 
-def _is_stored(node: fx.Node) -> bool:
-    """Whether a placeholder is held by a module or a global name, and not an argument of the call."""
-    name = source_name(node)
-    return is_module_tensor(node) or re.match(r"G\[|L\['self'\]\.|L\['\w+'\]\._modules\b", name) is not None
-
-
 def _last_key(node: fx.Node) -> str:
     """The name of an argument of the call: ``position_ids`` of ``L['kwargs']['position_ids']``."""
     found = re.search(r"'(\w+)'\]$|^(\w+)$", source_name(node))
@@ -377,7 +372,7 @@ def _last_key(node: fx.Node) -> str:
 def _storage(node: fx.Node) -> int:
     """Which memory a node's tensor is in."""
     try:
-        return value(node).untyped_storage()._cdata
+        return storage_of(value(node))
     except NotImplementedError:  # sparse
         return -1
 

@@ -137,15 +137,20 @@ def _lesser(a: Term, b: Term) -> Term:
     return formula.choose(formula.compare(a, "lt", b), a, b)
 
 
-@rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_", "relu")
+@rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_")
 def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
     name = str(getattr(node.target, "__name__", node.target))
     if name == "clamp_max":
         min, max = None, min
     dtype = value(node).dtype
     term = p.term(a, dtype)
-    term = term if min is None and name != "relu" else _greater(term, p.term(0 if min is None else min, dtype))
+    term = term if min is None else _greater(term, p.term(min, dtype))
     return term if max is None else _lesser(term, p.term(max, dtype))
+
+
+@rule("relu", "relu_")
+def _relu(p: MaskProver, node: fx.Node, a: Any, inplace: bool = False) -> Any:
+    return _greater(p.term(a), formula.number(0))
 
 
 @rule("maximum", "minimum", "max", "min", "fmax", "fmin")
@@ -277,6 +282,8 @@ def _same(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> A
 @rule("unsqueeze", "squeeze", "view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "unflatten")
 def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
     """Dimensions of size 1 may come and go; the others keep their order, and none is split, joined or repeated."""
+    if value(x).dtype != value(node).dtype:
+        raise Unprovable(f"it reads the bytes of {value(x).dtype} as {value(node).dtype}")
     old, new = ([(k - t.dim(), n) for k, n in enumerate(t.shape) if symbolic(n) or n != 1] for t in (value(x), value(node)))
     element = p.element(x)
     if str(node.target) == "repeat":
@@ -344,6 +351,8 @@ def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
             values[source - len(shape)] = formula.add(formula.var(result - rank), start)
             result += 1
         else:
+            if isinstance(item, bool):
+                raise Unprovable("it is indexed with a truth")
             place = p.constant(item)
             if place < 0 and symbolic(size):
                 raise Unprovable("it takes the last position")

@@ -310,6 +310,23 @@ def _distances(call: Call) -> Known:
     return same(found) or CONST
 
 
+@rule("_trilinear")
+def _trilinear(call: Call) -> Known:
+    """Products of three, each with dimensions of size 1 put in, summed over some: ``F.bilinear``."""
+    found = []
+    for name in ("1", "2", "3"):
+        rows = call.rows(f"i{name}")
+        for put_in in sorted(call[f"expand{name}"]):
+            rows = rows.at(rows.dim + (put_in <= rows.dim)) if rows is not None else None
+        found.append(rows)
+    joined = same(found)
+    if joined is None:
+        return CONST
+    if joined.dim in call["sumdim"]:
+        raise Mixes("it sums over the tokens")
+    return joined.at(joined.dim - sum(d < joined.dim for d in call["sumdim"]))
+
+
 @rule("convolution _convolution")
 def _convolution(call: Call) -> Known:
     rows, x = call.rows("input"), call["input"]
@@ -359,6 +376,9 @@ def _batch_norm(call: Call) -> list[Known]:
     if rows is None:
         return [CONST] * call.num_results
     training = call["training"] if "training" in call.given else "no_" not in call.name
+    if training and rows.dim == 1 and all(call[n] is None for n in ("weight", "bias", "running_mean", "running_var")):
+        own = rows.at(0)  # instance norm: each token is a channel, with statistics of its own
+        return [rows, *[own] * (call.num_results - 1)]
     if training or rows.dim == 1:
         raise Mixes("it normalizes over the tokens, or one by one with numbers of their own (call model.eval())")
     return [rows, *[CONST] * (call.num_results - 1)]
@@ -395,10 +415,22 @@ def _filled(call: Call) -> Known:
     value = call["fill_value"]
     if counts_rows(value, call.axes) or isinstance(value, torch.Tensor):
         raise Mixes("it is filled with the length of the row")
+    known = of_shape(call.result, call.axes)
+    if "strided" in call.name and isinstance(known, Rows) and not _rows_apart(call.result, known.dim):
+        raise Mixes("tokens share memory in it")
     like, holds = call.of("self"), Holds("zeros" if "zero" in call.name or value == 0 else "blank")
     if isinstance(like, Rows) and tuple(map(str, call.result.shape)) == tuple(map(str, call["self"].shape)):
         return Rows(like.dim, like.axis, like.inner, like.outer, like.order, holds)
     return of_shape(call.result, call.axes, holds)
+
+
+def _rows_apart(x: torch.Tensor, dim: int) -> bool:
+    """Whether the cells of one row of ``dim`` lie closer together than two rows of it, so that no two rows share memory."""
+    shape, stride = x.shape, x.stride()
+    others = [(n, s) for d, (n, s) in enumerate(zip(shape, stride, strict=True)) if d != dim and (symbolic(n) or n != 1)]
+    if any(symbolic(n) or symbolic(s) for n, s in others) or symbolic(stride[dim]):
+        return False
+    return stride[dim] > sum((n - 1) * s for n, s in others)
 
 
 @rule("arange", lengths=True)

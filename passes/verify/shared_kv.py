@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.attn_ops.attention import AttentionSite
-from quire.passes.fx import value, written_by
+from quire.passes.fx import storage_of, value, written_by
 from quire.passes.verify.sites import site_nodes, site_of
 
 KV_SOURCES = "quire_kv_sources"  # in the meta of a graph: what ``shared_layers`` found
@@ -31,7 +31,7 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
     owners: dict[Any, tuple[int, int]] = {}  # by keys, values and whether the layer has a window: (place, layer)
     found: dict[int, int] = {}
     for node in site_nodes(graph):
-        site, (k, v) = site_of(node), node.args[1:3]
+        site, k, v = site_of(node), _itself(node.args[1]), _itself(node.args[2])
         if site.latent is None and site.causal:
             place, owner = owners.setdefault((k, v, site.bounded), (order[node], site.layer))
             if owner != site.layer and not any(
@@ -40,11 +40,26 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
     return found
 
 
+def _itself(node: Any) -> Any:
+    """The value that ``to`` returns unchanged: no copy is asked for, and it has that dtype and device already.
+
+    transformers 5.17 moves shared keys and values to the device of the queries.
+    """
+    while isinstance(node, fx.Node) and (node.op, node.target) == ("call_method", "to") and not node.kwargs:
+        if len(node.args) != 2:
+            break
+        before, after = value(node.args[0]), value(node)
+        if (before.dtype, before.device) != (after.dtype, after.device):
+            break
+        node = node.args[0]
+    return node
+
+
 def memory(node: Any) -> int | None:
     """Identifies the memory behind a node's tensor, which views of it share; None: no tensor, or one made of several."""
     val = value(node)
     whole = isinstance(val, torch.Tensor) and not is_traceable_wrapper_subclass(val)
-    return val.untyped_storage()._cdata if whole else None
+    return storage_of(val) if whole else None
 
 
 def with_sources(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> list[AttentionSite]:

@@ -16,8 +16,9 @@ an auxiliary loss that is thrown away costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import ancestors, is_module_tensor, module_path, symbolic, value, written_by
+from quire.passes.fx import (
+    VMAP,
+    ancestors,
+    is_module_tensor,
+    is_stored,
+    module_path,
+    storage_of,
+    symbolic,
+    target_name,
+    value,
+    written_by,
+)
 from quire.passes.rewrite.raise_sdpa import SDPA
 from quire.passes.verify.breaks import check_whole
 from quire.passes.verify.proof import Proof, Sizes
@@ -65,14 +77,17 @@ class TokenPass:
     def check(self, graph: fx.Graph) -> None:
         """Raises UnsupportedAttention, which names the operation and the module."""
         with torch.inference_mode(False), torch.no_grad():
-            for node in graph.nodes:
-                if node.op == "output":
-                    self._check_used(node, node, "is returned")
+            for nodes in _operations(graph):
+                if len(nodes) > 1:
+                    self.known |= self._of_vmap(nodes)
+                elif nodes[0].op == "output":
+                    self._check_used(nodes[0], nodes[0], "is returned")
                 else:
-                    self.known[node] = self._of(node)
+                    self.known[nodes[0]] = self._of(nodes[0])
+                for node in nodes:
                     for t in tree_leaves(value(node)):
                         if isinstance(t, torch.Tensor) and not is_traceable_wrapper_subclass(t) and not is_functorch(t):
-                            self._memory.setdefault(_storage(t), []).append(node)
+                            self._memory.setdefault(storage_of(t), []).append(node)
 
     def proved(self, node: fx.Node) -> Any:
         """What is known of the result of one operation; None if it mixes tokens. ``known`` must have its operands."""
@@ -89,7 +104,7 @@ class TokenPass:
         if node.op in ("placeholder", "get_attr"):
             return self._of_input(node)
         if any(isinstance(t, torch.Tensor) and is_functorch(t) for t in tree_leaves(value(node))):
-            return _mixed("quire does not look into torch.vmap and torch.func", node)
+            return _mixed("quire does not look into torch.func", node)
         if node.target in _ATTENTION:
             self._check_used(node, node, "is attended to")
             return self._attended(node)
@@ -112,11 +127,30 @@ class TokenPass:
         except Mixes as why:
             found = _mixed(str(why), node)
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            found = _mixed(f"quire cannot follow it: {type(error).__name__}: {first[:200]}", node)
+            found = _mixed(_cannot_follow(error), node)
         if writes:
             self._refuse(node, found, "is written into another tensor")
         return found
+
+    def _of_vmap(self, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+        """Of the operations of one torch.vmap: they run together, and the rules see what they are below it."""
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
+        results = [n for n in nodes if set(n.users) - inside]
+        outside = {storage_of(t) for x in inputs for t in tree_leaves(value(x)) if isinstance(t, torch.Tensor)}
+        for node in nodes:
+            if any(storage_of(value(w)) in outside for w in written_by(node)):
+                self._refuse(node, _mixed("torch.vmap writes into a tensor from outside it", node), "is written")
+        mixed = next((k for x in inputs for k in tree_leaves(self.known[x], is_leaf=_is_known) if isinstance(k, Mixed)), None)
+        found: list[Any] = []
+        try:
+            if mixed is None:
+                found, _ = self._run_all(nodes, results)
+        except Mixes as why:
+            mixed = _mixed(str(why), nodes[0])
+        except Exception as error:
+            mixed = _mixed(_cannot_follow(error), nodes[0])
+        return dict.fromkeys(nodes, mixed or CONST) | dict(zip(results, found, strict=False))
 
     def _of_input(self, node: fx.Node) -> Any:
         val = value(node)
@@ -124,7 +158,7 @@ class TokenPass:
             return CONST
         if is_traceable_wrapper_subclass(val):
             return CONST
-        own, sizes = is_module_tensor(node) or node.op == "get_attr", list[Any](val.shape)
+        own, sizes = node.op == "get_attr" or is_stored(node), list[Any](val.shape)
         try:
             known = of_shape(self.sizes.tensor(val), self.axes)
             if isinstance(known, Rows) and own:
@@ -135,7 +169,7 @@ class TokenPass:
         except Mixes as why:
             return _mixed(str(why), node)
         if isinstance(known, Const):
-            self._state.add(_storage(val))
+            self._state.add(storage_of(val))
         elif (isinstance(known, Rows) and known.axis != self.axes[0] and val.dtype == torch.int64 and val.dim() == 1
                 and node not in self.row_data):
             return replace(known, holds=Holds("picks"))
@@ -193,7 +227,7 @@ class TokenPass:
                 self._seen[key] = found, changes
         for at, known in changes:
             x = nodes[at]
-            memory = _storage(value(x))
+            memory = storage_of(value(x))
             if memory in self._state:
                 if not isinstance(known, Const) or not self._leaves_no_trace(node, x, memory):
                     raise Mixes("it changes a buffer or parameter of the model")
@@ -213,15 +247,22 @@ class TokenPass:
         if node.target == "copy_" and isinstance(node.args[1], fx.Node):
             reads = [u for n in self._memory.get(memory, [buffer]) for u in n.users if u in self.known]
             made_of = [value(n) for n in ancestors(node.args[1])]
-            return not reads and all(_storage(t) != memory for t in made_of if isinstance(t, torch.Tensor))
+            return not reads and all(storage_of(t) != memory for t in made_of if isinstance(t, torch.Tensor))
         group = self._memory.get(memory, [buffer])
         return not node.users and all(u is node or u in group for n in group for u in n.users)
 
     def _run(self, node: fx.Node) -> tuple[Any, list[tuple[int, Known | None]]]:
         """What is known of the result, and of the inputs that were written to."""
-        proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in node.all_input_nodes))
+        (found,), changes = self._run_all([node], [node])
+        return found, changes
+
+    def _run_all(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]
+                 ) -> tuple[list[Any], list[tuple[int, Known | None]]]:
+        """``_run`` of several nodes at once: what is known of the ``results``, and of the inputs that were written to."""
+        inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes))
+        proof = Proof(self.axes, any(isinstance(value(x), (torch.SymInt, torch.SymFloat)) for x in inputs))
         fakes: dict[fx.Node, Any] = {}
-        for x in node.all_input_nodes:
+        for x in inputs:
             flat, spec = tree_flatten(value(x))
             known = self._flat_known(x, len(flat))
             made = [self.sizes.tensor(t, k) if isinstance(t, torch.Tensor) else self.sizes.of(t)
@@ -230,22 +271,19 @@ class TokenPass:
                 if isinstance(t, torch.Tensor):
                     proof.learn(t, k)
             fakes[x] = tree_unflatten(made, spec)
-        args = fx.node.map_arg(node.args, lambda n: fakes[n])
-        kwargs = fx.node.map_arg(node.kwargs, lambda n: fakes[n])
-        args, kwargs = tree_map(lambda a: a, (args, kwargs))
-        with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof:
-            if node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            elif node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
-            else:
-                raise Mixes(f"quire does not look into {node.target}")
+        with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof, _balanced():
+            for node in nodes:
+                fakes[node] = _execute(node, fakes)
         changes: list[tuple[int, Known | None]] = []
-        for at, x in enumerate(node.all_input_nodes):
+        for at, x in enumerate(inputs):
             if isinstance(fakes[x], torch.Tensor):
-                memory = _storage(fakes[x])
-                if any(_storage(w) == memory for w in proof.written):
+                memory = storage_of(fakes[x])
+                if any(storage_of(w) == memory for w in proof.written):
                     changes.append((at, proof.known(fakes[x])))
+        return [self._found(node, fakes[node], proof) for node in results], changes
+
+    @staticmethod
+    def _found(node: fx.Node, result: Any, proof: Proof) -> Any:
         leaves, _ = tree_flatten(result)
         if any(isinstance(t, torch.Tensor) and type(t) is not FakeTensor for t in leaves):
             raise Mixes("quire cannot follow it")
@@ -256,7 +294,7 @@ class TokenPass:
         if mixed is not None and len(found) == 1:
             raise Mixes(mixed.why)
         found = [_mixed(k.why, node) if isinstance(k, Mixed) else k for k in found]
-        return (found[0] if len(found) == 1 and not isinstance(value(node), (tuple, list)) else found), changes
+        return found[0] if len(found) == 1 and not isinstance(value(node), (tuple, list)) else found
 
     def _flat_known(self, node: fx.Node, count: int) -> list[Known]:
         known = self.known[node]
@@ -337,6 +375,38 @@ def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = (
     return proof
 
 
+def _operations(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Each node by itself; those of a torch.vmap together, which one function begins and another one ends."""
+    nodes, depth = list[fx.Node](), 0
+    for node in graph.nodes:
+        nodes.append(node)
+        depth += (target_name(node) == VMAP[0]) - (target_name(node) == VMAP[1])
+        if depth == 0:
+            yield nodes
+            nodes = []
+
+
+def _execute(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    """The result of a node on the values in ``env``. Raises Mixes for what cannot run so."""
+    args, kwargs = tree_map(lambda a: a, fx.node.map_arg((node.args, node.kwargs), env.__getitem__))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    raise Mixes(f"quire does not look into {node.target}")
+
+
+@contextlib.contextmanager
+def _balanced() -> Iterator[None]:
+    """Leave as many levels of torch.vmap as were entered, also after an error."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch._vmap_decrement_nesting()
+
+
 def _fixed_at(tokens: Any) -> str:
     """Where in the user's code Dynamo made the number of tokens a constant, if it says so."""
     for guard in tokens.node.shape_env.guards:
@@ -358,8 +428,9 @@ def _mixed(why: str, node: fx.Node) -> Mixed:
     return Mixed(why, module_path(node), node.name if node.name.startswith(name) else f"{node.name}, {name}")
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _cannot_follow(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"quire cannot follow it: {type(error).__name__}: {first[:200]}"
 
 
 def _is_known(x: Any) -> bool:

@@ -145,13 +145,10 @@ def test_no_sites() -> None:
         PagedKVCache.for_sites([], num_pages=4, device="cpu")
 
 
-def test_for_model_needs_the_capture(monkeypatch) -> None:
-    monkeypatch.setattr(quire.attn_ops.kv_cache, "site_finders", [])
-    with pytest.raises(RuntimeError, match="use quire.PagedKVCache"):
-        PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4)
-
-
 def test_for_model(monkeypatch) -> None:
+    monkeypatch.setattr(quire.attn_ops.kv_cache, "site_finders", [])
+    with pytest.raises(RuntimeError, match="use quire.PagedKVCache"):  # without the capture
+        PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4)
     monkeypatch.setattr(quire.attn_ops.kv_cache, "site_finders", [lambda model: [site(0)]])
     cache = PagedKVCache.for_model(torch.nn.Linear(1, 1), num_pages=4, page_size=8)
     assert cache.num_layers == 1 and cache.device == torch.device("cpu") and cache.page_size == 8

@@ -31,7 +31,7 @@ def test_kernels_compile_for_hopper() -> None:
     # but reads each key from shared memory twice as often.
     hot = [line for line in lines if line.startswith((
         "llama-8b", "qwen3", "small_linear qkv", "small_linear gate_up", "sample", "experts", "quantized linear", "mla", "lora",
-        "logprobs", "topk", "sparse", "state", "merge"))]
+        "logprobs", "topk", "sparse", "state", "merge", "contiguous"))]
     spilled = [(line, float(found[2])) for line in hot
                if (found := re.search(r"SPILLED (\d+) bytes \(([\d.]+)%", line)) and int(found[1]) > 16]
     slow = [line for line, share in spilled if share > (7 if " extend_kernel " in line else 0)]

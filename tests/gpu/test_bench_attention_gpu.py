@@ -29,7 +29,7 @@ def test_how_an_op_is_timed(name: str, decode: str, extend: str) -> None:
     backend = get_backend(name)
     if why := backend.available(device):
         pytest.skip(why)
-    for point, how in ((decode_point(4, 300), decode), (Point("extend", "mixed", [1, 40], [300, 300]), extend)):
+    for point, how in ((decode_point(4, 300), decode), (Point("extend", "mixed", (1, 40), (300, 300)), extend)):
         batch = op_batch(SITE, point, page_size=16, device=device)
         timing = measure(backend, batch)
         assert timing.how == how and 0 < timing.us < 1e5 and timing.host_us > 0

@@ -363,7 +363,7 @@ def test_whole_chunks_of_prompts_in_graphs(half, prompts) -> None:
     if torch.cuda.get_device_capability()[0] not in FAST_GPUS:
         pytest.skip("steps of more than 1024 tokens are captured on Hopper and Blackwell GPUs")
     long = [[3 + (7 * i + n) % 90 for i in range(n)] for n in (450, 300, 440, 380, 410, 300)]
-    with Engine(half, attention=need("triton"), compiler="eager", max_num_seqs=8, max_num_batched_tokens=2048,
+    with Engine(half, attention=need("triton"), compiler="eager", num_pages=400, max_num_seqs=8, max_num_batched_tokens=2048,
                 cudagraph_lazy=True, cudagraph_debug=True) as engine:
         assert max(engine.runner.graphs.buckets).num_tokens == 2048
         outs = tokens(engine.generate(long, replace(GREEDY, max_tokens=8, ignore_eos=True)))

@@ -1,4 +1,5 @@
-"""On a GPU: attention as a state, cascades, trees of drafts and long prefills of MLA, by the kit and without a wait."""
+"""On a GPU: cascades and halves by the kit (test_conformance_gpu.py has states and trees of drafts), and long prefills of MLA
+without a wait."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("name, only", [
-    *(("triton", only) for only in ("states", "trees", "shared prefix", "ahead", "MLA: long prefills")),
     ("cascade:triton@1", ""), ("two_batch:triton", ""), ("two_batch:flashinfer", "batch")])
 def test_conformance(name: str, only: str) -> None:
     backend = get_backend(name)

@@ -13,10 +13,9 @@ import torch
 from rich.console import Console
 
 from quire.graph_runner.bench import host as host_bench
-from quire.graph_runner.bench.compare import compare
 from quire.graph_runner.bench.main import engine_option, percent
 from quire.graph_runner.bench.models import Models, ModelSpec, build, config_of, layers_asked, skeleton
-from quire.graph_runner.bench.report import COLUMNS, PHASES, complete, first_line
+from quire.graph_runner.bench.report import COLUMNS, PHASES, compare, complete, first_line
 from quire.graph_runner.bench.roofline import copy_bandwidth, kv_bytes, step_bytes, weight_bytes
 from quire.graph_runner.bench.shapes import SHAPES
 from quire.graph_runner.bench.start import start

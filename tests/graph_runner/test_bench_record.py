@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from quire.graph_runner.bench import record as module
-from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.record import OutOfTime, Record
 
 
 def made(path: Path, seconds: float | None) -> Record:
@@ -36,6 +39,24 @@ def test_a_measurement_that_takes_too_long_is_interrupted_and_the_rows_before_it
     assert first == {"row": "first", "ms": 1.0}
     assert inner["row"] == "inner" and "deadline" in str(inner["error"])
     assert later["row"] == "later" and "left out" in str(later["error"])
+
+
+def test_a_measurement_that_cannot_be_interrupted_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, ended, codes = made(tmp_path / "rows.json", 1.5), threading.Event(), list[int]()
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+
+    def run() -> None:
+        record.keep({"row": "first", "ms": 1.0})
+        try:
+            ended.wait(30)
+        except OutOfTime:
+            ended.wait(30)
+
+    record.measure("stuck", run)
+    assert codes == [124]
+    first, stuck = rows(tmp_path / "rows.json")
+    assert first["row"] == "first" and stuck["row"] == "stuck" and "cut off" in str(stuck["error"])
 
 
 def test_a_failure_becomes_a_row_and_the_next_measurement_runs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -48,12 +49,60 @@ def test_code_written_for_vllm(engine, prompts, expected, tokenizer) -> None:
     first = results[1]
     assert first.outputs[0].text == first.text == tokenizer.decode(expected[1]) and first.prompt == texts[1]
     assert first.finished and first.outputs[0].finish_reason == "length" and first.outputs[0].cumulative_logprob is None
-    several = engine.generate(prompts[0], sampling_params=replace(SAMPLED, n=3, max_tokens=3))
-    assert len({id(completion) for result in several for completion in result.outputs}) == 3
+    assert engine.get_tokenizer() is engine.tokenizer
     with pytest.raises(TypeError, match="params and sampling_params are two names of one argument"):
         engine.generate(prompts[0], SHORT, sampling_params=SHORT)
     with pytest.raises(ValueError, match="a prompt given as a dict has the key prompt or prompt_token_ids, got prompt, multi_"):
         engine.generate({"prompt": "x", "multi_modal_data": {}}, SHORT)
+
+
+def test_several_continuations_of_a_prompt(engine, prompts, expected) -> None:
+    """One result per prompt, whatever n: code that pairs prompts with results would take others' texts."""
+    asked = [prompts[0], [], prompts[1]]
+    params = [replace(SAMPLED, n=3, max_tokens=9, logprobs=0, ignore_eos=True), replace(SAMPLED, n=2), SHORT]
+    first, bad, last = engine.generate(asked, params)
+    assert [(c.index, len(c.token_ids), c.finish_reason, c.finished()) for c in first.outputs] == [
+        (i, 9, "length", True) for i in range(3)]
+    assert all(c.cumulative_logprob == sum(next(iter(of.values())).logprob for of in c.logprobs or ()) for c in first.outputs)
+    assert [c.text for c in first.outputs] == [engine.tokenizer.decode(c.token_ids) for c in first.outputs]
+    assert len({tuple(c.token_ids) for c in first.outputs}) == 3 and first.token_ids == first.outputs[0].token_ids
+    assert "the prompt is empty" in (bad.error or "") and last.outputs[0].index == 0 and last.token_ids == expected[1]
+    assert [o.index for o in (first, bad, last)] == [0, 1, 2]
+    events = {event.index: event.output for event in engine.stream(asked, params) if event.finished}
+    assert [events[i].prompt_token_ids for i in sorted(events)] == [prompts[0]] * 3 + [[], prompts[1]]
+    assert sorted(events) == [0, 1, 2, 3, 5], "those of a prompt are where its n is counted, also after one that is refused"
+
+
+def test_a_continuation_that_fails_is_seen_in_its_prompts_result(engine, prompts) -> None:
+    calls = []
+
+    def fails_for_one(ids: list[int], scores: torch.Tensor) -> torch.Tensor:
+        calls.append(len(ids))
+        if len(calls) == 2:
+            raise ZeroDivisionError("one of two")
+        return scores
+
+    one, other = engine.generate([prompts[0], prompts[1]], [replace(SAMPLED, n=2, logits_processors=[fails_for_one]), SHORT])
+    assert [c.error is None for c in one.outputs].count(True) == 1 and "one of two" in (one.error or "")
+    assert other.error is None
+
+
+def test_default_parameters_of_the_model(engine, monkeypatch) -> None:
+    config = engine.model.generation_config
+    monkeypatch.setattr(config, "temperature", 0.25)
+    monkeypatch.setattr(config, "max_new_tokens", 7)
+    params = engine.get_default_sampling_params()
+    assert (params.temperature, params.max_tokens, params.top_p) == (0.25, 7, config.top_p or 1.0)
+
+
+def test_many_prompts_set_few_signal_handlers(engine, prompts, monkeypatch) -> None:
+    """Each costs microseconds, and a rollout has hundreds of prompts."""
+    calls, own = [], signal.signal
+    monkeypatch.setattr(signal, "signal", lambda *args: calls.append(1) or own(*args))
+    stream = engine.stream([prompts[0]] * 8, SHORT)
+    next(stream)
+    assert len(calls) < 16
+    stream.close()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

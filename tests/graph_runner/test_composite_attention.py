@@ -9,9 +9,11 @@ import torch
 import transformers
 
 import quire
-from quire.attn_ops.backend import define_paged_op, define_state_op
+from quire.attn_ops import long_prefill
+from quire.attn_ops.backend import PrefillPart, define_paged_op, define_state_op
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.registry import all_backends, register_backend
+from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
 from tests.tiny import small_llama
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -42,20 +44,31 @@ def gemma2():
 
 def generate(model, attention, **options) -> list[list[int]]:
     with quire.Engine(model, attention=attention, num_pages=32, page_size=4, max_num_seqs=4, max_model_len=32, **options) as e:
+        calls.clear()  # those of its start
         return [o.token_ids for o in e.generate(PROMPTS, quire.SamplingParams(max_tokens=6, temperature=0))]
 
 
 def test_an_engine_with_two_backends(gemma2) -> None:
     expected = generate(gemma2, "torch_native")
-    calls.clear()
     assert generate(gemma2, "hybrid:second_part+torch_native", cudagraph_capture_sizes=[]) == expected
     assert calls and not any(decode for _, decode, _ in calls)
-    calls.clear()
     assert generate(gemma2, "hybrid:torch_native+second_part") == expected
     assert any(decode for _, decode, _ in calls)
-    calls.clear()
     assert generate(gemma2, {"full": "torch_native", "window": "second_part"}) == expected
     assert {window for _, _, window in calls} == {5}
+
+
+def test_long_prompts_by_another_backend(gemma2) -> None:
+    """Prompts that gain are served by it, out of their graphs too; decodes beside them and all other steps are not: the same
+    tokens."""
+    rule = PrefillRule(PrefillTime(1e5, 0, 0), PrefillTime(1e6, 0, 0))
+    register_backend(long_prefill.make("long_for_test", dataclasses.replace(
+        all_backends()["second_part"], prefill=PrefillPart(lambda *args: None, lambda *args: None)),
+        torch_native.BACKEND, rule=lambda *args, **where: rule))
+    expected = generate(gemma2, "torch_native")
+    for options in ({}, dict(cudagraph_capture_sizes=[1, 2, 4], cudagraph_token_sizes=[8, 16, 32])):
+        assert generate(gemma2, "long_for_test", **options) == expected
+        assert calls and not any(decode for _, decode, _ in calls), options
 
 
 def test_explain_says_which_backend_serves_a_site(gemma2) -> None:

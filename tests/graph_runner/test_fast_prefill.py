@@ -92,6 +92,10 @@ class Shares(nn.Module):
                 v = v * 2
             if i and self.flaw == "other keys":
                 k = k * 2
+            if i and self.flaw == "moved":  # to where they are, as transformers 5.17 does
+                k, v = k.to(x.device), v.to(x.device)
+            if i and self.flaw == "copied":
+                k, v = k.to(x.device, copy=True), v.to(torch.float64).to(x.dtype)
             if i and self.flaw == "written":
                 first.mul_(2.0)
             x = x + F.scaled_dot_product_attention(heads(3 * q(x)), k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -138,6 +142,11 @@ def test_fused_and_cut_into_pieces() -> None:
     torch.testing.assert_close(paged(Step(cache, last), ids, meta.positions, last.logits_indices_padded), want)
     assert len(pieces) == 3
     paged.close()
+
+
+@pytest.mark.parametrize("how, source", [("moved", 0), ("copied", None)])
+def test_keys_moved_to_where_they_are_are_shared(how: str, source: int | None) -> None:
+    assert [s.kv_source for s in find_sites(Shares(how).eval())] == [None, source]
 
 
 @pytest.mark.parametrize("flaw", ["keys changed", "a view of the keys changed", "values changed", "other values", "other keys"])

@@ -17,6 +17,8 @@ from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, running
 from quire.passes.backend import QuireBackend
 from quire.passes.capture.traced import TracedGraph
+from quire.passes.fusions.base import FusedWeights, Fusion
+from quire.passes.fx import copy_graph
 from quire.passes.options import QuireOptions
 from tests.steps import serve
 
@@ -79,6 +81,37 @@ def inputs(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     """Random token ids of some sequences, (length,) each."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def capture(function: Callable[..., Any], *args: torch.Tensor, dynamic: bool | None = None
+            ) -> tuple[fx.GraphModule, list[Any]]:
+    """The graph that Dynamo makes of a function, to be rewritten, and the real tensors behind its placeholders."""
+    found: list[Any] = []
+
+    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append((copy_graph(gm), list(inputs)))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(function, backend=keep, dynamic=dynamic, fullgraph=True)(*args)
+    ((graph, inputs),) = found
+    return graph, inputs
+
+
+def after(model: nn.Module, x: torch.Tensor,
+          *passes: Callable[[Fusion], int]) -> tuple[list[int], fx.GraphModule, torch.Tensor]:
+    """The matches of each pass, the graph of the model after all of them, and its result on x (1, any length, ...)."""
+    torch._dynamo.mark_dynamic(x, 1)
+    weights = FusedWeights()
+    graph, inputs = capture(model, x)
+    work = Fusion(graph, inputs, weights)
+    matches = [run(work) for run in passes]
+    graph.graph.lint()
+    graph.recompile()
+    with torch.no_grad():
+        out = graph(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in inputs], *work.added)[0]
+    weights.restore()
+    return matches, graph, out
 
 
 def trace(model: nn.Module, *, dynamic: bool | None = True, length: int = 23, compiler: str = "eager",

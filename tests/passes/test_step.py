@@ -229,9 +229,9 @@ def test_the_model_is_as_it_was(way) -> None:
     assert all(torch.equal(v, before["state"][k]) for k, v in model.state_dict().items())
 
 
-def metadata(*counts: int, page_size: int = PAGE) -> quire.CommonAttentionMetadata:
+def metadata(*counts: int, **options: Any) -> quire.CommonAttentionMetadata:
     table = [[i + 1] for i in range(len(counts))]
-    return quire.CommonAttentionMetadata.build(counts, counts, table, page_size=page_size)
+    return quire.CommonAttentionMetadata.build(counts, counts, table, **{"page_size": PAGE, **options})
 
 
 @pytest.fixture(scope="module")
@@ -258,18 +258,12 @@ def test_a_model_that_is_not_routed(cache) -> None:
     assert current_step() is None
 
 
-def test_a_model_with_fewer_layers_than_the_cache(model) -> None:
-    cache = cache_for(model, num_layers=3)
-    with pytest.raises(RuntimeError, match=r"layers \[2\] of the KV cache were not attended"):
-        with quire.step(cache, metadata(5)):
-            run(model, 5)
-
-
-def test_a_model_with_more_layers_than_the_cache(model) -> None:
-    cache = cache_for(model, num_layers=1)
-    with pytest.raises(ValueError, match=r"the KV cache has no layer 1; its layers are \[0\]"):
-        with quire.step(cache, metadata(5)):
-            run(model, 5)
+@pytest.mark.parametrize("layers, error, message", [
+    (3, RuntimeError, r"layers \[2\] of the KV cache were not attended"),
+    (1, ValueError, r"the KV cache has no layer 1; its layers are \[0\]")])
+def test_a_cache_of_other_layers(layers, error, message, model) -> None:
+    with pytest.raises(error, match=message), quire.step(cache_for(model, num_layers=layers), metadata(5)):
+        run(model, 5)
 
 
 def test_nested(cache, model) -> None:
@@ -280,10 +274,12 @@ def test_nested(cache, model) -> None:
         run(model, 5)
 
 
-def test_wrong_page_size(cache) -> None:
-    with pytest.raises(ValueError, match="the metadata was built for pages of 4 tokens, the cache has pages of 8"):
-        with quire.step(cache, metadata(3, page_size=4)):
-            raise AssertionError("entered")
+@pytest.mark.parametrize("options, message", [
+    (dict(page_size=4), "the metadata was built for pages of 4 tokens, the cache has pages of 8"),
+    (dict(device="meta"), "the metadata is on meta, the cache on cpu")])
+def test_metadata_for_another_cache(options, message, cache) -> None:
+    with pytest.raises(ValueError, match=message), quire.step(cache, metadata(3, **options)):
+        raise AssertionError("entered")
 
 
 def test_a_page_past_the_cache(cache) -> None:
@@ -296,12 +292,6 @@ def test_a_page_past_the_cache(cache) -> None:
         pass
 
 
-def test_wrong_device(cache) -> None:
-    meta = quire.CommonAttentionMetadata.build([3], [3], [[1]], page_size=PAGE, device="meta")
-    with pytest.raises(ValueError, match="the metadata is on meta, the cache on cpu"), quire.step(cache, meta):
-        raise AssertionError("entered")
-
-
 @pytest.mark.parametrize("way", [routed, compiled, decorated], ids=lambda f: f.__name__)
 def test_wrong_token_count(way) -> None:
     model, call = way()
@@ -312,25 +302,18 @@ def test_wrong_token_count(way) -> None:
             run(call, tokens)
 
 
-def test_two_rows_are_not_a_ragged_row(model, cache) -> None:
-    """(2, 5) tokens are not (1, 5): sequences lie end to end in one row."""
-    with pytest.raises(ValueError, match="the model ran on 10 tokens inside a paged step whose metadata has 5"):
-        with quire.step(cache, metadata(5)), torch.no_grad():
-            model(input_ids=torch.ones(2, 5, dtype=torch.long), position_ids=torch.arange(5).expand(2, 5), use_cache=False)
-
-
-def test_positions_are_needed(model, cache) -> None:
-    """Counted from the row's start they would be wrong for all sequences but the first."""
-    with pytest.raises(quire.UnsupportedAttention, match="no position_ids in a paged step"):
-        with quire.step(cache, metadata(5)), torch.no_grad():
-            model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
-
-
-def test_a_mask_is_refused(model, cache) -> None:
-    mask = torch.zeros(1, 1, 5, 5)
-    with pytest.raises(quire.UnsupportedAttention, match="attention_mask in a paged step: .*no padding"):
-        with quire.step(cache, metadata(5)), torch.no_grad():
-            model(input_ids=torch.ones(1, 5, dtype=torch.long), attention_mask=mask, use_cache=False)
+@pytest.mark.parametrize("rows, inputs, error, message", [
+    # Sequences lie end to end in one row.
+    (2, dict(position_ids=torch.arange(5).expand(2, 5)), ValueError,
+     "the model ran on 10 tokens inside a paged step whose metadata has 5"),
+    # Counted from the row's start, positions would be wrong for all sequences but the first.
+    (1, {}, quire.UnsupportedAttention, "no position_ids in a paged step"),
+    (1, dict(attention_mask=torch.zeros(1, 1, 5, 5)), quire.UnsupportedAttention,
+     "attention_mask in a paged step: .*no padding"),
+], ids=["two_rows", "no_positions", "a_mask"])
+def test_inputs_that_are_no_ragged_row(rows, inputs, error, message, model, cache) -> None:
+    with pytest.raises(error, match=message), quire.step(cache, metadata(5)), torch.no_grad():
+        model(input_ids=torch.ones(rows, 5, dtype=torch.long), use_cache=False, **inputs)
 
 
 def test_unknown_and_unfit_backends(model, cache) -> None:

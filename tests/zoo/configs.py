@@ -183,6 +183,11 @@ SERVED: dict[str, Served] = {
     "glm4_moe_lite": served("Glm4MoeLiteConfig", DEEPSEEK_ONE_GROUP, features={"head_dim_v": 16}, slow=True),
     "axk1": served("AXK1Config", DEEPSEEK_ONE_GROUP, head_dim=8, features={"head_dim": 24, "head_dim_v": 16}, slow=True),
     "youtu": served("YoutuConfig", MLA, features={"head_dim_v": 16}, slow=True),
+    "mistral4": served("Mistral4Config", DEEPSEEK, features={"head_dim_v": 16}, slow=True),
+    # Two layers of attention and one mixture, with experts that return their token, per layer.
+    "longcat_flash": served("LongcatFlashConfig", MLA, head_dim=8, num_layers=1, num_hidden_layers=2, ffn_hidden_size=96,
+                            n_routed_experts=4, zero_expert_num=2, moe_topk=2, expert_ffn_hidden_size=32,
+                            features={"head_dim_v": 16}, slow=True),
     # Image-text models, on text.
     "llava": served("LlavaConfig", {}, text_config=dict(TEXT, model_type="llama"), vision_config=CLIP, image_token_index=70,
                     slow=True),
@@ -237,7 +242,7 @@ REFUSED: dict[str, Refused] = {
     "bert": Refused("BertConfig", SIZES, "no non-causal attention"),
     "t5": Refused("T5Config", dict(vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
                   "encoder-decoder"),
-    # Positions that the model counts itself, from 0; a Python loop over the experts in use.
+    # Positions that the model counts itself, from 0.
     "bart_decoder": Refused("BartConfig", dict(
         vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, is_decoder=True,
@@ -245,9 +250,6 @@ REFUSED: dict[str, Refused] = {
     # Positions that begin at padding_idx + 1 where none are given.
     "roberta": Refused("RobertaConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
     "camembert": Refused("CamembertConfig", dict(SIZES, is_decoder=True), "looked up in a table with an entry for padding"),
-    "longcat_flash": Refused("LongcatFlashConfig", dict(
-        MLA, head_dim=8, num_layers=1, ffn_hidden_size=96, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
-        expert_ffn_hidden_size=32), "a Python loop over the experts"),
     "llama_dynamic_rope": Refused("LlamaConfig", dict(
         SIZES, rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)), "rope_type 'dynamic'"),
 }
@@ -270,7 +272,9 @@ def build(entry: Served | Refused, *, std: float = 0.2, seed: int = 0, attention
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):
         kind = transformers.AutoModelForImageTextToText
-    model = kind.from_config(config, attn_implementation=attention).eval()
+    known = type(config) in kind._model_mapping  # else a text model that only image-text models have a name for
+    own = kind.from_config if known else getattr(transformers, f"{entry.config.removesuffix('Config')}ForCausalLM")._from_config
+    model = own(config, attn_implementation=attention).eval()
     random_weights(model, std)
     return model
 

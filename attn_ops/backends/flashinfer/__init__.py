@@ -26,9 +26,12 @@ from quire.attn_ops.backend import (
     AttentionBackend,
     AttentionCapabilities,
     CudagraphSupport,
+    PrefillPart,
     UnsupportedAttention,
     define_paged_op,
 )
+from quire.attn_ops.backends.flashinfer import contiguous
+from quire.attn_ops.backends.flashinfer.modules import HOPPER, begin, ready
 from quire.attn_ops.backends.flashinfer.pages import PageTable, append, leading_decodes
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -74,10 +77,12 @@ class Group(NamedTuple):
 
 
 class FlashInferState:
-    """Workspace, buffers and plans of one engine."""
+    """Workspace, buffers and plans of one engine. ``prompts_only``: decodes at the head of a batch are another backend's, and
+    nothing is compiled in a step (``PrefillPart``)."""
 
-    def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> None:
-        self.lib = importlib.import_module("flashinfer")
+    def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits, prompts_only: bool = False
+                 ) -> None:
+        self.lib, self.prompts_only = importlib.import_module("flashinfer"), prompts_only
         k_cache = cache.k[0]
         self.limits, self.page_size, self.device = limits, cache.page_size, k_cache.device
         # Caches have the logical shape (pages, page, Hkv, D); FlashInfer calls it HND if heads lie outside tokens.
@@ -151,7 +156,7 @@ class FlashInferState:
                 table.fill(metadata, self.rows, self.decodes, group.window)
                 self.filled.add(group.window)
             n = self.decodes if self.key is None else self.rows
-            segments = [(self._plan_decode(group, table, n), 0, n)] if n else []
+            segments = [(self._plan_decode(group, table, n), 0, n)] if n and not self.prompts_only else []
             if self.last_token > n:
                 segments.append((self._plan_prefill(group, table, n), n, self.last_token))
         finally:
@@ -180,10 +185,19 @@ class FlashInferState:
 
     def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
         """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2."""
+        if self.prompts_only and group.window is None and self.gpu.major == HOPPER and contiguous.spares(
+                *contiguous.lengths(self.metadata, first, self.rows), group.heads, group.kv_heads, group.dim):
+            key = ("contiguous", group)
+            if key not in self.wrappers:
+                logger.info("flashinfer: fa3 prefill kernel for %s, by contiguous keys", group)
+                self.wrappers[key] = self.lib.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend="fa3")
+            return contiguous.plan(self.wrappers[key], self.metadata, first, self.rows, group.heads, group.kv_heads, group.dim,
+                                   self.layout == "HND", **group.options)
         wrapper = self.wrappers.get(("prefill", group))
         if wrapper is None:
-            kernels = kernels if self.gpu.major == 9 else "fa2"
-            logger.info("flashinfer: %s prefill kernel for %s (compiled at its first use on a machine)", kernels, group)
+            kernels = kernels if self.gpu.major == HOPPER else "fa2"
+            logger.info("flashinfer: %s prefill kernel for %s%s", kernels, group,
+                        "" if self.prompts_only else " (compiled at its first use on a machine)")
             wrapper = self.lib.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.layout, backend=kernels)
         try:
             wrapper.plan(
@@ -191,7 +205,7 @@ class FlashInferState:
                 table.host[1, first : self.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=True,
                 max_token_per_sequence=self.metadata.max_query_len, **group.options)
         except Exception as error:
-            if kernels == "fa2" or ("prefill", group) in self.wrappers:
+            if kernels == "fa2" or ("prefill", group) in self.wrappers or self.prompts_only:
                 raise
             logger.warning("flashinfer: fa2 prefill for %s, as fa3 failed: %s: %s", group, type(error).__name__, error)
             return self._plan_prefill(group, table, first, "fa2")
@@ -207,6 +221,11 @@ class FlashInferState:
             self._add(group)
             self._plan_group(group)
         return self.planned[group]
+
+
+def make_prompts_state(sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> FlashInferState:
+    """The state of a backend that serves prompts beside another."""
+    return FlashInferState(sites, cache, limits, prompts_only=True)
 
 
 def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -286,6 +305,7 @@ BACKEND = AttentionBackend(
     op=define_paged_op(NAME, paged_attention, devices=("CUDA",)),
     make_state=FlashInferState,
     plan=plan, plans_windows=True,
+    prefill=PrefillPart(ready, make_prompts_state, begin),
     priority={"cuda": 20},
     packages=("flashinfer-python", "triton"),
 )

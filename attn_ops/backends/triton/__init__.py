@@ -1,6 +1,6 @@
 """Backend ``triton``: paged attention in Triton kernels, with every feature of the semantic op.
 
-Three kernels: ``decode`` (split-KV, one query token per program), ``extend`` (tiles of several query tokens) and
+Kernels: ``decode`` (split-KV, one query token per program), ``extend`` (tiles of several query tokens) and
 ``write`` (the KV cache). MLA on the latent cache has its own (``mla.py``). Which of them a graph has, and on what grid, follows
 from tensor shapes alone; lengths are read on the device. So every launch can be captured in a CUDA graph, at any length, and
 replayed at any other.
@@ -8,7 +8,8 @@ replayed at any other.
 =======  ==========================================================================================================
 T <= B   ``decode`` by token, which writes the cache too, and for few tokens rotates q and k before: one launch
 T > B    ``write``, then ``extend``, then ``decode`` by row for the sequences with one query token, unless there are none:
-         B is 1, or the step is no graph's and has none
+         B is 1, or the step is no graph's and has none. For long prompts in a step that is no graph's, the keys are copied
+         to contiguous memory and ``extend_contiguous`` takes the place of ``extend``
 =======  ==========================================================================================================
 """
 
@@ -22,14 +23,15 @@ import torch
 
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
+from quire.attn_ops.backends.triton.extend_route import Route, find_route, metadata_of, possible, scratch_bytes, without_graph
 from quire.attn_ops.backends.triton.plan import Batch
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module, rows_contiguous
+from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales
 from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
-from quire.attn_ops.step import current_step
 
 
 def available(device: torch.device) -> str | None:
@@ -83,22 +85,37 @@ def paged_attention(
         return out
     if k is not None and v is not None:
         kernel_module("backends.triton.write").write(k, v, caches, slot_mapping)
-    kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
+    if not _by_contiguous_keys(q, caches, batch, sinks, out, scale, window, softcap, chunk, skip_single=num_reqs > 1):
+        kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
     if num_reqs > 1 and _may_have_single_queries(q, query_start_loc):
         decode(q, None, None, *rest, by_row=True)
     return out
 
 
 def _may_have_single_queries(q: torch.Tensor, query_start_loc: torch.Tensor) -> bool:
-    """Whether some sequence may have one query token. The host knows it of the step in progress, unless that is a graph's,
-    which is replayed for any batch."""
-    step = current_step()
-    if step is None or step.graph_key is not None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return True
-    meta = step.metadata
-    same = (meta.num_tokens == q.shape[0] and meta.query_start_loc.shape == query_start_loc.shape
-            and meta.query_start_loc.data_ptr() == query_start_loc.data_ptr())
-    return not same or meta.max_query_len <= 1 or meta.has_single_queries
+    """Whether some sequence may have one query token. The host knows it of the step in progress, unless that is a graph's."""
+    found = metadata_of(q, query_start_loc)
+    return found is None or found[1].max_query_len <= 1 or found[1].has_single_queries
+
+
+def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | None, out: torch.Tensor,
+                        scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
+                        lse: torch.Tensor | None = None) -> bool:
+    """``extend`` by the way of contiguous keys, if that is the step's (``extend_route.py``); else False."""
+    if not possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
+        return False
+    if is_recording():  # kernels are compiled ahead: those of both ways
+        route: Route | None = Route(batch.query_start_loc, q.shape[0], skip_single)
+    else:
+        route = find_route(q, caches, batch, skip_single)
+    if route is None:
+        return False
+    contiguous = kernel_module("backends.triton.extend_contiguous")
+    try:
+        contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
+    except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
+        return False
+    return not is_recording()
 
 
 def rope_paged_attention(
@@ -138,9 +155,11 @@ def attention_state(
         if k is not None and v is not None:
             kernel_module("backends.triton.write").write(rows_contiguous(k), rows_contiguous(v), caches, slot_mapping)
         batch = Batch(slot_mapping, block_table, query_start_loc, seq_lens)
-        kernel_module("backends.triton.extend").extend(
-            rows_contiguous(q), caches, batch, None, prepared, out, scale, None, softcap, None, skip_single=False, lse=lse,
-            causal=causal)
+        q = rows_contiguous(q)
+        if not causal or not _by_contiguous_keys(q, caches, batch, None, out, scale, None, softcap, None, skip_single=False,
+                                                 lse=lse):
+            kernel_module("backends.triton.extend").extend(q, caches, batch, None, prepared, out, scale, None, softcap, None,
+                                                           skip_single=False, lse=lse, causal=causal)
     return out, lse
 
 
@@ -196,6 +215,8 @@ BACKEND = AttentionBackend(
     state_op=define_state_op("triton", attention_state, launches=True),
     rope_forms=True,
     same_in_graphs=True,
+    without_graph=without_graph,
+    scratch_bytes=scratch_bytes,
     prepare=define_op(
         "triton_prepare(Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int page_size) "
         "-> Tensor[]", cpu=_prepare, cuda=_prepare, fake=_prepare),

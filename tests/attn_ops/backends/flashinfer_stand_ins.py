@@ -117,3 +117,28 @@ def fast_decode_plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_
     self._keep(global_override_indptr_cpu, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
                window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type)
     self.fast_plans += 1
+
+
+class Ragged:
+    """FlashInfer's wrapper for contiguous keys. Its layout is always (tokens, heads, D)."""
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto"):
+        assert kv_layout == "NHD" and not use_cuda_graph
+        self.backend = backend
+
+    def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, *, causal=False,
+             window_left=-1, logits_soft_cap=None, sm_scale=None, q_data_type="float16", kv_data_type=None):
+        for tensor in (qo_indptr, kv_indptr):
+            assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor[0] == 0
+        assert causal and window_left == -1 and kv_data_type == q_data_type and len(qo_indptr) == len(kv_indptr)
+        self.starts, self.shape = (qo_indptr, kv_indptr), (num_qo_heads, num_kv_heads, head_dim_qk)
+        self.options = dict(scale=sm_scale, window=None, softcap=logits_soft_cap or None)
+
+    def run(self, q, k, v, *, out=None, lse=None, return_lse=False):
+        heads, kv_heads, dim = self.shape
+        assert q.shape == out.shape == (self.starts[0][-1], heads, dim) and q.stride(2) == 1 and out.is_contiguous()
+        assert k.shape == v.shape == (self.starts[1][-1], kv_heads, dim) and k.is_contiguous() and v.is_contiguous()
+        found, own_lse = varlen_attention_eager(q, k, v, *self.starts, causal=True, **self.options)
+        out.copy_(found)
+        if return_lse:
+            lse.copy_(own_lse / math.log(2))

@@ -17,12 +17,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire.attn_ops import registry
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends import aiter, ascend, cudnn, flash_attention, intel_amx, trtllm_mha, wave
 from quire.attn_ops.conformance.batches import check
 from quire.attn_ops.conformance.checks import DECODE, MIXED, Kit
+from quire.attn_ops.conformance.ops import ENCODERS, OpKit
 from quire.attn_ops.conformance.sweeps import ignored, last_tokens
-from quire.attn_ops.ops.varlen import varlen_attention_eager
+from quire.attn_ops.ops.varlen import varlen_attention, varlen_attention_eager
 from quire.attn_ops.registry import backends
 from quire.attn_ops.vendor import missing, too_old
 
@@ -74,9 +76,34 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     return (out.nan_to_num(7.0), lse.transpose(0, 1)) if return_softmax_lse else _dirty(out, cu_seqlens_q)
 
 
+def fa3_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+               softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+               attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+               return_attn_probs=False):
+    assert return_attn_probs
+    return ragged("FA3", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+                  softcap, -1)
+
+
+def ragged(name, q, k, v, starts_q, starts_k, longest_q, longest_k, scale, causal, window_size, softcap, none):
+    """Without a page table: output and lse (H, T); padding tokens and queries without keys as the kernels leave them."""
+    seen.append(name)
+    assert starts_q.dtype == starts_k.dtype == torch.int32 and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    assert int(starts_q.diff().max()) <= longest_q and int(starts_k.diff().max()) <= longest_k
+    before, after = window_size
+    window = None if before == none else before + 1
+    assert after == (none if window is None else 0 if causal else before)
+    out, lse = varlen_attention_eager(q, k, v, starts_q, starts_k, scale=scale, window=window, softcap=softcap or None,
+                                      causal=causal)
+    return out.masked_fill(lse.isinf()[..., None], 7.0), lse.masked_fill(lse.isinf(), float("inf")).transpose(0, 1)
+
+
 def fa2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
                causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
                return_attn_probs=False, block_table=None):
+    if block_table is None:
+        return (*ragged("FA2", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+                        window_size, softcap, -1), None)
     seen.append("FA2")
     lens = cu_seqlens_k.diff()
     assert causal and cu_seqlens_k.dtype == torch.int32 and int(lens.max()) <= max_seqlen_k and k.shape[1] % 256 == 0
@@ -88,6 +115,10 @@ def fa4_varlen(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqle
                min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None,
                causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
                deterministic=False, score_mod=None, return_lse=False):
+    if page_table is None:
+        assert return_lse
+        return ragged("FA4", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+                      window_size, softcap, None)
     seen.append("FA4")
     assert causal and cu_seqlens_k is None and int(seqused_k.max()) <= max_seqlen_k
     out, lse = attend(q, k, v, page_table, cu_seqlens_q, seqused_k, softmax_scale, _window(window_size, None), softcap)
@@ -232,7 +263,7 @@ def extend_attention_cpu(q_extend, k_extend, v_extend, o_extend, k_buffer, v_buf
 
 LIBRARIES: dict[str, SimpleNamespace] = {
     "flashinfer.decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa_batch_decode_with_kv_cache),
-    "flash_attn_interface": SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache),
+    "flash_attn_interface": SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache, flash_attn_varlen_func=fa3_varlen),
     "flash_attn.cute": SimpleNamespace(flash_attn_varlen_func=fa4_varlen),
     "flash_attn": SimpleNamespace(flash_attn_varlen_func=fa2_varlen),
     "aiter": SimpleNamespace(paged_attention_ragged=paged_attention_ragged, mha_batch_prefill_func=mha_batch_prefill_func),
@@ -294,12 +325,36 @@ def test_calls_are_right(kit, module, which, calls) -> None:
     assert set(seen) == calls
 
 
+@pytest.mark.parametrize("which", ["FA2", "FA3", "FA4"])
+def test_encoders_run_on_flash_attention(kit, which, monkeypatch) -> None:
+    """The kit for ragged attention without a cache, windows and padding too; what its kernels lack is refused."""
+    caps = kit(flash_attention, which).backend.capabilities
+    registry.all_backends()  # loads them before one is replaced
+    fake = dataclasses.replace(flash_attention.BACKEND, capabilities=caps, available=lambda device: None)
+    monkeypatch.setitem(registry.REGISTRY._backends, fake.name, fake)
+    monkeypatch.setattr(flash_attention, "BACKEND", fake)
+    ops = OpKit(CPU, torch.float32)
+    assert ops.providers() == ["flash_attention"]
+    ops.varlen("flash_attention")
+    assert set(seen) == {which}
+    q, k, v, *starts = ops.inputs(*ENCODERS[0], dims=(24, 40))
+    with pytest.raises(ValueError, match="head dims 24/40; it has"):
+        varlen_attention(q, k, v, *starts, scale=1.0, implementation="flash_attention")
+
+
+def test_encoders_without_the_package() -> None:
+    q = torch.randn(3, 2, 16)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(UnsupportedAttention, match="implementation='flash_attention' is not usable: "):
+        varlen_attention(q, q, q, starts, starts, scale=1.0, implementation="flash_attention")
+
+
 @pytest.mark.parametrize("module, which, calls", CASES, ids=name_of)
 def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
     k = kit(module, which)
     for name, value in (("window", 5), ("softcap", 4.0), ("chunk", 8), ("sinks", True)):
         if not getattr(k.caps, name):
-            ignored(k, name, value)
+            ignored(k, name, **{name: value})
             with pytest.raises(UnsupportedAttention, match=f"the {module.NAME} backend has"):
                 check(k.backend, k.batch(DECODE, **{name: value}))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +24,10 @@ from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance import checks
 from quire.attn_ops.conformance.batches import reference
 from quire.attn_ops.conformance.checks import MIXED, Kit
-from quire.attn_ops.conformance.report import check_backend, main
+from quire.attn_ops.conformance.command import main
+from quire.attn_ops.conformance.lanes import work_off
+from quire.attn_ops.conformance.page import page
+from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_quant import dequantize, quantize
 from quire.attn_ops.ops.rope import rotate
 from quire.attn_ops.registry import get_backend, register_backend
@@ -421,6 +427,9 @@ def test_main(capsys) -> None:
     assert "4 passed, 0 failed, 4 skipped" in out  # CUDA graphs, those of MLA too
     assert main(["--backend", "torch_native", "--device", "cpu", "--dtype", "float16", "--only", "decode batch"]) == 0
     assert re.search(r"decode batch .* ok .* \d\.\d", capsys.readouterr().out)
+    both = "full=torch_native,window=flex_attention"
+    assert main(["--backend", f"torch_native,{both}", "--device", "cpu", "--only", "decode batch"]) == 0
+    assert f"attention backend {both} on cpu" in capsys.readouterr().out
 
 
 def test_main_fails(capsys, monkeypatch) -> None:
@@ -433,6 +442,34 @@ def test_main_fails(capsys, monkeypatch) -> None:
     with pytest.raises(SystemExit):
         main(["--backend", "broken", "--dtype", "int4"])
     assert main(["--backend", "broken", "--only", "layout", "--kv-dtype", "float8_e5m2"]) == 0
+
+
+def test_a_run_that_ends_early_goes_on(tmp_path, capsys) -> None:
+    """A run out of time says what is left; the next makes those checks, and a failure again, and no other."""
+    first, second, arguments = tmp_path / "1.json", tmp_path / "2.json", ["--backend", "torch_native", "--only", "layout"]
+    assert main([*arguments, "--deadline", "0", "--json", str(first)]) == 1  # nothing was checked
+    assert main([*arguments, "--json", str(first)]) == 0
+    record = json.loads(first.read_text())
+    (run,) = record["runs"]
+    run["left"] = [run["results"].pop()["check"]]
+    run["results"][0]["status"] = "FAIL"
+    kept = run["results"][1] = {**run["results"][1], "detail": "of the first run"}
+    assert "not run" in page([record])
+    first.write_text(json.dumps(record))
+    assert main([*arguments, "--resume", str(first), "--json", str(second)]) == 0
+    (run,) = json.loads(second.read_text())["runs"]
+    assert not run["left"] and len(run["results"]) == 3 and run["results"][1] == kept
+    assert "3 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_a_process_that_ends_fails_its_own_check_only() -> None:
+    """Two processes, one of which ends at the second task: the rest is answered."""
+    found: dict[str, Any] = {}
+    work_off(["1", "x", "3"], int, found.__setitem__, lambda task, why: why, jobs=2, until=None, poisoned=lambda answer: False)
+    assert found == {"1": 1, "3": 3, "x": "the process ended with exit code 1"}
+    work_off([60.0, 60.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=time.time() + 0.3,
+             poisoned=lambda answer: False)
+    assert 60.0 not in found
 
 
 def test_as_a_module() -> None:

@@ -12,7 +12,8 @@ import torch
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.backends import torch_native
 from quire.attn_ops.conformance import ops, page
-from quire.attn_ops.conformance.report import check_backend, main, run_checks
+from quire.attn_ops.conformance.command import main
+from quire.attn_ops.conformance.report import check_backend, run_checks
 from quire.attn_ops.conformance.sweeps import SHAPES
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import current_step

@@ -3,12 +3,10 @@ rows is written."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from quire.attn_ops.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, make_draft_metadata
+from quire.attn_ops.metadata import CommonAttentionMetadata, make_draft_metadata
 
 TABLE = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
@@ -57,15 +55,3 @@ def test_bad_input() -> None:
                              ({"num_steps": 1, "topk": 2, "draft_table": torch.zeros(2, 1).int()}, "ends inside a page of 4")):
         with pytest.raises(ValueError, match=message):
             make_draft_metadata(batch([1], [9]), **options)
-
-
-def test_an_engines_builder() -> None:
-    class Builder(AttentionMetadataBuilder):
-        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-            return common_attn_metadata.seq_lens_cpu.tolist(), fast_build
-
-        def build_for_drafting(self, common_attn_metadata, draft_index):
-            return draft_index, super().build_for_drafting(common_attn_metadata, draft_index)
-
-    made = Builder([], [], SimpleNamespace(), torch.device("cpu")).build_drafts(batch([1, 1], [5, 8]), 2)
-    assert made == [(0, ([6, 9], True)), (1, ([7, 10], True))]

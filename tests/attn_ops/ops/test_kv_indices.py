@@ -192,10 +192,10 @@ def test_the_ops_are_sound() -> None:
         (ops.create_flashinfer_kv_indices, (table, rows, lens, ints([0, 4, 11]), None, flat)),
         (ops.create_flashmla_kv_indices, (table, rows, lens, None, flat.view(2, 8), 2)),
         (ops.get_num_kv_splits, (torch.zeros(2, dtype=torch.int32), lens, 8, 2, 4, 100, False)),
-        (ops.update_sliding_window_buffer, (table, rows, lens, ints([1, 2]), 3, False, None, ints([0, 0, 0]), ints([0, 0]),
-                                            ints([0, 0]), flat)),
         (ops.prepare_swa_spec_page_table, (flat.view(2, 8), table[:2], table[:2, :3], lens, ints([1, 2]), 1)),
         (ops.normal_decode_set_metadata, (ints([0, 0]), ints([0, 0, 0]), flat.view(2, 8), table, rows, lens, 0, 2, None, None)),
     ]
     for op, args in cases:
         torch.library.opcheck(op.default, tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
+    torch.library.opcheck(ops.update_sliding_window_buffer.default, (table, rows, lens, ints([1, 2]), 3), dict(
+        kv_indptr=ints([0, 0, 0]), kv_lens=ints([0, 0]), kv_start=ints([0, 0]), out=flat.clone()))

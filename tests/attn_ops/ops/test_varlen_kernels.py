@@ -55,7 +55,8 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"\(T, S, H, D\)"):
         quire.merge_states(x, lse)
     for options, message in ((dict(window=0), "window must be positive"), (dict(softcap=-1.0), "softcap must be positive"),
-                             (dict(implementation="fast"), "one of auto, eager, sdpa, kernel; got 'fast'"),
+                             (dict(implementation="fast"), "one of auto, eager, sdpa, kernel, .*; got 'fast'"),
+                                 (dict(implementation="kernel"), "runs on a GPU, and q is on cpu"),
                              (dict(implementation="sdpa", softcap=2.0), "has no softcap")):
         with pytest.raises(ValueError, match=message):
             quire.varlen_attention(x, x, x, cu, cu, scale=1.0, **options)

@@ -149,7 +149,7 @@ def test_what_is_refused() -> None:
     x = torch.randn(1, 4, 5, 8)
     with pytest.raises(RuntimeError, match="outside quire.encoder_attention"):
         module.attention_function(attention, x, x, x, None)
-    with pytest.raises(ValueError, match="implementation must be one of auto, eager, sdpa, kernel; got 'fast'"), \
+    with pytest.raises(ValueError, match="implementation must be one of auto, eager, sdpa, kernel, .*; got 'fast'"), \
             quire.encoder_attention(tower, "fast"):
         pass
     with pytest.raises(ValueError, match="Linear has no config of transformers"), \

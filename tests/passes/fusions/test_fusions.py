@@ -17,24 +17,10 @@ from torch.nn import functional as F
 from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.registry import FUSIONS, FusionPass, apply_fusions
-from quire.passes.fx import copy_graph, placeholders
-from tests.passes.models import changes, listing
+from quire.passes.fx import placeholders
+from tests.passes.models import capture, changes, listing
 
 WIDTH = 8
-
-
-def capture(module: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
-    """The graph that Dynamo makes of ``module``, and the real tensors behind its placeholders."""
-    found: list[Any] = []
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.append((copy_graph(gm), list(inputs)))
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(module, backend=backend, fullgraph=True)(*args)
-    ((gm, inputs),) = found
-    return gm, inputs
 
 
 class Projections(nn.Module):

@@ -11,12 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.attn_ops.ops.lora import lora_expand
-from quire.passes.backend import QuireBackend
-from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.lora import fuse_lora
 from quire.passes.fusions.projections import fuse_projections
-from quire.passes.fx import LINEAR, copy_graph, is_function
-from quire.passes.options import QuireOptions
+from quire.passes.fx import LINEAR, is_function
+from tests.passes.models import after
 
 WIDTH, RANK = 32, 4
 
@@ -49,23 +47,11 @@ class Layer(nn.Module):
 def fused(model: nn.Module) -> tuple[int, Counter, torch.Tensor, torch.Tensor]:
     """Matches, how many linear layers and expansions the graph has, its result, and the model's."""
     x = torch.randn(1, 3, WIDTH).to(next(model.parameters()).dtype)
-    backend = QuireBackend(QuireOptions(compiler="eager"))
-    torch._dynamo.mark_dynamic(x, 1)
     with torch.no_grad():
         want = model(x)
-        torch.compile(model, backend=backend, fullgraph=True)(x)
-        graph = backend.graphs[0]
-        gm = copy_graph(graph.gm)
-        work = Fusion(gm, graph.inputs, backend.weights)
-        fuse_projections(work)
-        matches = fuse_lora(work)
-        gm.graph.lint()
-        gm.recompile()
-        ops = Counter("linear" if is_function(n, LINEAR) else "expand" for n in gm.graph.nodes
-                      if is_function(n, LINEAR) or is_function(n, (lora_expand,)))
-        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.inputs], *work.added)[0]
-        backend.weights.restore()
-        return matches, ops, out, want
+    (_, matches), gm, out = after(model, x, fuse_projections, fuse_lora)
+    kinds = {"linear": LINEAR, "expand": (lora_expand,)}
+    return matches, Counter(kind for n in gm.graph.nodes for kind, ops in kinds.items() if is_function(n, ops)), out, want
 
 
 @pytest.mark.parametrize("options", [{}, dict(dropout=0.1), dict(bias=True)], ids=str)

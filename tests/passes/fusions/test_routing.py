@@ -14,7 +14,7 @@ from quire.attn_ops.ops.routing import topk_rows
 from quire.passes.fusions import routing
 from quire.passes.fusions.base import FusedWeights, Fusion
 from quire.passes.fx import value
-from tests.passes.models import listing
+from tests.passes.models import capture, listing
 
 ROWS = torch.randn(5, 12)
 
@@ -24,15 +24,9 @@ def on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "DEVICES", ("cpu",))
 
 
-def traced(f: Callable[[Tensor], Any], x: Tensor = ROWS) -> fx.GraphModule:
-    graphs: list[fx.GraphModule] = []
-    torch.compile(f, backend=lambda gm, inputs: graphs.append(gm) or gm.forward)(x)
-    torch._dynamo.reset()
-    return graphs[0]
-
-
 def fused(f: Callable[[Tensor], Any], x: Tensor = ROWS) -> tuple[int, fx.GraphModule]:
-    gm = traced(f, x)
+    torch._dynamo.reset()
+    gm, _ = capture(f, x)
     count = routing.fuse_topk(Fusion(gm, [x], FusedWeights()))
     gm.recompile()
     return count, gm

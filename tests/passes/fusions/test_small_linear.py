@@ -8,14 +8,10 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 
-from quire.passes.backend import QuireBackend
-from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.registry import has_small_passes
 from quire.passes.fusions.small_linear import fuse_small_linear
-from quire.passes.fx import copy_graph
-from quire.passes.options import QuireOptions
-from tests.passes.models import listing
+from tests.passes.models import after, listing
 
 
 class Norm(nn.Module):
@@ -45,31 +41,12 @@ class Layer(nn.Module):
         return x + self.down(self.act(self.gate(y)) * self.up(y))
 
 
-def fused(model: nn.Module, x: torch.Tensor):
-    """(matches, the graph after, its result) of tracing the model and running both passes."""
-    backend = QuireBackend(QuireOptions(compiler="eager"))
-    torch._dynamo.mark_dynamic(x, 1)
-    with torch.no_grad():
-        torch.compile(model, backend=backend, fullgraph=True)(x)
-    graph = backend.graphs[0]
-    gm = copy_graph(graph.gm)
-    work = Fusion(gm, graph.inputs, backend.weights)
-    groups = fuse_projections(work)
-    matches = fuse_small_linear(work)
-    gm.graph.lint()
-    gm.recompile()
-    with torch.no_grad():
-        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.inputs], *work.added)[0]
-    backend.weights.restore()
-    return (groups, matches), gm, out
-
-
 def test_a_layer_becomes_two_kernels() -> None:
     torch.manual_seed(1)
     x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
     model = Layer()
-    matches, gm, out = fused(model, x)
-    assert matches == (1, 2)
+    matches, gm, out = after(model, x, fuse_projections, fuse_small_linear)
+    assert matches == [1, 2]
     assert_expected_inline(listing(gm.graph), """\
 s0: size s0
 l_x_: [1, s0, 32]
@@ -87,22 +64,8 @@ return (small_linear_default_1,)""")
         assert torch.equal(out, model(x))  # on a CPU the op runs its definition, in the order the model has it
 
 
-@pytest.mark.parametrize("model, ops", [
-    (Layer(act=F.gelu), "gelu"),  # no SwiGLU
-    (Layer(norm=Norm(offset=1.0)), "rsqrt"),  # Gemma's norm
-    (Layer(norm=nn.LayerNorm(32)), "layer_norm"),
-], ids=["gelu", "gemma_norm", "layer_norm"])
-def test_what_is_spelled_otherwise_stays(model, ops) -> None:
-    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
-    (_, matches), gm, out = fused(model, x)
-    assert matches == 2 and ops in listing(gm.graph)
-    with torch.no_grad():
-        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
-
-
 def test_float32_is_left_alone() -> None:
-    (_, matches), _, _ = fused(Layer(dtype=torch.float32), torch.randn(1, 5, 32))
-    assert matches == 0
+    assert after(Layer(dtype=torch.float32), torch.randn(1, 5, 32), fuse_projections, fuse_small_linear)[0][1] == 0
 
 
 class Shared(Layer):
@@ -112,15 +75,6 @@ class Shared(Layer):
         y = self.norm(x)
         z = self.down(self.act(self.gate(y)) * self.up(y))
         return (x + z) * z.sigmoid() + y
-
-
-def test_nothing_that_others_need_disappears() -> None:
-    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
-    model = Shared()
-    (_, matches), gm, out = fused(model, x)
-    assert matches == 2 and "rsqrt" in listing(gm.graph) and "add" in listing(gm.graph)
-    with torch.no_grad():
-        assert torch.equal(out, model(x))
 
 
 def layer(forward, **options):
@@ -164,39 +118,35 @@ def split_of_tokens(self, x):
     return self.act(a) * b
 
 
-@pytest.mark.parametrize("forward", [
-    input_changed_before_the_sum, input_changed_before_the_product, input_of_the_norm_changed, scaled_sum, sum_into_another,
-    split_of_tokens], ids=lambda f: f.__name__)
-def test_what_would_change_the_result_is_not_folded(forward) -> None:
-    """On the fused graph as it is, whose op reads its inputs where the last of its parts stood."""
-    model = layer(forward)
-    model.both, model.square = nn.Linear(32, 96, bias=False).bfloat16(), nn.Linear(32, 32, bias=False).bfloat16()
-    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
-    (_, matches), _, out = fused(model, x)
-    assert matches >= 1
-    with torch.no_grad():
-        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("size", [(), (1,)])
-def test_a_norm_with_one_weight_for_all_stays(size) -> None:
-    model = Layer()
-    model.norm.weight = nn.Parameter(torch.full(size, 0.7, dtype=torch.bfloat16))
-    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
-    (_, matches), gm, out = fused(model, x)
-    assert matches == 2 and "rsqrt" in listing(gm.graph)
-    with torch.no_grad():
-        torch.testing.assert_close(out, model(x), atol=0, rtol=0)
-
-
 def weight_by_name(self, x):
     return x + self.down(self.act(F.linear(self.norm(x), weight=self.gate.weight)))
 
 
-def test_a_weight_given_by_name_stays() -> None:
-    model, x = layer(weight_by_name), torch.randn(1, 5, 32, dtype=torch.bfloat16)
-    (_, matches), _, out = fused(model, x)
-    assert matches == 1
+def norm_of_one_weight(*size):
+    norm = Norm()
+    norm.weight = nn.Parameter(torch.full(size, 0.7))
+    return norm
+
+
+# What changes an input before the last of an operation's parts: on the fused graph as it is, whose op reads its inputs there.
+CHANGES = (input_changed_before_the_sum, input_changed_before_the_product, input_of_the_norm_changed, scaled_sum,
+           sum_into_another, split_of_tokens)
+
+
+@pytest.mark.parametrize("model, matches, left", [
+    (Layer(act=F.gelu), 2, ["gelu"]),  # no SwiGLU
+    (Layer(norm=Norm(offset=1.0)), 2, ["rsqrt"]),  # Gemma's norm
+    (Layer(norm=nn.LayerNorm(32)), 2, ["layer_norm"]),
+    (Layer(norm=norm_of_one_weight()), 2, ["rsqrt"]), (Layer(norm=norm_of_one_weight(1)), 2, ["rsqrt"]),
+    (Shared(), 2, ["rsqrt", "add"]), (layer(weight_by_name), 1, []), *((layer(change), None, []) for change in CHANGES),
+], ids=["gelu", "gemma_norm", "layer_norm", "scalar_weight", "one_weight", "shared", "weight_by_name",
+        *(change.__name__ for change in CHANGES)])
+def test_what_stays(model, matches, left) -> None:
+    model.both, model.square = nn.Linear(32, 96, bias=False).bfloat16(), nn.Linear(32, 32, bias=False).bfloat16()
+    x = torch.randn(1, 5, 32, dtype=torch.bfloat16)
+    (_, found), gm, out = after(model, x, fuse_projections, fuse_small_linear)
+    assert found == matches if matches else found >= 1
+    assert all(name in listing(gm.graph) for name in left)
     with torch.no_grad():
         torch.testing.assert_close(out, model(x), atol=0, rtol=0)
 

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import copy_graph, placeholders, value
+from quire.passes.fx import placeholders, value
 from quire.passes.rewrite.own_positions import check_uncompiled, use_given_positions
+from tests.passes.models import capture
 
 WIDTH = 4
 
@@ -65,15 +66,7 @@ def from_one(x: torch.Tensor) -> torch.Tensor:
 
 
 def traced(model: nn.Module) -> tuple[fx.GraphModule, Any, list[Any]]:
-    found: list[Any] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.append((copy_graph(gm), list(inputs)))
-        return gm.forward
-
-    ids = torch.arange(9)[None] % 31
-    torch.compile(model, backend=keep, dynamic=True, fullgraph=True)(ids, torch.arange(9)[None])
-    ((gm, inputs),) = found
+    gm, inputs = capture(model, torch.arange(9)[None] % 31, torch.arange(9)[None], dynamic=True)
     tokens = next(value(n).shape[1] for n in placeholders(gm.graph) if "input_ids" in n.name)
     return gm, tokens, inputs
 

@@ -26,9 +26,16 @@ def pair(position_ids):
     return position_ids[..., :, None], position_ids[..., None, :]
 
 
-def causal(module, position_ids):
-    i, j = pair(position_ids)
-    return (j <= i)[:, None]
+def of_pairs(visible):
+    """A mask from a function of query and key positions."""
+
+    def mask(module, position_ids):
+        return visible(*pair(position_ids))[:, None]
+
+    return mask
+
+
+causal = of_pairs(lambda i, j: j <= i)
 
 
 def causal_from_shape(module, position_ids):
@@ -37,28 +44,11 @@ def causal_from_shape(module, position_ids):
 
 
 def window(size):
-    def mask(module, position_ids):
-        i, j = pair(position_ids)
-        return ((j <= i) & (j > i - size))[:, None]
-
-    return mask
+    return of_pairs(lambda i, j: (j <= i) & (j > i - size))
 
 
 def chunk(size):
-    def mask(module, position_ids):
-        i, j = pair(position_ids)
-        return ((j <= i) & (j // size == i // size))[:, None]
-
-    return mask
-
-
-def of_pairs(visible):
-    """A mask from a function of query and key positions."""
-
-    def mask(module, position_ids):
-        return visible(*pair(position_ids))[:, None]
-
-    return mask
+    return of_pairs(lambda i, j: (j <= i) & (j // size == i // size))
 
 
 def bias(inner):
@@ -109,30 +99,9 @@ def test_a_long_window_is_not_read_as_plain_causal(kind, size) -> None:
         assert (site.window, site.chunk) == ((None, size) if kind is chunk else (size, None))
 
 
-def test_window_and_chunk_in_one_mask_is_refused() -> None:
-    def both(module, position_ids):
-        return window(4096)(module, position_ids) & chunk(8192)(module, position_ids)
-
-    refused(tiny(mask=both), "it is none of causal, sliding window, chunk")
-
-
-def test_a_window_beside_another_large_constant_is_refused() -> None:
-    def mask(module, position_ids):
-        i, j = pair(position_ids)
-        return ((j <= i) & (j > i - 4096) & (i < 1_000_000))[:, None]
-
-    refused(tiny(mask=mask), "its numbers are too large")
-
-
 def test_a_window_given_as_a_float() -> None:
-    def less(module, position_ids):
-        i, j = pair(position_ids)
-        return ((j <= i) & ((i - j).float() < 4096.0))[:, None]
-
-    def more(module, position_ids):
-        i, j = pair(position_ids)
-        return torch.where((j <= i) & ((j - i).float() > -4096.0), 0.0, -math.inf)[:, None]
-
+    less = of_pairs(lambda i, j: (j <= i) & ((i - j).float() < 4096.0))
+    more = of_pairs(lambda i, j: torch.where((j <= i) & ((j - i).float() > -4096.0), 0.0, -math.inf))
     for mask in (less, more):
         assert {s.window for s in trace(tiny(mask=mask)).sites} == {4096}
 
@@ -200,50 +169,24 @@ REPEATS = {
 }
 
 
-@pytest.mark.parametrize("repeat, heads, kv_heads", [
-    *((repeat, 4, 2) for repeat in REPEATS.values()), (expand_reshape, 4, 1), (expand_reshape, 6, 3),
-], ids=[*REPEATS, "one key head", "three key heads"])
-def test_repeated_keys_are_peeled(repeat, heads, kv_heads) -> None:
-    model = tiny(heads, kv_heads, repeat=repeat)
-    graph = trace(model)
-    assert {(s.num_heads, s.num_kv_heads) for s in graph.sites} == {(heads, kv_heads)}
-    assert served(graph, model) <= TOLERANCE
-
-
+# Heads 0 1 0 1 and not 0 0 1 1, or one of them changed: another model. Its keys are cached as they are, which is right.
 TILES = {
     "repeat": lambda x, times: x.repeat(1, times, 1, 1),
     "cat": lambda x, times: torch.cat([x] * times, dim=1),
     "expand_other_side": lambda x, times: x.unsqueeze(1).expand(-1, times, -1, -1, -1).flatten(1, 2),
+    "changed_copy": lambda x, times: x.repeat_interleave(times, 1) * torch.tensor([1.0, 2.0, 1.0, 1.0]).view(1, 4, 1, 1),
 }
 
 
-@pytest.mark.parametrize("repeat", TILES.values(), ids=TILES.keys())
-def test_tiled_keys_are_not_peeled(repeat) -> None:
-    """Heads 0 1 0 1 and not 0 0 1 1: another model. The tiled keys are cached as they are, which is right."""
-    model = tiny(4, 2, repeat=repeat)
+@pytest.mark.parametrize("repeat, heads, kv_heads, cached, options", [
+    *((repeat, 4, 2, 2, {}) for repeat in REPEATS.values()), (expand_reshape, 4, 1, 1, {}), (expand_reshape, 6, 3, 3, {}),
+    *((repeat, 4, 2, 4, {}) for repeat in TILES.values()),
+    (None, 4, 2, 2, dict(enable_gqa=True)), (None, 4, 1, 1, {}),  # by F.sdpa: its flag, and (B, 1, S, D) keys without it
+], ids=[*REPEATS, "one key head", "three key heads", *TILES, "enable_gqa", "broadcast"])
+def test_repeated_keys_are_peeled_and_others_are_not(repeat, heads, kv_heads, cached, options) -> None:
+    model = tiny(heads, kv_heads, repeat=repeat, **options)
     graph = trace(model)
-    assert {(s.num_heads, s.num_kv_heads) for s in graph.sites} == {(4, 4)}
-    assert served(graph, model) <= TOLERANCE
-
-
-def test_a_changed_copy_is_not_peeled() -> None:
-    """One of the repeated heads is scaled afterwards."""
-
-    def repeat(x, times):
-        return x.repeat_interleave(times, dim=1) * torch.tensor([1.0, 2.0, 1.0, 1.0]).view(1, 4, 1, 1)
-
-    model = tiny(4, 2, repeat=repeat)
-    graph = trace(model)
-    assert {s.num_kv_heads for s in graph.sites} == {4}
-    assert served(graph, model) <= TOLERANCE
-
-
-@pytest.mark.parametrize("kv_heads, options", [(2, dict(enable_gqa=True)), (1, {})], ids=["enable_gqa", "broadcast"])
-def test_keys_that_sdpa_repeats(kv_heads, options) -> None:
-    """By its flag; it broadcasts (B, 1, S, D) keys with no flag."""
-    model = tiny(4, kv_heads, repeat=None, **options)
-    graph = trace(model)
-    assert {(s.num_heads, s.num_kv_heads) for s in graph.sites} == {(4, kv_heads)}
+    assert {(s.num_heads, s.num_kv_heads) for s in graph.sites} == {(heads, cached)}
     assert served(graph, model) <= TOLERANCE
 
 
@@ -302,55 +245,43 @@ def test_a_mask_that_the_caller_passes_is_refused(shape) -> None:
             given=torch.ones(shape, dtype=torch.bool).tril())
 
 
-def test_a_stored_mask_too_large_to_check_is_refused() -> None:
-    refused(tiny(mask=stored(8200)), "its table serves more than 8192 positions")
-
-
 def test_static_trace_is_refused() -> None:
     """A trace for 23 tokens only: a window of 31 would look like plain causal."""
     refused(tiny(mask=window(31)), "traced for exactly 23 tokens.*compile with dynamic=True", dynamic=False)
     refused(tiny(), "the graph was traced for exactly 23 tokens", dynamic=False)
 
 
-def test_mask_chosen_by_token_count_is_refused() -> None:
-    def mask(module, position_ids):
-        return causal(module, position_ids) if position_ids.shape[1] > 8 else window(4)(module, position_ids)
-
-    refused(tiny(mask=mask), r"a path of its own for some numbers of tokens \(s\d+ > 8\)")
+def chosen_by_token_count(module, position_ids):
+    return causal(module, position_ids) if position_ids.shape[1] > 8 else window(4)(module, position_ids)
 
 
-def test_queries_of_five_dimensions_are_refused() -> None:
+@pytest.mark.parametrize("mask, message", [
+    (lambda *given: window(4096)(*given) & chunk(8192)(*given), "it is none of causal, sliding window, chunk"),
+    (of_pairs(lambda i, j: (j <= i) & (j > i - 4096) & (i < 1_000_000)), "its numbers are too large"),
+    (stored(8200), "its table serves more than 8192 positions"),
+    (chosen_by_token_count, r"a path of its own for some numbers of tokens \(s\d+ > 8\)"),
+], ids=["window_and_chunk", "another_large_constant", "too_large_to_check", "by_token_count"])
+def test_masks_that_are_refused(mask, message) -> None:
+    refused(tiny(mask=mask), message)
+
+
+sdpa = nn.functional.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("attend, message", [
+    (lambda q: sdpa(*[q[:, :, :, None].expand(-1, -1, -1, 1, -1)] * 3).flatten(2, 4),
+     r"query has 5 dimensions, need \(B, H, S, D\)"),
+    # F.sdpa broadcasts the only key head to the value heads; a cache has as many of the one as of the other.
+    (lambda q: sdpa(q, q[:, :1], q, is_causal=True), "4 query heads, 1 key heads, 4 value heads"),
+    (lambda q: sdpa(q, *[torch.cat([q[:, :, :3], q], dim=2)] * 2), r"keys for s\d+ queries: a KV cache in the graph"),
+], ids=["five_dimensions", "heads_that_do_not_fit", "keys_longer_than_queries"])
+def test_calls_that_are_refused(attend, message) -> None:
     class Odd(Attention):
         def forward(self, x, position_ids, extra):
             q = x.view(*x.shape[:2], 4, DIM).transpose(1, 2)
-            wide = q[:, :, :, None].expand(-1, -1, -1, 1, -1)
-            return torch.nn.functional.scaled_dot_product_attention(wide, wide, wide).flatten(2, 4).transpose(
-                1, 2).reshape(x.shape[0], -1, HIDDEN)
+            return attend(q).transpose(1, 2).reshape(x.shape[0], -1, HIDDEN)
 
-    refused(Tiny(Odd(4, 4)).eval(), r"query has 5 dimensions, need \(B, H, S, D\)")
-
-
-def test_heads_that_do_not_fit_are_refused() -> None:
-    """F.sdpa broadcasts the only key head to the value heads; a cache has as many of the one as of the other."""
-
-    class Odd(Attention):
-        def forward(self, x, position_ids, extra):
-            q = x.view(*x.shape[:2], 4, DIM).transpose(1, 2)
-            return torch.nn.functional.scaled_dot_product_attention(q, q[:, :1], q, is_causal=True).transpose(
-                1, 2).reshape(x.shape[0], -1, HIDDEN)
-
-    refused(Tiny(Odd(4, 4)).eval(), "4 query heads, 1 key heads, 4 value heads")
-
-
-def test_keys_longer_than_queries_are_refused() -> None:
-    class Cached(Attention):
-        def forward(self, x, position_ids, extra):
-            q = x.view(*x.shape[:2], 4, DIM).transpose(1, 2)
-            k = torch.cat([q[:, :, :3], q], dim=2)
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, k)
-            return out.transpose(1, 2).reshape(x.shape[0], -1, HIDDEN)
-
-    refused(Tiny(Cached(4, 4)).eval(), r"keys for s\d+ queries: a KV cache in the graph")
+    refused(Tiny(Odd(4, 4)).eval(), message)
 
 
 def test_one_refusal_refuses_the_model() -> None:

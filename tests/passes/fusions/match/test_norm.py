@@ -10,6 +10,7 @@ from torch import fx
 
 from quire.passes.fusions.match.norm import match_rms_norm
 from quire.passes.fx import placeholders
+from tests.passes.models import capture
 
 Tensor = torch.Tensor
 DIM = 8
@@ -27,16 +28,9 @@ def by_power(x: Tensor) -> Tensor:  # Gemma 4
 
 def traced(norm: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> fx.Node:
     """The node that the norm of x (1, 3, 2, 8) with a weight (8,) returns, in a graph as Dynamo traces it."""
-    graphs: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, _: object) -> Callable:
-        graphs.append(gm)
-        return gm.forward
-
     torch._dynamo.reset()
-    torch.compile(norm, backend=keep, fullgraph=True)(torch.randn(1, 3, 2, DIM, dtype=dtype), torch.rand(
-        DIM, dtype=weight_dtype or dtype))
-    (output,) = graphs[0].graph.find_nodes(op="output")
+    gm, _ = capture(norm, torch.randn(1, 3, 2, DIM, dtype=dtype), torch.rand(DIM, dtype=weight_dtype or dtype))
+    (output,) = gm.graph.find_nodes(op="output")
     return output.args[0][0]
 
 

@@ -1,0 +1,72 @@
+"""Prompts of many queries per key, by keys and values copied to contiguous memory.
+
+On Hopper GPUs FlashInfer's kernel loads contiguous keys with the tensor memory accelerator, and pages without it: 675 and 560
+TFLOP/s on an H200 at 128 dims (``benchmarks/extend.py --flashinfer``). The copy takes time per key, so what counts is how many
+queries read each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import Caches
+from quire.attn_ops.metadata import CommonAttentionMetadata
+
+SAVED = 1 / 560e12 - 1 / 675e12  # seconds per operation of the two products
+COPY_BANDWIDTH = 1.9e12  # bytes per second, read and written
+MORE_LAUNCHES = 15e-6  # seconds, of the copy
+MAX_BYTES = 512 * 2**20  # of keys and values; what triton's own copy takes at most, for which engines leave room
+
+
+class Contiguous:
+    """A plan that is run as one for pages is: copies, then attends.
+
+    Args:
+        wrapper: FlashInfer's BatchPrefillWithRaggedKVCacheWrapper, planned.
+        block_table: (B, W) of the sequences.  kv_starts: (B + 1,) int32, device, where the keys of each begin.
+        num_keys: of all of them.  heads_first: whether ``run`` gets pages of (Hkv, page, D).
+    """
+
+    def __init__(self, wrapper: Any, block_table: torch.Tensor, kv_starts: torch.Tensor, num_keys: int, heads_first: bool
+                 ) -> None:
+        self.wrapper, self.block_table, self.kv_starts, self.num_keys = wrapper, block_table, kv_starts, num_keys
+        self.heads_first = heads_first
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], **options: Any) -> Any:
+        """Like the ``run`` of FlashInfer's wrapper for pages."""
+        k, v = (x.transpose(1, 2) if self.heads_first else x for x in pages)
+        copied = host.kernel_module("kernels.gather_kv").gather_kv(
+            Caches(k, v, None, None), self.block_table, self.kv_starts, self.num_keys, q.dtype, padded=False)
+        return self.wrapper.run(q, *copied, **options)
+
+
+def spares(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether sequences of (B,) lengths take less time this way, and their keys little enough memory."""
+    query, keys = query_lens.astype(np.int64), seq_lens.astype(np.int64)
+    pairs = int((query * (keys - query) + query * (query + 1) // 2).sum())
+    copied = 4 * kv_heads * dim * int(keys.sum())
+    return copied <= MAX_BYTES and 4 * heads * dim * pairs * SAVED > 2 * copied / COPY_BANDWIDTH + MORE_LAUNCHES
+
+
+def lengths(metadata: CommonAttentionMetadata, first: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Query tokens, and keys, of the sequences ``first`` to ``rows``; sequences without queries have no keys."""
+    query_lens = np.diff(metadata.query_start_loc_cpu.numpy()[first : rows + 1])
+    return query_lens, np.where(query_lens > 0, metadata.seq_lens_cpu.numpy()[first:rows], 0)
+
+
+def plan(wrapper: Any, metadata: CommonAttentionMetadata, first: int, rows: int, heads: int, kv_heads: int, dim: int,
+         heads_first: bool, **options: Any) -> Contiguous:
+    """Plan the sequences ``first`` to ``rows`` of a batch. ``options``: further ones of FlashInfer's plan."""
+    query_lens, seq_lens = lengths(metadata, first, rows)
+    starts = [torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32)) for lens in (query_lens, seq_lens)]
+    wrapper.plan(*starts, heads, kv_heads, dim, causal=True, **options)
+    on_device = host.kernel_module("kernels.gather_kv").kv_starts(
+        metadata.query_start_loc[first : rows + 1], metadata.seq_lens[first:rows])
+    return Contiguous(wrapper, metadata.block_table_tensor[first:rows], on_device, int(seq_lens.sum()), heads_first)
+
+
+__all__ = ["Contiguous", "lengths", "plan", "spares"]

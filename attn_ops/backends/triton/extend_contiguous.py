@@ -1,0 +1,178 @@
+"""Causal attention of long prompts to contiguous keys: pages are copied first (``kernels/gather_kv.py``), then read by tensor
+descriptors, which takes a fraction of the instructions and registers of following the block table.
+
+A program serves BLOCK_M consecutive tokens of one sequence and one query head; blocks are cut as in ``extend.py``, and those
+of one head run side by side, so that its keys stay in the L2 cache. Which steps come here is decided by
+``extend_route.py``. Nothing here may be captured in a CUDA graph: the copy is as long as the sequences are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.attn_ops.backends.triton.extend import store_result
+from quire.attn_ops.backends.triton.extend_route import Route
+from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
+from quire.attn_ops.kernels.gather_kv import gather_kv
+from quire.attn_ops.kernels.host import Caches
+from quire.attn_ops.kernels.launch import descriptor, launch
+from quire.attn_ops.kernels.paged import find_block
+from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
+
+
+class ContiguousConfig(NamedTuple):
+    """Tuning parameters: query tokens and keys per tile, warps, loop stages."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+class ContiguousTile(NamedTuple):
+    """Constants of a launch.
+
+    heads, kv_heads, dim, dim_v: of the attention; width, width_v: of the contiguous keys and values, powers of two.
+    skip_single, fold: see ExtendTile.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dim_v: int
+    width: int
+    width_v: int
+    skip_single: bool
+    fold: bool
+    block_m: int
+    block_n: int
+    stages: int
+
+
+@triton.jit
+def attend_contiguous(highest, total, acc, query, pos, keys, values, first_key, column, column_v, begin, stop, scale, softcap,
+                      TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The running softmax over keys begin..stop of the sequence whose first key is row ``first_key`` of the descriptors.
+    Without MASKED every query sees all of them, and TILE.block_n divides their number."""
+    PRECISION: tl.constexpr = "ieee" if query.dtype == tl.float32 else "tf32"
+    factor = scale * LOG2E
+    for block in tl.range(begin, stop, TILE.block_n, num_stages=TILE.stages):
+        scores = tl.dot(query, tl.trans(keys.load([first_key + block, column])), input_precision=PRECISION)
+        if not TILE.fold:
+            scores = logits(scores, scale, softcap)
+        if MASKED:
+            offsets = block + tl.arange(0, TILE.block_n)
+            live = offsets < stop
+            scores = tl.where(live[None, :] & (offsets[None, :] <= pos[:, None]), scores, float("-inf"))
+        highest, total, weights, shrink = softmax_step(highest, total, scores, factor, TILE.fold, MASKED)
+        acc = acc * shrink[:, None]
+        rows = values.load([first_key + block, column_v])
+        if MASKED:  # the next sequence's values may be NaN, and 0 * NaN is NaN
+            rows = tl.where(live[:, None], rows, 0.0)
+        acc = tl.dot(weights.to(rows.dtype), rows, acc, input_precision=PRECISION)
+    return highest, total, acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs"])
+def contiguous_kernel(q, keys, values, query_start_loc, kv_starts, sinks, out, out_lse, num_tokens, num_reqs, scale, softcap,
+                      strides, TILE: tl.constexpr):
+    """TILE.block_m query tokens of one sequence and head.
+
+    keys, values: descriptors of (N, kv_heads * width*), blocks (block_n, width*). query_start_loc, kv_starts: (B + 1,).
+    strides: of tokens and heads of q. None stands for absent sinks, softcap or out_lse (T, H)."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    WIDTH: tl.constexpr = TILE.width
+    WIDTH_V: tl.constexpr = TILE.width_v
+    GROUP: tl.constexpr = TILE.heads // TILE.kv_heads
+    blocks = tl.num_programs(0) // TILE.heads
+    head = tl.program_id(0) // blocks
+    block = blocks - 1 - tl.program_id(0) % blocks  # the last blocks have the most keys: start with them
+    row, start, first_token = find_block(query_start_loc, num_reqs, block, BLOCK_M)
+    end = tl.load(query_start_loc + tl.minimum(row + 1, num_reqs))
+    end = tl.where(row == num_reqs, num_tokens, end)
+    if first_token >= end:
+        return
+    token = first_token + tl.arange(0, BLOCK_M)
+    live = token < end
+    columns = tl.arange(0, WIDTH)
+    columns_v = tl.arange(0, WIDTH_V)
+    out_row = token.to(tl.int64) * TILE.heads + head
+    if row == num_reqs:  # padding tokens
+        store_result(out, out_lse, out_row, tl.zeros([BLOCK_M, WIDTH_V], tl.float32),
+                     tl.full([BLOCK_M], float("-inf"), tl.float32), columns_v, live, TILE.dim_v)
+        return
+    if TILE.skip_single:
+        if end - start == 1:
+            return
+    first_key = tl.load(kv_starts + row)
+    num_keys = tl.load(kv_starts + row + 1) - first_key
+    offset = num_keys - end  # position of a token = its index + offset
+    pos = token + offset
+    stop = tl.minimum(first_token + BLOCK_M, end) + offset
+    causal = tl.maximum(first_token + offset + 1, 0) // BLOCK_N * BLOCK_N  # all queries see the keys before it
+    query = tl.load(q + token.to(tl.int64)[:, None] * strides[0] + head * strides[1] + columns[None, :],
+                    mask=live[:, None] & (columns < TILE.dim)[None, :], other=0.0)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
+    if sinks is not None:
+        highest = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = total + 1.0
+    column = head // GROUP * WIDTH
+    column_v = head // GROUP * WIDTH_V
+    highest, total, acc = attend_contiguous(highest, total, acc, query, pos, keys, values, first_key, column, column_v, 0,
+                                            causal, scale, softcap, TILE, False)
+    highest, total, acc = attend_contiguous(highest, total, acc, query, pos, keys, values, first_key, column, column_v, causal,
+                                            stop, scale, softcap, TILE, True)
+    seen = tl.where(total > 0, total, 1.0)
+    store_result(out, out_lse, out_row, acc / seen[:, None], highest + tl.log2(seen), columns_v, live, TILE.dim_v)
+
+
+def config(width: int, width_v: int) -> ContiguousConfig:
+    """The parameters for padded head dims. On an H200 tiles of 64 x 64 with four warps are the fastest at a head dim of 128."""
+    widest = max(width, width_v)
+    if widest <= 128:
+        return tuned(ContiguousConfig(64, 64, 4, 3))
+    return tuned(ContiguousConfig(128, 64, 8, 2))
+
+
+@planner
+def _plan(heads: int, kv_heads: int, dim: int, dim_v: int, width: int, width_v: int, skip_single: bool, fold: bool
+          ) -> tuple[ContiguousTile, int]:
+    params = config(width, width_v)
+    fold = fold and max(width, width_v) <= 128  # as in extend
+    return ContiguousTile(heads, kv_heads, dim, dim_v, width, width_v, skip_single, fold, params.block_m, params.block_n,
+                          params.stages), params.warps
+
+
+def extend_contiguous(q: torch.Tensor, caches: Caches, batch: Batch, route: Route, sinks: torch.Tensor | None,
+                      out: torch.Tensor, scale: float, softcap: float | None, lse: torch.Tensor | None = None) -> None:
+    """``extend`` by the way of contiguous keys, causal: the sequences that ``route`` copies, and zeros for padding tokens."""
+    keys, values = gather_kv(caches, batch.block_table, route.kv_starts, route.num_keys, q.dtype)
+    attend_to_contiguous(q, keys, values, batch.query_start_loc, route.kv_starts, sinks, out, scale, softcap,
+                         route.skip_single, lse)
+
+
+def attend_to_contiguous(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, query_start_loc: torch.Tensor, kv_starts: torch.Tensor,
+    sinks: torch.Tensor | None, out: torch.Tensor, scale: float, softcap: float | None, skip_single: bool,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attend q (T, H, D) to keys (N, Hkv, D padded) and values (N, Hkv, Dv padded), both contiguous; queries are the last
+    tokens of each sequence. ``out``, ``lse`` and ``skip_single`` are those of ``extend``."""
+    num_tokens, heads, dim = q.shape
+    num_reqs = query_start_loc.shape[0] - 1
+    tile, warps = _plan(heads, keys.shape[1], dim, out.shape[2], keys.shape[2], values.shape[2], skip_single,
+                        softcap is None and scale > 0)
+    grid = (num_tokens // tile.block_m + num_reqs + 1) * heads
+    launch(contiguous_kernel, (grid,), q, descriptor(keys.flatten(1), (tile.block_n, tile.width)),
+           descriptor(values.flatten(1), (tile.block_n, tile.width_v)), query_start_loc, kv_starts, sinks, out, lse, num_tokens,
+           num_reqs, scale, softcap, q.stride()[:2], tile, num_warps=warps)
+
+
+__all__ = ["ContiguousConfig", "attend_to_contiguous", "config", "extend_contiguous"]

@@ -1,0 +1,170 @@
+"""Which steps copy the keys of long prompts to contiguous memory first (``extend_contiguous.py``), and which follow the pages.
+
+Following pages costs more time per pair of query and key; copying costs time per key, and memory. So what counts is how many
+queries read each key. Both sides are estimated from the lengths, which the host knows of the step in progress, unless it runs
+as a CUDA graph, which is replayed at any length.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backends.triton.plan import Batch, tuned
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.host import Caches
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, current_step
+
+# Seconds per pair of query and key of one head, a + b * D, over the whole GPU. On an H200 at D = 128: 441 TFLOP/s by pages
+# and 540 contiguous. The part without D is the softmax.
+PAGED_PAIR, CONTIGUOUS_PAIR = (0.36e-12, 6.2e-15), (0.30e-12, 5.1e-15)
+COPY_BANDWIDTH = 1.9e12  # bytes per second, read and written
+MORE_LAUNCHES = 10e-6  # of the copy, and of the end of one kernel before the next
+BLOCK_M, PER_SM = 64, 2  # tile of the contiguous kernel, programs that a multiprocessor runs at a time
+
+
+class RouteConfig(NamedTuple):
+    """Args:
+        mode: "auto": where it takes less time, on GPUs where that was measured; "always": wherever it is possible; "never".
+            QUIRE_GATHER_KV=1 and QUIRE_GATHER_KV=0 make the latter two the default.
+        max_bytes: of contiguous keys and values, of one layer: every layer uses the same memory.
+    """
+
+    mode: str
+    max_bytes: int
+
+
+class Route(NamedTuple):
+    """A step's way by contiguous keys: where the keys of each sequence begin (B + 1,), on the device; how many there are; and
+    whether sequences with one query token are served elsewhere."""
+
+    kv_starts: torch.Tensor
+    num_keys: int
+    skip_single: bool
+
+
+def config() -> RouteConfig:
+    return tuned(RouteConfig(_default_mode(), 512 * 2**20))
+
+
+@functools.cache
+def _default_mode() -> str:
+    return {"0": "never", "1": "always"}.get(os.environ.get("QUIRE_GATHER_KV", ""), "auto")
+
+
+def possible(dims: tuple[int, int], dtype: torch.dtype, window: int | None, chunk: int | None, device: torch.device) -> bool:
+    """Whether the contiguous kernel serves such a layer. Layers with a window or chunk read few keys of each sequence."""
+    mode = config().mode
+    if mode == "never" or window is not None or chunk is not None or dtype.itemsize != 2:
+        return False
+    if any(host.next_power_of_2(d, 16) not in (64, 128, 256) for d in dims):
+        return False
+    return mode == "always" or (device.type == "cuda" and _measured(device))
+
+
+@functools.cache
+def _measured(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: int, dims: tuple[int, int], cache_bytes: int,
+            num_sms: int) -> tuple[float, float]:
+    """Estimated time of a layer's attention by pages, and by contiguous keys, the copy included.
+
+    Args:
+        query_lens, seq_lens: (B,) of the sequences that come into question.
+        dims: D and Dv.  cache_bytes: of a number in the cache.
+    """
+    query, keys = query_lens.astype(np.int64), seq_lens.astype(np.int64)
+    dim = (dims[0] + dims[1]) / 2
+    widths = sum(host.next_power_of_2(d, 16) for d in dims)
+    paged, contiguous = (a + b * dim for a, b in (PAGED_PAIR, CONTIGUOUS_PAIR))
+    rows = -(-query // BLOCK_M) * BLOCK_M
+    by_pages = heads * paged * float((query * (keys - query) + query * (query + 1) // 2).sum())
+    by_rows = heads * contiguous * float((rows * (keys - query) + rows * (rows + 1) // 2).sum())
+    longest = BLOCK_M * contiguous * float(keys.max(initial=0)) * num_sms * PER_SM  # of one program
+    copy = float(keys.sum()) * kv_heads * (sum(dims) * cache_bytes + widths * 2) / COPY_BANDWIDTH
+    return by_pages, max(by_rows, longest) + copy + MORE_LAUNCHES
+
+
+def without_graph(sites: Sequence[AttentionSite], device: torch.device, state: None, query_lens: np.ndarray,
+                  seq_lens: np.ndarray) -> tuple[float, float]:
+    """``AttentionBackend.without_graph``, of the layers for which the way by contiguous keys is possible."""
+    query_lens, seq_lens, paged, best = query_lens[query_lens > 1], seq_lens[query_lens > 1], 0.0, 0.0
+    for (heads, kv_heads, dims, itemsize), layers in _kinds(sites, device).items():
+        pages, contiguous = seconds(query_lens, seq_lens, heads, kv_heads, dims, itemsize, host.num_sms(device))
+        fits = _bytes_per_token(kv_heads, dims) * int(seq_lens.sum()) <= config().max_bytes
+        paged += layers * pages * 1e6
+        best += layers * (min(pages, contiguous) if fits else pages) * 1e6
+    return paged, best
+
+
+def scratch_bytes(sites: Sequence[AttentionSite], device: torch.device, tokens: int) -> int:
+    """``AttentionBackend.scratch_bytes``: contiguous keys and values of one layer."""
+    most = max((_bytes_per_token(kv_heads, dims) for _, kv_heads, dims, _ in _kinds(sites, device)), default=0)
+    return min(most * tokens, config().max_bytes)
+
+
+def _kinds(sites: Sequence[AttentionSite], device: torch.device) -> Counter[tuple[int, int, tuple[int, int], int]]:
+    """The layers for which the way by contiguous keys is possible, counted by heads, KV heads, dims and bytes of a number."""
+    return Counter((s.num_heads, s.num_kv_heads, (s.head_dim, s.head_dim_v), s.dtype.itemsize) for s in sites
+                   if s.latent is None and possible((s.head_dim, s.head_dim_v), s.dtype, s.window, s.chunk, device))
+
+
+def _bytes_per_token(kv_heads: int, dims: tuple[int, int]) -> int:
+    """Of contiguous keys and values in half precision."""
+    return 2 * kv_heads * sum(host.next_power_of_2(d, 16) for d in dims)
+
+
+def metadata_of(q: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Step, CommonAttentionMetadata] | None:
+    """The step in progress and its metadata, if these lengths are the step's and no graph's, which is replayed for others."""
+    step = current_step()
+    if step is None or step.graph_key is not None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    meta = step.metadata
+    same = (meta.num_tokens == q.shape[0] and meta.query_start_loc.shape == query_start_loc.shape
+            and meta.query_start_loc.data_ptr() == query_start_loc.data_ptr())
+    return (step, meta) if same else None
+
+
+def find_route(q: torch.Tensor, caches: Caches, batch: Batch, skip_single: bool) -> Route | None:
+    """The way by contiguous keys for this layer of the step, where it is possible and takes less time; else None. Worked out
+    once per step for alike layers."""
+    found = metadata_of(q, batch.query_start_loc)
+    if found is None or found[1].seq_lens.data_ptr() != batch.seq_lens.data_ptr():
+        return None
+    step, meta = found
+    key = ("contiguous keys", q.shape[1], caches.k.shape[2:], caches.v.shape[3], caches.k.dtype, skip_single)
+    if key not in step.notes:
+        step.notes[key] = _route(meta, batch, q.shape[1], caches, skip_single)
+    return step.notes[key]
+
+
+def _route(meta: CommonAttentionMetadata, batch: Batch, heads: int, caches: Caches, skip_single: bool) -> Route | None:
+    dims, kv_heads = (caches.k.shape[3], caches.v.shape[3]), caches.k.shape[2]
+    query_lens, fewest = meta.query_lens_cpu.numpy(), 2 if skip_single else 1
+    wanted = query_lens >= fewest
+    query_lens, seq_lens = query_lens[wanted], meta.seq_lens_cpu.numpy()[wanted]
+    num_keys = int(seq_lens.sum(dtype=np.int64))
+    now = config()
+    if not num_keys or _bytes_per_token(kv_heads, dims) * num_keys > now.max_bytes:
+        return None
+    device = batch.seq_lens.device
+    if now.mode != "always":
+        paged, contiguous = seconds(query_lens, seq_lens, heads, kv_heads, dims, caches.k.dtype.itemsize, host.num_sms(device))
+        if contiguous >= paged:
+            return None
+    starts = host.kernel_module("kernels.gather_kv").kv_starts(batch.query_start_loc, batch.seq_lens, fewest)
+    return Route(starts, num_keys, skip_single)
+
+
+__all__ = ["Route", "RouteConfig", "config", "find_route", "metadata_of", "possible", "scratch_bytes", "seconds",
+           "without_graph"]

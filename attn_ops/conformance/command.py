@@ -1,0 +1,184 @@
+"""The command line of the kit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.attn_ops.backend import AttentionBackend, dtype_name, listed
+from quire.attn_ops.conformance.lanes import work_off
+from quire.attn_ops.conformance.ops import op_checks
+from quire.attn_ops.conformance.record import Result, read_results, run_record, write_record
+from quire.attn_ops.conformance.report import DTYPES, backend_checks, first_dtype, print_table, run_checks
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
+from quire.attn_ops.registry import all_backends, get_backend
+
+#: Checks of many cases by the beginning of their names, which come last where time is limited: one case of each is among the
+#: others.
+LATE = ("shape ", "page size ", "head dims", "query heads", "windows at", "chunks at", "rotary", "MLA: page sizes",
+        "MLA: query heads", "MLA: latent dims", "varlen medium")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Checks of one backend ("ops": of the ops without a KV cache), and one of them."""
+
+    backend: str
+    device: str
+    dtype: torch.dtype | None
+    kv_dtype: torch.dtype | None
+    quick: bool
+    check: str = ""
+
+    def checks(self) -> list[Any]:
+        if self.backend == "ops":
+            return op_checks(torch.device(self.device), self.dtype)
+        return backend_checks(get_backend(self.backend), torch.device(self.device), self.dtype, self.kv_dtype, self.quick)
+
+
+def run_case(case: Case) -> Result:
+    """Make one check."""
+    (result,) = run_checks([each for each in case.checks() if each[0] == case.check])
+    return result
+
+
+@dataclass
+class Run:
+    """The checks of one backend to make, and results; ``reason``: why it is not checked."""
+
+    case: Case
+    names: list[str] = field(default_factory=list)
+    results: dict[str, Result] = field(default_factory=dict)
+    reason: str | None = None
+
+    @property
+    def left(self) -> list[str]:
+        return [name for name in self.names if name not in self.results]
+
+    def record(self) -> dict[str, Any]:
+        c, done = self.case, [self.results[name] for name in self.names if name in self.results]
+        return run_record(c.backend, c.device, c.dtype, c.kv_dtype, done, self.reason, c.quick, self.left)
+
+
+def default_dtype(backend: AttentionBackend, device: str) -> torch.dtype | None:
+    """What ``--backend all`` checks: bfloat16 on a GPU, which has kernels of its own for it, else the first declared."""
+    return torch.bfloat16 if device != "cpu" and torch.bfloat16 in backend.capabilities.dtypes else None
+
+
+def names_in(text: str) -> list[str]:
+    """The names in a list with commas; one for each kind of layer (full=NAME,window=NAME) is one name."""
+    names: list[str] = []
+    for part in text.split(","):
+        if "=" in part and names and "=" in names[-1]:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
+
+
+def runs_of(given: argparse.Namespace) -> list[Run]:
+    """What the arguments ask for. Raises ValueError for an unknown name."""
+    dtype, kv_dtype = (getattr(torch, name) if name else None for name in (given.dtype, given.kv_dtype))
+    chosen, gpu, runs = names_in(given.backend), torch.cuda.is_available(), []
+    every = "all" in chosen
+    for name in [n for each in chosen for n in ([*all_backends(), "ops"] if each == "all" else [each])]:
+        if name == "ops":
+            case = Case(name, given.device or ("cuda" if gpu else "cpu"), dtype, None, given.quick)
+        else:
+            backend = get_backend(name)
+            devices = backend.capabilities.devices
+            device = given.device or ("cuda" if (every or "cuda" in devices) and gpu else "cpu")
+            used = dtype or (default_dtype(backend, device) if every else None) or first_dtype(backend)
+            case = Case(name, device, used, kv_dtype, given.quick)
+            why = backend.available(torch.device(device)) if device in devices else f"runs on {listed(devices)}"
+            if every and (why or used not in backend.capabilities.dtypes):
+                why = why or f"has no {dtype_name(used)}"
+                print(f"{name}: not checked: {why}")
+                runs.append(Run(replace(case, dtype=None, kv_dtype=None), reason=why))
+                continue
+        runs.append(Run(case, [check for check, _ in case.checks() if given.only in check]))
+    return runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0 if every check passed or was skipped, 3 if some are left, 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m quire.attn_ops.conformance", description="Check an attention backend.")
+    add = parser.add_argument
+    add("--backend", required=True, help="name that it is registered by, or names with commas between; all: those that are "
+        "usable on the device; ops: the ops without a KV cache, and merge_state")
+    add("--device", default=None, help="default: the first of cuda and cpu that it runs on here")
+    add("--dtype", default=None, choices=[dtype_name(d) for d in DTYPES])
+    add("--kv-dtype", default=None, choices=sorted(map(dtype_name, QUANTIZED_KV_DTYPES)),
+        help="run all checks on a quantized KV cache (default: of --dtype)")
+    add("--only", default="", help="run the checks whose names contain this")
+    add("--quick", action="store_true", help="leave out the large batches")
+    add("--json", metavar="FILE", help="write the results to FILE too, as they come; python -m quire.attn_ops.conformance.page "
+        "makes a page of such files")
+    add("--jobs", type=int, default=1, metavar="N", help="processes to check in (default: this one)")
+    add("--deadline", type=float, metavar="SECONDS", help="start nothing after that, and end what --jobs started; what is left "
+        "is in --json, and the exit code is 3. Each feature of each backend comes first, many cases of one last")
+    add("--resume", nargs="*", default=[], metavar="FILE", help="take the results of these files that did not fail (those of "
+        "the same device and versions), and make the checks that are left")
+    given = parser.parse_args(arguments)
+    began = time.time()
+    if given.jobs < 1:
+        parser.error("--jobs is at least 1")
+    try:
+        runs = runs_of(given)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for run in runs:
+        c = run.case
+        known = read_results([f for f in given.resume if Path(f).is_file()], c.backend, c.device, c.dtype, c.kv_dtype)
+        run.results = {name: known[name] for name in run.names if name in known}
+    owners = {replace(run.case, check=name): run for run in runs for name in run.left}
+    tasks = list(owners)
+    if given.deadline is not None:  # a stable sort: the first check of each backend, the second one, ...
+        place = {case: run.names.index(case.check) for case, run in owners.items()}
+        tasks.sort(key=lambda case: (case.check.startswith(LATE), place[case]))
+    wrote = 0.0
+
+    def write() -> None:
+        if given.json:
+            write_record(given.json, [run.record() for run in runs])
+
+    def take(case: Case, result: Result) -> None:
+        nonlocal wrote
+        run = owners[case]
+        run.results[case.check] = result
+        if time.time() - wrote > 2:
+            write()
+            wrote = time.time()
+        if not run.left:
+            show(run)
+        elif result.status == "FAIL":
+            print(f"{case.backend}: {case.check}: FAIL: {result.detail}", flush=True)
+
+    def show(run: Run) -> None:
+        c = run.case
+        title = f"ops on {c.device}" if c.backend == "ops" else f"attention backend {c.backend} on {c.device}"
+        print_table(title, [run.results[name] for name in run.names if name in run.results], len(run.left))
+
+    work_off(tasks, run_case, take, lambda case, why: Result(case.check, "FAIL", why), jobs=given.jobs,
+             until=None if given.deadline is None else began + given.deadline,
+             poisoned=lambda result: "CUDA error" in result.detail)
+    write()
+    for run in runs:
+        if run.left:
+            show(run)
+    checked = [result for run in runs for result in run.results.values()]
+    left = sum(len(run.left) for run in runs)
+    if left:
+        print(f"{left} checks are left; continue with --resume {given.json or 'FILE'}")
+    return 1 if not checked or any(r.status == "FAIL" for r in checked) else 3 if left else 0
+
+
+__all__ = ["main"]

@@ -1,0 +1,314 @@
+"""Two backends in one: PREFILL for the prompts of steps in which it was measured faster, REST for everything else.
+
+The kernels that are best for long prompts may be slow at decoding, need planning on the host, and allow no CUDA graph. So
+PREFILL serves a step only where all of this holds:
+
+* the step is no CUDA graph's;
+* by the times measured on this device (``attn_ops/tuning/prefill.py``) it spares all layers of a kind together at least
+  PLAN_US: a function of queries, context, heads, head dims and dtype;
+* PREFILL supports the site and the cache (its capabilities), and its kernels are compiled (``PrefillPart.ready``): an engine
+  has them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
+
+Sequences of one token at the head of such a step (decodes) stay with REST where it takes a part of a batch. Without times, or
+without PREFILL's package, all steps are REST's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, UnsupportedAttention
+from quire.attn_ops.composite import Composite, CompositeCapabilities
+from quire.attn_ops.kernels.launch import is_recording
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.ops.rope import rope_kv_write
+from quire.attn_ops.step import Step, StepLimits, current_step, running
+from quire.attn_ops.tuning import prefill as tuning
+from quire.attn_ops.tuning.prefill import PrefillRule, work
+
+logger = logging.getLogger(__name__)
+BUILD_SECONDS = 180.0  # a module of FlashInfer took 82 s on 16 cores
+#: Microseconds that a step must gain: planning on the host can take that long, and is not always hidden.
+PLAN_US = 500.0
+
+
+class Kind(NamedTuple):
+    """What the op sees of a site."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None
+    softcap: float | None
+    chunk: int | None
+    sinks: bool
+
+    @classmethod
+    def of(cls, site: AttentionSite) -> Kind:
+        return cls(site.num_heads, site.num_kv_heads, site.head_dim, site.head_dim_v, site.dtype, site.scale, site.window,
+                   site.softcap, site.chunk, site.sinks)
+
+
+@dataclass
+class State:
+    """Of one engine or step.
+
+    Args:
+        parts: the parts' states, by name.
+        rules: of the layers that PREFILL may serve, by kind: one of the sites, their number, the rule.
+        split: whether decodes at the head of a batch stay with REST.
+        serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
+        starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
+        prepared: what REST prepared for the decodes, by the address of their block table.
+    """
+
+    parts: dict[str, Any]
+    rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]]
+    split: bool
+    serving: frozenset[Kind] = frozenset()
+    decodes: int = 0
+    starts: int = 0
+    prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    step: weakref.ref[Step] | None = None
+
+    def won(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> frozenset[Kind]:
+        """The kinds for which PREFILL takes less time on a batch."""
+        first = leading_ones(query_lens) if self.split else 0
+        batch = query_lens[first:], seq_lens[first:]
+        if not batch[0].size or batch[0].max() <= 1:
+            return frozenset()
+        return frozenset(kind for kind, (site, layers, rule) in self.rules.items()
+                         if layers * rule.spared(work(site, *batch)) >= PLAN_US)
+
+    def times(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[float, float]:
+        """``AttentionBackend.without_graph``, of the layers that PREFILL may serve."""
+        won, with_graph, without = self.won(query_lens, seq_lens), 0.0, 0.0
+        first = leading_ones(query_lens) if self.split else 0
+        for kind, (site, layers, rule) in self.rules.items():
+            of = work(site, query_lens[first:], seq_lens[first:])
+            with_graph += layers * (rule.graph or rule.rest).us(of)
+            without += layers * (rule.prefill if kind in won else rule.rest).us(of)
+        return with_graph, without
+
+
+def build_seconds() -> float:
+    """Seconds that compiling PREFILL's kernels may take, once per machine: QUIRE_KERNEL_BUILD_SECONDS; 0: it never begins."""
+    return float(os.environ.get("QUIRE_KERNEL_BUILD_SECONDS") or BUILD_SECONDS)
+
+
+def wait_seconds(chosen_by_auto: bool) -> float:
+    """Seconds that an engine's start waits for that: not at all where nobody asked for PREFILL, by its name or the variable."""
+    return 0.0 if chosen_by_auto and not os.environ.get("QUIRE_KERNEL_BUILD_SECONDS") else build_seconds()
+
+
+def leading_ones(query_lens: np.ndarray) -> int:
+    """The number of sequences at the head of a batch with one token."""
+    others = np.flatnonzero(query_lens != 1)
+    return int(others[0]) if others.size else len(query_lens)
+
+
+@dataclass(frozen=True, eq=False)
+class LongPrefill(Composite):
+    """Args:
+        parts: REST, PREFILL.
+        rule: (PREFILL, REST, site, device=, page_size=, kv_dtype=, layout=) -> the rule for a site, None without times.
+    """
+
+    rule: Callable[..., PrefillRule | None] = tuning.rule
+    logged: set[str] = field(default_factory=set)
+    failed: dict[torch.device, str] = field(default_factory=dict)
+
+    @property
+    def rest(self) -> AttentionBackend:
+        return self.parts[0]
+
+    @property
+    def prefill(self) -> AttentionBackend:
+        return self.parts[1]
+
+    # -- an engine's start ------------------------------------------------------------------------------------------
+
+    def ready(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float = 0.0) -> str | None:
+        """``PrefillPart.ready`` of PREFILL, for those of the sites that it supports."""
+        part, able = self.prefill.prefill, self._able(sites, device)
+        return self.failed.get(device) or (part.ready(able, device, seconds) if part and able else None)
+
+    def _able(self, sites: Sequence[AttentionSite], device: torch.device, **cache: Any) -> list[AttentionSite]:
+        return [s for s in sites if not self.prefill.capabilities.reasons_against(s, device=device, **cache)]
+
+    def begin_warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> None:
+        """``AttentionBackend.begin_warm_up``."""
+        part, able = self.prefill.prefill, self._able(sites, device)
+        if part is not None and part.begin is not None and able:
+            part.begin(able, device, seconds)
+
+    def warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> str | None:
+        """``AttentionBackend.warm_up``: have PREFILL's kernels compiled, and run a short prompt through each of them."""
+        why = self.ready(sites, device, seconds)
+        kinds = {} if why else {Kind.of(s): s for s in self._able(sites, device, page_size=16)}
+        for site in kinds.values():
+            try:
+                self._try(replace(site, layer=0, kv_source=None), device)
+            except Exception as error:  # an engine without these kernels is better than none
+                why = self.failed[device] = f"{self.prefill.name} failed on a short prompt: {type(error).__name__}: {error}"
+                break
+        return why
+
+    def _try(self, site: AttentionSite, device: torch.device) -> None:
+        cache = PagedKVCache.for_sites([site], num_pages=2, page_size=16, device=device)
+        metadata = CommonAttentionMetadata.build([2], [2], [[1]], page_size=16, device=device)
+        part = self.prefill.prefill
+        make = part.make_state if part is not None else self.prefill.make_state
+        step = Step(cache, metadata, attention=self.prefill)
+        if make is not None:
+            step.states[self.prefill.name] = make([site], cache, StepLimits(1, 2, 1))
+        if self.prefill.plan is not None:
+            self.prefill.plan(metadata, step)
+        q = torch.zeros(2, site.num_heads, site.head_dim, dtype=site.dtype, device=device)
+        sinks = torch.zeros(site.num_heads, dtype=site.dtype, device=device) if site.sinks else None
+        with running(step), torch.no_grad():
+            self.prefill.op(q, None, None, *cache.of_layer(0), metadata.slot_mapping, metadata.block_table_tensor,
+                            metadata.query_start_loc, metadata.seq_lens, sinks, [], scale=site.scale, window=site.window,
+                            softcap=site.softcap, chunk=site.chunk)
+
+    def make_state(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> Any:
+        device = cache.device
+        of_cache: dict[str, Any] = {"page_size": cache.page_size, "kv_dtype": cache.dtype, "layout": cache.layout}
+        rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]] = {}
+        why = self.ready(sites, device)
+        for site in () if why else self._able(sites, device, **of_cache):
+            kind = Kind.of(site)
+            if kind in rules:
+                rules[kind] = (site, rules[kind][1] + 1, rules[kind][2])
+            elif (found := self.rule(self.prefill, self.rest, site, device=device, **of_cache)) is not None and found.ever:
+                rules[kind] = (site, 1, found)
+        if why and why not in self.logged:
+            self.logged.add(why)
+            logger.warning("attention %s: all steps run on %s: %s", self.name, self.rest.name, why)
+        parts = {}
+        if self.rest.make_state is not None:
+            parts[self.rest.name] = self.rest.make_state(sites, cache, limits)
+        part = self.prefill.prefill
+        make = part.make_state if part is not None else self.prefill.make_state
+        if rules and make is not None:
+            parts[self.prefill.name] = make([s for s in sites if Kind.of(s) in rules], cache, limits)
+        return State(parts, rules, split=part is not None and self.rest.any_batch)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
+        """Choose, and plan for the choice."""
+        state: State = step.states[self.name]
+        step.states.update(state.parts)
+        state.step, state.serving, state.prepared = None, frozenset(), {}
+        if self.rest.plan is not None:
+            self.rest.plan(metadata, step)
+        if step.graph_key is not None or not metadata.causal or not state.rules:
+            return
+        query_lens = metadata.query_lens_cpu.numpy()
+        serving = state.won(query_lens, metadata.seq_lens_cpu.numpy())
+        if not serving:
+            return
+        state.serving, state.decodes = serving, leading_ones(query_lens) if state.split else 0
+        if self.prefill.plan is not None:
+            self.prefill.plan(metadata, step)
+        state.starts, state.step = metadata.query_start_loc.data_ptr(), weakref.ref(step)
+
+    def _state(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> State | None:
+        """The state of the step, if PREFILL serves the site in it."""
+        step = current_step()
+        state = None if step is None or is_recording() else step.states.get(self.name)
+        if state is None or state.step is None or state.step() is not step or tensors[6].data_ptr() != state.starts:
+            return None
+        k_cache, v_cache, sinks = tensors[0], tensors[1], tensors[8]
+        kind = Kind(q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], q.dtype, options["scale"], options["window"],
+                    options["softcap"], options["chunk"], sinks is not None)
+        return state if kind in state.serving else None
+
+    def _part(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> AttentionBackend:
+        return self.rest
+
+    def op(self, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        *tensors, prepared = rest
+        state = self._state(q, tensors, options)
+        if state is None:
+            return super().op(q, k, v, *rest, **options)
+        out: torch.Tensor = self.prefill.op(q, k, v, *tensors, self._prepared(self.prefill, prepared), **options)
+        if n := state.decodes:  # their keys are stored now
+            caches, (slots, table, starts, lens, sinks) = tensors[:4], tensors[4:]
+            few = slots[:n], table[:n], starts[: n + 1], lens[:n]
+            if (key := table.data_ptr()) not in state.prepared:  # once per step; layers with a window may have another table
+                state.prepared[key] = [] if self.rest.prepare is None else self.rest.prepare(*few, caches[0].shape[1])
+            out[:n] = self.rest.op(q[:n], None, None, *caches, *few, sinks, state.prepared[key], **options)
+        return out
+
+    def rope_op(self, *args: Any, scale: float, window: int | None, softcap: float | None, chunk: int | None, **form: Any
+                ) -> torch.Tensor:
+        rope, tensors, prepared = args[:8], args[8:-1], args[-1]
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "chunk": chunk}
+        if self._state(rope[0], tensors, options) is None:
+            return super().rope_op(*args, **options, **form)
+        return self.op(rope_kv_write(*rope, *tensors[:5], **form), None, None, *tensors, prepared, **options)
+
+    # -- as a backend -----------------------------------------------------------------------------------------------
+
+    def long_backend(self) -> AttentionBackend:
+        """The composite as a backend, its ops registered. It declares what REST does, but for MLA."""
+        rest = self.rest
+        own = {f.name: getattr(rest.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
+        capabilities = CompositeCapabilities(**{**own, "mla": False, "lse": False}, serving=lambda site: (rest,))
+        return replace(
+            self.backend(capabilities, self.route), capabilities=replace(capabilities, lse=rest.capabilities.lse),
+            state_op=rest.state_op, make_state=self.make_state, plan=self.plan,
+            same_in_graphs=rest.same_in_graphs, plans_graphs=rest.plan is not None and rest.plans_graphs,
+            plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
+            begin_warm_up=self.begin_warm_up,
+            takes_other_batches=rest.plan is None and rest.make_state is None,
+            without_graph=self.times, scratch_bytes=rest.scratch_bytes)
+
+    def times(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
+              seq_lens: np.ndarray) -> tuple[float, float]:
+        """``AttentionBackend.without_graph``: REST may have a way of its own for what PREFILL does not serve."""
+        if self.rest.without_graph is None or state.won(query_lens, seq_lens):
+            return state.times(query_lens, seq_lens)
+        return self.rest.without_graph(sites, device, state.parts.get(self.rest.name), query_lens, seq_lens)
+
+    def route(self, site: AttentionSite) -> str:
+        return f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"
+
+
+def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Callable[..., PrefillRule | None] = tuning.rule
+         ) -> AttentionBackend:
+    """The backend ``name``; ``rule``: see LongPrefill.
+
+    Raises:
+        UnsupportedAttention: two backends of one name, one that must see every step, or one that is an approximation.
+    """
+    if prefill is rest:
+        raise UnsupportedAttention(f"attention={name!r}: two different backends are needed")
+    for part in (prefill, rest):
+        if part.every_step:
+            raise UnsupportedAttention(f"attention={name!r}: every step must run through {part.name}, which keeps data about "
+                                       f"the cached keys; use attention={part.name!r}")
+    if rest.op is None or prefill.op is None:
+        raise UnsupportedAttention(f"attention={name!r}: both backends must serve keys and values of all heads")
+    parts = (rest, prefill)
+    return LongPrefill(name, parts, lambda *of_step: rest, lambda *of_step: (), lambda site: (rest,), rule=rule).long_backend()
+
+
+__all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make",
+           "wait_seconds"]

@@ -1,0 +1,150 @@
+"""The time of a prefill as a function of its work, fitted on measured times: which of two backends is faster for a batch.
+
+``quire bench attention --save`` keeps microseconds of a few prefills for each backend (``Measurement.extend_us``). A few terms
+describe them within a few percent on an H200 (docs/performance.md, "Long prompts"):
+
+    us = launch + per_operation * (operations of both matrix products) + per_key * (keys of the longest sequence)
+         + per_mb * (MB of keys and values)
+
+The first is what the smallest call takes. The second is the rate of the kernel on a full GPU. The third is a tile of queries
+that goes through its keys one after the other while other multiprocessors have nothing left to do. The fourth is for kernels
+that copy keys and values first, and is fitted if there are times enough. Operations count heads, head dims and visible pairs of
+query and key, so times carry over to other numbers of heads and lengths of the same class of shapes.
+
+A backend may have faster kernels in steps without a CUDA graph (``AttentionBackend.without_graph``): it has times of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backend import AttentionBackend
+from quire.attn_ops.tuning.attention import Measurement, ShapeClass, comparable, sources
+
+#: A backend serves prefills beside another only where it takes at most this part of the other's time. A fit is off by 6 %.
+WINS = 0.95
+POINTS = 4  # that a fit of three terms needs; one of four needs two more
+EAGER = " without a graph"  # ends the name of a prefill that was measured so
+_POINT = re.compile(r"(\d+)x(\d+)(?:\+(\d+))?")  # sequences x new tokens + tokens computed before
+
+
+class Work(NamedTuple):
+    """operations: floating-point operations, in 10^9.  keys: of the longest sequence.  mb: 10^6 numbers, keys and values of all
+    sequences."""
+
+    operations: float
+    keys: float
+    mb: float
+
+
+def pairs(query_lens: np.ndarray, seq_lens: np.ndarray, window: int | None, chunk: int | None) -> float:
+    """Pairs of a query and a key that it sees, of a batch with (B,) scheduled and total tokens."""
+
+    def before(tokens: np.ndarray) -> np.ndarray:
+        """The pairs of a sequence's first tokens."""
+        n = tokens.astype(np.float64)
+        if chunk is not None:
+            rest = n % chunk
+            return (n // chunk) * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
+        inside = n if window is None else np.minimum(n, window)
+        return inside * (inside + 1) / 2 + (n - inside) * (window or 0)
+
+    return float((before(seq_lens) - before(seq_lens - query_lens)).sum())
+
+
+def work(site: AttentionSite, query_lens: np.ndarray, seq_lens: np.ndarray) -> Work:
+    """The work of one layer on a batch; (B,) integers on the host."""
+    longest, dims = float(seq_lens.max(initial=0)), site.head_dim + site.head_dim_v
+    reach = min(longest, site.window or longest, site.chunk or longest)
+    operations = 2 * pairs(query_lens, seq_lens, site.window, site.chunk) * site.num_heads * dims
+    return Work(operations / 1e9, reach, float(seq_lens.sum()) * site.num_kv_heads * dims / 1e6)
+
+
+class PrefillTime(NamedTuple):
+    """Microseconds: of a call, per 10^9 operations, per key of the longest sequence, per 10^6 numbers of keys and values."""
+
+    launch: float
+    per_operation: float
+    per_key: float
+    per_mb: float = 0.0
+
+    def us(self, of: Work) -> float:
+        return self.launch + self.per_operation * of.operations + self.per_key * of.keys + self.per_mb * of.mb
+
+
+def fit(measured: Sequence[tuple[Work, float]]) -> PrefillTime | None:
+    """Least squares of the relative error, no term below zero; None for fewer than POINTS points."""
+    if len(measured) < POINTS:
+        return None
+    count = 4 if len(measured) >= POINTS + 2 else 3
+    terms = np.array([[1.0, *of][:count] for of, _ in measured]) / np.array([[us] for _, us in measured])
+    best, least = np.zeros(count), np.inf
+    for some in itertools.chain.from_iterable(itertools.combinations(range(count), n + 1) for n in range(count)):
+        found = np.zeros(count)
+        found[list(some)] = np.linalg.lstsq(terms[:, some], np.ones(len(terms)), rcond=None)[0]
+        error = float(((terms @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found, error
+    return PrefillTime(*map(float, best))
+
+
+def of_measurement(row: Measurement, ending: str = "") -> list[tuple[Work, float]]:
+    """The prefills among the points of a row whose names have this ending, without those that have decodes beside them."""
+    heads = row.num_kv_heads * row.shape.group
+    site = AttentionSite(0, heads, row.num_kv_heads, row.shape.head_dim, row.shape.head_dim_v, torch.float32, 1.0,
+                         window=row.window, chunk=row.chunk)
+    found = []
+    for name, us in row.extend_us.items():
+        if name.endswith(ending) and (point := _POINT.fullmatch(name.removesuffix(ending))):
+            count, new, computed = (int(n or 0) for n in point.groups())
+            found.append((work(site, np.full(count, new), np.full(count, new + computed)), us))
+    return found
+
+
+class PrefillRule(NamedTuple):
+    """Times of two backends for prefills of one class of shapes: one that may serve them, and the one that serves the rest,
+    without a graph and, if that differs, in one."""
+
+    prefill: PrefillTime
+    rest: PrefillTime
+    graph: PrefillTime | None = None
+
+    @property
+    def ever(self) -> bool:
+        """Whether there is a batch, however large, for which it wins."""
+        return self.prefill.per_operation <= WINS * self.rest.per_operation
+
+    def spared(self, of: Work) -> float:
+        """Microseconds that the backend for prefills takes less for one layer; 0 where it does not win."""
+        ours, theirs = self.prefill.us(of), self.rest.us(of)
+        return theirs - ours if ours <= WINS * theirs else 0.0
+
+    def __str__(self) -> str:
+        rates = (f"{1e3 / time.per_operation:.0f}" if time.per_operation else "any" for time in (self.prefill, self.rest))
+        return " against ".join(rates) + " TFLOP/s for long prompts"
+
+
+def rule(prefill: AttentionBackend, rest: AttentionBackend, site: AttentionSite, *, device: torch.device, page_size: int,
+         kv_dtype: torch.dtype | None = None, layout: str | None = None) -> PrefillRule | None:
+    """The rule for a site, by the first file of measurements that has prefills of both backends for its class of shapes, or the
+    nearest one measured; None if none has."""
+    shape = ShapeClass.of(site, page_size, kv_dtype, layout)
+    for rows in sources(device):
+        found = comparable(rows, [prefill, rest], shape, (site.num_kv_heads, site.window, site.chunk))
+        if prefill.name not in found or rest.name not in found:
+            continue
+        ours, graph = fit(of_measurement(found[prefill.name])), fit(of_measurement(found[rest.name]))
+        theirs = fit(of_measurement(found[rest.name], EAGER)) or graph
+        if ours is not None and theirs is not None:
+            return PrefillRule(ours, theirs, graph)
+    return None
+
+
+__all__ = ["EAGER", "PrefillRule", "PrefillTime", "WINS", "Work", "fit", "of_measurement", "pairs", "rule", "work"]

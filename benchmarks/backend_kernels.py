@@ -1,0 +1,324 @@
+"""Attention kernels of quire's backends side by side, in pieces that can be continued.
+
+    python benchmarks/backend_kernels.py kernels --json kernels.json --deadline 150        # again: goes on where it ended
+    python benchmarks/backend_kernels.py mla --systems triton --heads 16 --set block_n=64,stages=2     # triton's MlaConfig
+    python benchmarks/backend_kernels.py composite --device cpu --divide 64 --systems torch_native,two_batch:torch_native
+
+kernels    decode of 1 to 128 sequences of 1k, 8k and 32k tokens, with a window of 4096 at 32k, and prefills; heads as in
+           Llama 3 8B: 32 of queries, 8 of keys, 128 dimensions
+mla        the op on the latent cache with both products with kv_b, 16 and 128 heads of DeepSeek's sizes
+composite  hybrid, two_batch and cascade beside what they are made of; cascade also with prefixes that all sequences share.
+           ``overlap``: the share of kernel time during which another kernel ran, from a profile
+sparse     approximate decoding at 32k beside dense: double_sparsity with 16 label channels (random ones: the time does not
+           depend on which) and with all, dual_chunk with the sizes of Qwen2.5-1M
+
+A row has ``us``, the median of a call: replays of a CUDA graph where the backend allows one, else between events; calls go
+through several caches, so that keys come from memory. ``floor_us`` is the least time for the bytes at the bandwidth of a copy
+and for the operations at the rate of a large matrix product, both measured here; ``share`` is floor_us / us. For approximate
+and shared-prefix rows the floor is that of dense attention, which reads each key of each sequence.
+
+--json is written after each row. Rows that are in it, or in the files of --resume, are left out. --deadline ends the process,
+also inside a row, with exit code 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite, Latent
+from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
+from quire.attn_ops.conformance.batches import planned, prepared, scattered
+from quire.attn_ops.kernels.host import kernel_module
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.registry import get_backend
+from quire.graph_runner.bench import report
+from quire.graph_runner.bench.attention_op import COPIES, OpBatch, Point, measure, op_batch, timed, work
+from quire.graph_runner.bench.roofline import copy_bandwidth, matmul_rate
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+NOPE, DIM_V, LATENT = 128, 128, Latent(512, 64)
+SYSTEMS = {
+    "kernels": "triton,flashinfer,trtllm_mha,flex_attention",
+    "mla": "triton,flashinfer_mla",
+    "composite": "triton,flashinfer,hybrid:flashinfer+triton,two_batch:triton,cascade:triton@1",
+    "sparse": "triton,double_sparsity:2048:0:16,double_sparsity:2048:0:all,dual_chunk:8192:1024",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch: tokens scheduled and tokens in the cache after the step; ``shared``: tokens at the start of all sequences."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    window: int | None = None
+    shared: int = 0
+    heads: int = HEADS
+
+    @property
+    def decode(self) -> bool:
+        return max(self.query_lens) == 1
+
+
+def decode(batch: int, context: int, window: int | None = None, shared: int = 0) -> Shape:
+    name = f"decode {batch}x{context}" + (f" window {window}" if window else "") + (f" shared {shared}" if shared else "")
+    return Shape(name, (1,) * batch, (context,) * batch, window, shared)
+
+
+def prefill(batch: int, tokens: int, before: int = 0) -> Shape:
+    return Shape(f"prefill {batch}x{tokens}" + (f" after {before}" if before else ""), (tokens,) * batch,
+                 (tokens + before,) * batch)
+
+
+def shapes(piece: str, divide: int, heads: tuple[int, ...]) -> list[Shape]:
+    """The batches of a piece; ``divide`` shortens them, for a dry run."""
+    k = 1024 // divide
+    if piece == "kernels":
+        return [*(decode(b, c * k) for c in (1, 8, 32) for b in (1, 8, 32, 128)),
+                *(decode(b, 32 * k, window=4 * k) for b in (1, 8, 32, 128)),
+                prefill(1, 4 * k), prefill(8, k), prefill(1, 32 * k)]
+    if piece == "mla":
+        some = [*(decode(b, c * k) for c in (1, 8, 32) for b in (1, 8, 32, 128)), prefill(1, 4 * k), prefill(8, k),
+                prefill(1, 2 * k, 30 * k)]
+        return [replace(shape, name=f"{shape.name} H={h}", heads=h) for h in heads for shape in some]
+    if piece == "composite":
+        mixed = Shape(f"mixed 63x1,{k // 2}", (*(1,) * 63, k // 2), (2 * k,) * 64)
+        return [decode(32, 8 * k), decode(128, k), prefill(8, k), prefill(1, 4 * k), mixed,
+                *(decode(b, p + k // 4, shared=p) for p in (k // 2, 2 * k, 8 * k) for b in (8, 32, 128))]
+    return [decode(b, 32 * k) for b in (1, 8)]
+
+
+def against(backend: AttentionBackend, site: AttentionSite, args: argparse.Namespace) -> None:
+    """Raises NotImplementedError where the backend does not serve the site."""
+    reasons = backend.available(args.device) or "; ".join(backend.capabilities.reasons_against(
+        site, device=args.device, page_size=args.page_size, layout="NHD"))
+    if reasons:
+        raise NotImplementedError(reasons)
+
+
+def attention(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Time and floor of the paged op."""
+    backend = get_backend(_with_channels(system, args))
+    site = AttentionSite(0, HEADS, KV_HEADS, DIM, DIM, args.dtype, DIM**-0.5, window=shape.window)
+    against(backend, site, args)
+    point = Point("decode" if shape.decode else "extend", shape.name, shape.query_lens, shape.seq_lens)
+    batch = op_batch(site, point, page_size=args.page_size, device=args.device)
+    if pages := shape.shared // args.page_size:
+        batch.metadata.block_table_tensor[:, :pages] = batch.metadata.block_table_tensor[0, :pages]
+    size, flops = work(site, point)
+    found = {"bytes": size, "flops": flops}
+    if backend.unrotated:
+        return found | {"us": _unrotated(backend, batch)}
+    timing = measure(backend, batch)
+    found |= {"us": timing.us, "how": timing.how}
+    if system.startswith("two_batch:") and args.device.type == "cuda":
+        found["overlap"] = _overlap(backend, batch)
+    return found
+
+
+def _with_channels(system: str, args: argparse.Namespace) -> str:
+    """``double_sparsity:N:M:C`` with a file of C random channels per key head."""
+    if not system.startswith("double_sparsity:") or system.count(":") != 3 or system.endswith(":all"):
+        return system
+    path = Path(tempfile.gettempdir()) / "quire_channels.json"
+    path.write_text(json.dumps({"channels": {"0": [torch.randperm(DIM).tolist() for _ in range(KV_HEADS)]}}))
+    return f"{system}:{path}"
+
+
+def _unrotated(backend: AttentionBackend, batch: OpBatch) -> float:
+    """Of a backend that rotates q itself. Tokens at all positions that it keeps the rotation of go through it first."""
+    states: dict[str, Any] = {}
+    device, m = batch.q.device, batch.metadata
+    cos, sin = (torch.rand(DIM, device=device).to(batch.q.dtype).repeat(len(batch.q), 1) for _ in range(2))  # all stand alike
+    lens, tables = m.seq_lens_cpu.clone(), batch.tables
+    rotary = (batch.q, batch.k, batch.v, cos, sin, None, None, 1e-6)
+
+    def call(i: int) -> None:
+        backend.rope_op(*rotary, *batch.caches[i % len(batch.caches)], *tables, batch.sinks, [], **batch.options)
+
+    def at(length: int) -> OpBatch:
+        shown = replace(m, seq_lens_cpu=lens.clamp(max=length), seq_lens=m.seq_lens.clamp(max=length), max_seq_len=length)
+        return replace(batch, metadata=shown)
+
+    longest, (chunk, local) = int(lens.max()), map(int, backend.name.split(":")[1:3])
+    with torch.no_grad():
+        for length in (*range(chunk + 1, longest, chunk - local), longest):
+            with planned(backend, at(length), states=states):
+                if length < longest:
+                    for i in range(len(batch.caches)):
+                        call(i)
+                else:
+                    return timed(call, device).us
+    raise AssertionError
+
+
+def _overlap(backend: AttentionBackend, batch: OpBatch) -> float | None:
+    """The share of kernel time during which another kernel ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with planned(backend, batch):
+        given = prepared(backend, batch)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for caches in batch.caches[:4] * 2:
+                backend.op(batch.q, batch.k, batch.v, *caches, *batch.tables, batch.sinks, given, **batch.options)
+            torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profiled.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA)
+    total, union, end = sum(b - a for a, b in spans), 0.0, float("-inf")
+    for begin, stop in spans:
+        union += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return 1 - union / total if total else None
+
+
+def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Time and floor of the MLA op: decodes by the latent vectors, kv_b, queries and outputs."""
+    backend, device, heads, dim = get_backend(system), args.device, shape.heads, NOPE + LATENT.rope
+    site = AttentionSite(layer=0, num_heads=heads, num_kv_heads=heads, head_dim=dim, head_dim_v=DIM_V, dtype=args.dtype,
+                         scale=dim**-0.5, latent=LATENT)
+    against(backend, site, args)
+    _, meta, pages = scattered(shape.query_lens, shape.seq_lens, page_size=args.page_size, device=device)
+    cache = PagedKVCache.for_sites([site], num_pages=pages, page_size=args.page_size, device=device)
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    caches = [cache.k[0], *(torch.randn_like(cache.k[0]) for _ in range(max(1, min(COPIES, 4 * l2 // cache.num_bytes))))]
+    tokens = sum(shape.query_lens)
+    q, new, kv_b = (torch.randn(*size, dtype=args.dtype, device=device) for size in (
+        (tokens, heads, dim), (tokens, sum(LATENT)), (heads * (NOPE + DIM_V), LATENT.rank)))
+    kv_b *= LATENT.rank**-0.5
+    tables = (meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens)
+    captured = shape.decode and device.type == "cuda" and backend.capabilities.cudagraph_support > CudagraphSupport.NEVER
+    batch: Any = SimpleNamespace(cache=cache, metadata=meta, site=site, tables=tables)
+    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
+        given = prepared(backend, batch)
+
+        def call(i: int) -> None:
+            backend.mla_op(q, *new.split(LATENT, dim=1), kv_b, caches[i % len(caches)], *tables, given, scale=site.scale)
+
+        timing = timed(call, device, captured)
+    size = args.dtype.itemsize * (sum(shape.seq_lens) * sum(LATENT) + kv_b.numel() + tokens * heads * (dim + DIM_V))
+    pairs = sum(n * (2 * total - n + 1) // 2 for n, total in zip(shape.query_lens, shape.seq_lens, strict=True))
+    flops = 0 if shape.decode else 2 * pairs * heads * (dim + DIM_V)
+    return {"us": timing.us, "how": timing.how, "bytes": size, "flops": flops}
+
+
+class Results:
+    """Rows on disk. A row is written before it is measured, so that one that ends the process is known and left out."""
+
+    def __init__(self, path: Path | None, resume: list[Path]) -> None:
+        self.path, self.rows, self.env, self.begun = path, list[dict[str, Any]](), dict[str, Any](), False
+        known = [path, *resume] if path is not None else resume
+        old = [json.loads(file.read_text()).get("rows", []) for file in known if file.is_file()]
+        for row in [row for rows in old for row in rows]:
+            if not self.has(row):
+                self.rows.append(row)
+
+    @staticmethod
+    def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["piece"], row["shape"], row["system"]
+
+    def has(self, row: dict[str, Any]) -> bool:
+        return any(self._key(other) == self._key(row) for other in self.rows)
+
+    def write(self) -> None:
+        if self.path is not None:
+            report.write(self.path, self.env, self.rows, command=report.this_command())
+
+    @contextlib.contextmanager
+    def measuring(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.rows.append(row)
+        row["error"], self.begun = "the process ended here", True
+        self.write()
+        yield row
+        self.begun = False
+        self.write()
+
+    def stop(self) -> None:
+        """At the deadline: without the row that is being measured."""
+        if self.begun:
+            self.rows.pop()
+            self.write()
+        print("the deadline is over; call again to go on", flush=True)
+        os._exit(3)
+
+
+def line(row: dict[str, Any]) -> str:
+    name = f"{row['shape']:34} {row['system']:30}"
+    if "us" not in row:
+        return f"{name} {row['error'].splitlines()[0][:110]}"
+    more = f"  overlap {row['overlap']:.0%}" if row.get("overlap") is not None else ""
+    return f"{name} {row['us']:10.1f} us  {row['share']:6.1%} of the floor's {row['floor_us']:.1f} us{more}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("piece", choices=SYSTEMS)
+    add("--systems", help="backends, in the order in which they are measured (default: " + "; ".join(SYSTEMS.values()) + ")")
+    add("--heads", default="16,128", help="of mla (default: 16,128)")
+    add("--set", default="", help="of mla: fields of triton's MlaConfig, as block_n=64,stages=2")
+    add("--page-size", type=int, help="default: 16, of mla 64")
+    add("--device", type=torch.device, default="cuda")
+    add("--divide", type=int, default=1, help="divide the lengths by this, for a dry run")
+    add("--json", type=Path)
+    add("--resume", type=Path, nargs="*", default=[])
+    add("--deadline", type=float, default=150.0, metavar="SECONDS", help="default: 150")
+    args = parser.parse_args()
+    results = Results(args.json, args.resume)
+    timer = threading.Timer(args.deadline, results.stop)
+    timer.daemon = True
+    timer.start()
+    args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
+    bandwidth, rate = copy_bandwidth(args.device), matmul_rate(args.device, args.dtype)
+    results.env = {**report.environment(args.device, bandwidth), "matmul_tflop_per_s": rate / 1e12, "page_size": args.page_size}
+    params = {name: int(number) for name, number in (each.split("=") for each in args.set.split(",") if each)}
+    if params:
+        from quire.attn_ops.backends.triton import plan
+
+        tuned: Any = plan.overridden(kernel_module("backends.triton.mla").MlaConfig, **params)
+    else:
+        tuned = contextlib.nullcontext()
+    one = latent if args.piece == "mla" else attention
+    left = [(shape, system) for system in (args.systems or SYSTEMS[args.piece]).split(",")
+            for shape in shapes(args.piece, args.divide, tuple(map(int, args.heads.split(","))))]
+    with tuned, torch.no_grad():
+        for shape, system in left:
+            row: dict[str, Any] = {"piece": args.piece, "shape": shape.name, "system": system}
+            if results.has(row):
+                continue
+            with results.measuring(row):
+                try:
+                    row |= one(shape, system, args)
+                    row["floor_us"] = max(row["bytes"] / bandwidth, row["flops"] / rate) * 1e6
+                    row["share"] = row["floor_us"] / row["us"]
+                    del row["error"]
+                except Exception as error:
+                    row["error"] = f"{type(error).__name__}: {error}"[:300]
+            print(line(row), flush=True)
+            if "CUDA error" in row.get("error", ""):
+                return 1  # this process can do nothing more on the GPU; the next call goes on after this row
+            if args.device.type == "cuda":
+                torch.cuda.empty_cache()
+    timer.cancel()
+    return 0
+
+
+if __name__ == "__main__":
+    began = time.time()
+    code = main()
+    print(f"{time.time() - began:.0f} s")
+    raise SystemExit(code)
