@@ -278,7 +278,17 @@ class LongPrefill(Composite):
             plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
             begin_warm_up=self.begin_warm_up,
             takes_other_batches=rest.plan is None and rest.make_state is None,
-            without_graph=lambda sites, device, state, *lens: state.times(*lens), scratch_bytes=rest.scratch_bytes)
+            without_graph=self.without_graph, scratch_bytes=rest.scratch_bytes)
+
+    def without_graph(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
+                      seq_lens: np.ndarray) -> tuple[float, float]:
+        """``AttentionBackend.without_graph``: REST may have other kernels there too, for the layers that are its own."""
+        with_graph, without = state.times(query_lens, seq_lens)
+        others = [site for site in sites if Kind.of(site) not in state.rules]
+        if self.rest.without_graph is not None and others:
+            more = self.rest.without_graph(others, device, state.parts.get(self.rest.name), query_lens, seq_lens)
+            with_graph, without = with_graph + more[0], without + more[1]
+        return with_graph, without
 
     def route(self, site: AttentionSite) -> str:
         return f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"

@@ -119,6 +119,19 @@ def test_the_gain_must_pay_for_planning() -> None:
         assert backend.without_graph([case.site], CPU, state, *lens) == (300.0 * layers, 0.0 if gains else 300.0 * layers)
 
 
+def test_layers_of_the_rest_may_leave_graphs_too() -> None:
+    """REST has faster kernels there itself, for layers that PREFILL lacks, and for all while PREFILL is not compiled."""
+    rest = dataclasses.replace(REST, without_graph=lambda sites, *args: (100.0 * len(sites), 10.0 * len(sites)))
+    rule = PrefillRule(PrefillTime(0, 0, 0), PrefillTime(600, 0, 0), graph=PrefillTime(700, 0, 0))
+    lacking = dataclasses.replace(PROMPTS, prefill=PrefillPart(lambda *args: "no compiler here", PROMPTS.make_state))
+    cache = SimpleNamespace(device=CPU, page_size=16, dtype=torch.float32, layout="NHD")
+    sites = [SITE, dataclasses.replace(SITE, layer=1, chunk=8)]
+    for name, prompts, expected in (("able", PROMPTS, (800.0, 10.0)), ("lacking", lacking, (200.0, 20.0))):
+        backend = long_prefill.make(f"long_with_{name}", prompts, rest, rule=lambda *args, **where: rule)
+        state = backend.make_state(sites, cache, None)
+        assert backend.without_graph(sites, CPU, state, np.array([9]), np.array([9])) == expected
+
+
 def test_a_layer_on_a_part_of_the_batch_is_served_by_the_rest() -> None:
     """Layers that share earlier ones' keys run on the tokens whose logits are wanted: PREFILL has planned another batch."""
     backend = made()
