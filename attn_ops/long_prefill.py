@@ -282,9 +282,10 @@ class LongPrefill(Composite):
 
     def without_graph(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
                       seq_lens: np.ndarray) -> tuple[float, float]:
-        """``AttentionBackend.without_graph``: REST may have other kernels there too, for the layers that are its own."""
-        with_graph, without = state.times(query_lens, seq_lens)
-        others = [site for site in sites if Kind.of(site) not in state.rules]
+        """``AttentionBackend.without_graph``: REST may have a way of its own for what PREFILL does not serve."""
+        won = bool(state.won(query_lens, seq_lens))
+        with_graph, without = state.times(query_lens, seq_lens) if won else (0.0, 0.0)
+        others = [site for site in sites if not won or Kind.of(site) not in state.rules]
         if self.rest.without_graph is not None and others:
             more = self.rest.without_graph(others, device, state.parts.get(self.rest.name), query_lens, seq_lens)
             with_graph, without = with_graph + more[0], without + more[1]
