@@ -128,6 +128,7 @@ class LongPrefill(Composite):
     """Args:
         parts: REST, PREFILL.
         rule: (PREFILL, REST, site, device=, page_size=, kv_dtype=, layout=) -> the rule for a site, None without times.
+        logged: reasons that are in the log.  failed: why PREFILL failed, by device.  known: rules by kind and cache.
     """
 
     rule: Callable[..., PrefillRule | None] = tuning.rule
