@@ -427,6 +427,9 @@ def test_main(capsys) -> None:
     assert "4 passed, 0 failed, 4 skipped" in out  # CUDA graphs, those of MLA too
     assert main(["--backend", "torch_native", "--device", "cpu", "--dtype", "float16", "--only", "decode batch"]) == 0
     assert re.search(r"decode batch .* ok .* \d\.\d", capsys.readouterr().out)
+    both = "full=torch_native,window=flex_attention"
+    assert main(["--backend", f"torch_native,{both}", "--device", "cpu", "--only", "decode batch"]) == 0
+    assert f"attention backend {both} on cpu" in capsys.readouterr().out
 
 
 def test_main_fails(capsys, monkeypatch) -> None:
