@@ -100,7 +100,7 @@ class State:
         first = leading_ones(query_lens) if self.split else 0
         for kind, (site, layers, rule) in self.rules.items():
             of = work(site, query_lens[first:], seq_lens[first:])
-            with_graph += layers * rule.rest.us(of)
+            with_graph += layers * (rule.graph or rule.rest).us(of)
             without += layers * (rule.prefill if kind in won else rule.rest).us(of)
         return with_graph, without
 
@@ -278,7 +278,14 @@ class LongPrefill(Composite):
             plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
             begin_warm_up=self.begin_warm_up,
             takes_other_batches=rest.plan is None and rest.make_state is None,
-            without_graph=lambda sites, device, state, *lens: state.times(*lens), scratch_bytes=rest.scratch_bytes)
+            without_graph=self.times, scratch_bytes=rest.scratch_bytes)
+
+    def times(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
+              seq_lens: np.ndarray) -> tuple[float, float]:
+        """``AttentionBackend.without_graph``: REST may have a way of its own for what PREFILL does not serve."""
+        if self.rest.without_graph is None or state.won(query_lens, seq_lens):
+            return state.times(query_lens, seq_lens)
+        return self.rest.without_graph(sites, device, state.parts.get(self.rest.name), query_lens, seq_lens)
 
     def route(self, site: AttentionSite) -> str:
         return f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.experts import expert_linear_cuda, expert_swiglu_cuda
 from quire.attn_ops.ops.logprobs import token_logprobs_cuda
 from quire.attn_ops.ops.lora import lora_expand_cuda
+from quire.attn_ops.ops.lora_rows import lora_group_cuda
 from quire.attn_ops.ops.merge_state import merge_state_triton, merge_states_triton
 from quire.attn_ops.ops.positions import compute_position_triton
 from quire.attn_ops.ops.rope import RopeForm, rope_kv_write_cuda
@@ -30,6 +32,7 @@ from quire.attn_ops.ops.sampling import sample_tokens_cuda
 from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
 from quire.attn_ops.ops.varlen import varlen_attention_cuda
+from quire.attn_ops.step import running
 
 SMS = 132
 #: name -> query heads, KV heads, D, Dv, and options of the site
@@ -192,6 +195,17 @@ def lora(tokens: int, sizes: tuple[int, ...], rank: int, residual: bool, dtype: 
                      torch.zeros(1, tokens, n, dtype=dtype) if residual else None)
 
 
+def lora_of_tokens(tokens: int, sizes: tuple[int, ...], rank: int, adapters: int, every: bool, own: torch.dtype) -> None:
+    """Adapters of layers with one input: of every token, or of each token's own."""
+    base, x = torch.zeros(1, tokens, sum(sizes), dtype=torch.bfloat16), torch.zeros(1, tokens, 4096, dtype=torch.bfloat16)
+    layers = [i for i in range(len(sizes)) for _ in range(adapters)]
+    step: Any = None if every else SimpleNamespace(adapters=torch.zeros(tokens, dtype=torch.int64))
+    with running(step):
+        lora_group_cuda(base.split(sizes, -1), x, [torch.zeros(rank, 4096, dtype=own) for _ in layers],
+                        [torch.zeros(sizes[i], rank, dtype=own) for i in layers], layers, [2.0] * len(layers),
+                        [0 if every else 1 << (i % adapters) for i in range(len(layers))])
+
+
 def logprobs(rows: int, vocabulary: int, dtype: torch.dtype, filtered: bool, pdl: bool) -> None:
     heat = torch.zeros(rows)
     token_logprobs_cuda(torch.empty(rows, vocabulary, dtype=dtype), torch.zeros(rows, dtype=torch.int64), heat,
@@ -245,6 +259,10 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
             (("qkv", (4096, 1024, 1024), False), ("gate_up", (14336, 14336), False), ("down", (4096,), True)),
             ((4, 1), (16, 8), (64, 32), (128, 32))):
         yield f"lora {name} {rank} {tokens}", lambda a=(tokens, sizes, rank, residual, half): lora(*a)
+    for (name, sizes), (rank, tokens), (adapters, every), own in itertools.product(
+            (("qkv", (4096, 1024, 1024)), ("down", (4096,))), ((16, 1), (128, 32)), ((1, True), (2, False)), (half, full)):
+        yield f"lora rows {name} {rank} {tokens} {adapters} {own}", lambda a=(tokens, sizes, rank, adapters, every, own): (
+            lora_of_tokens(*a))
     for (rows, vocabulary, pdl), dtype, filtered in itertools.product(((1, 128256, True), (256, 50257, False)), (half, full),
                                                                        (False, True)):
         name = f"logprobs {rows} x {vocabulary} {dtype}{' filtered' if filtered else ''}{' pdl' if pdl else ''}"

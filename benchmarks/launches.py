@@ -1,7 +1,7 @@
 """Which kernels a step launches on an H100 or H200, without one: read from Inductor's code for CUDA, which never runs.
 
     python -m benchmarks.launches llama-8b                 # every distinct piece of the graph for small batches
-    python -m benchmarks.launches llama-8b --lora 16       # with PEFT's LoRA on all linear layers
+    python -m benchmarks.launches llama-8b --lora 16       # with PEFT's LoRA on all linear layers; --lora-dtype float32
     python -m benchmarks.launches gemma2-9b --large --code # the graph for more tokens, with the code of each kernel
 
 The model is traced, lowered and cut on the CPU, as in an engine. Then each piece's tensors are declared to be on a GPU, and
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="the graph for more than 32 tokens")
     parser.add_argument("--own-experts", action="store_true", help="with transformers' implementation of the experts")
     parser.add_argument("--lora", type=int, metavar="RANK", help="with an adapter of this rank (needs peft)")
+    parser.add_argument("--lora-dtype", choices=["float32", "bfloat16"], default="bfloat16", help="PEFT's default is float32")
     parser.add_argument("--code", action="store_true", help="print the programs too")
     args = parser.parse_args()
     logging.disable()
@@ -213,7 +214,7 @@ def main() -> None:
         from peft import LoraConfig, get_peft_model
 
         get_peft_model(model, LoraConfig(r=args.lora, target_modules="all-linear", lora_dropout=0.05),
-                       autocast_adapter_dtype=False)
+                       autocast_adapter_dtype=args.lora_dtype == "float32")
     for i, program in enumerate(programs(model, small=not args.large, own_experts=args.own_experts)):
         calls = launches(program)
         print(f"piece {i}: {len(calls)} launches: {', '.join(calls)}")

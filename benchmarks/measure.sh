@@ -108,7 +108,7 @@ for part in "$@"; do
         against)   bench h200_decode_now decode --attention triton --batch 1,8,32,128 --context 1024 \
                        --against "${BEFORE:-benchmarks/results/h200_decode_triton.json}" ;;
         pieces)    run h200_pieces benchmarks/pieces.py --json "$OUT/h200_pieces.json" --deadline "$(deadline)" \
-                       ${PIECES:---model qwen3-0.6b,llama-8b} ;;
+                       ${PIECES:---model qwen3-0.6b} ;;
         backends)  kernels_of kernels ;;
         mla|composite|sparse) kernels_of "$part" ;;
         engines)   bench h200_decode_composite decode --attention triton,cascade:triton,two_batch:triton --batch 8,32,128
@@ -116,7 +116,7 @@ for part in "$@"; do
                        --context "${CONTEXT:-32768}" ;;
         prefix)    run h200_prefix benchmarks/prefix.py --model "$MODEL" --json "$OUT/h200_prefix.json" ${PREFIX:-} ;;
         fast_prefill) run h200_fast_prefill benchmarks/fast_prefill.py --json "$OUT/h200_fast_prefill.json" \
-                       --deadline "$(deadline)" ${FAST_PREFILL:---attention triton --hidden 2048 --prompt 8192 --prompts 5} ;;
+                       --deadline "$(deadline)" ${FAST_PREFILL:---attention triton --hidden 2048 --layers 7 --shared 3 --prompt 8192 --prompts 5} ;;
         profile)   run h200_profile benchmarks/profile_step.py --model "$MODEL" --attention triton --prefill 8192,960 \
                        --json "$OUT/h200_profile.json" ;;
         extend)    run h200_extend benchmarks/extend.py --json "$OUT/h200_extend.json" ${EXTEND:---deadline 100} ;;

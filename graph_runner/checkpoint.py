@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-INDEX = "model.safetensors.index.json"
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class CheckpointError(ValueError):
@@ -25,13 +27,17 @@ def files_of(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
     Raises:
-        FileNotFoundError: none, or one that the index names is missing.
+        FileNotFoundError: none, or one that the index names is missing. CheckpointError: a whole one beside one in shards.
     """
     index = path / INDEX
     holds: dict[str, str] = {}
     if index.is_file():
         holds = {name: parameter for parameter, name in reversed(json.loads(index.read_text())["weight_map"].items())}
         files = [path / name for name in sorted(holds)]
+        if (path / WHOLE).is_file() and WHOLE not in holds:
+            if any(file.is_file() for file in files):
+                raise CheckpointError(f"{WHOLE} and {index.name} are of two checkpoints. Remove the files of one")
+            files = [path / WHOLE]  # an index whose shards are gone: transformers leaves it when it saves a model whole
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -129,6 +135,29 @@ def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str)
                     f"the parameter {name!r} is quantized ({type(tensor).__name__}), which safetensors files cannot hold. Save "
                     "the model before it is quantized, quantize it with from_pretrained(..., quantization_config=...), or keep "
                     "its state_dict with torch.save", name)
+    with _replacing(path / INDEX, path / WHOLE):  # a whole checkpoint would stay beside one in shards, or an index beside it
+        _save(path, model, max_size)
+    if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(str(path))
+
+
+@contextmanager
+def _replacing(*files: Path) -> Iterator[None]:
+    """Put these files away, and back where what follows fails."""
+    away = {file: file.with_name(file.name + ".before") for file in files if file.is_file()}
+    for file, other in away.items():
+        file.rename(other)
+    try:
+        yield
+    except BaseException:
+        for file, other in away.items():
+            other.rename(file)
+        raise
+    for other in away.values():
+        other.unlink()
+
+
+def _save(path: Path, model: Any, max_size: int | str) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(path), max_shard_size=max_size)
     else:
@@ -141,8 +170,6 @@ def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str)
                 seen.add(id(tensor))
                 state[name] = tensor.detach().to("cpu", copy=True).contiguous()
         save_torch_state_dict(state, str(path), max_shard_size=max_size)
-    if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(str(path))
 
 
 __all__ = ["CheckpointError", "files_of", "read_checkpoint", "save_checkpoint"]

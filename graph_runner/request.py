@@ -36,10 +36,11 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class CompletionOutput(NamedTuple):
+@dataclass(frozen=True)
+class CompletionOutput:
     """One continuation of a prompt, with vLLM's names: ``index`` among the n of its prompt; the rest as in RequestOutput."""
 
-    index: int  # type: ignore[assignment]  # a tuple has a method of this name
+    index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import find_block, load_keys, load_scales
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kernels.kv_quant import widen
 from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.kernels.paged import find_block, load_keys, load_scales
 
 
 @triton.jit

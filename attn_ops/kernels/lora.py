@@ -47,16 +47,21 @@ def expand_kernel(base, shrunk, b, residual, out, m, n, base_stride, shrunk_stri
 
 
 @triton.jit
-def rows_shrink_kernel(x, rows, a, out, t, k, x_stride, ranks, bits, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr,
-                       BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr):
+def rows_shrink_kernel(x, rows, a, out, t, k, x_stride, ranks, places, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr,
+                       BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
     """Program (adapter, part of k, tile of tokens): ``A x`` over its part of k, to ``out`` (ADAPTERS, SPLITS, t, BLOCK_R)
-    float32. Nothing where no token of the tile has the adapter. The tuples have an entry for each adapter."""
+    float32. Nothing where no token of the tile has the adapter. The tuples have an entry for each adapter. ``places``: the
+    number of its bit in ``rows``; 63: every token has it. ``rows`` is None if that is so of all."""
     split, tokens = tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    mine = tl.load(rows + tokens, mask=tokens < t, other=0)
+    wait_for_previous(PDL)
+    mine = tl.zeros((BLOCK_T,), tl.int64)
+    if rows is not None:
+        mine = tl.load(rows + tokens, mask=tokens < t, other=0)
     r = tl.arange(0, BLOCK_R)
     for i in tl.static_range(ADAPTERS):
         if tl.program_id(0) == i:
-            if tl.max(((mine >> bits[i]) & 1).to(tl.int32), axis=0) > 0:
+            on = tl.where(places[i] == 63, 1, (mine >> places[i]) & 1)
+            if tl.max(on.to(tl.int32), axis=0) > 0:
                 total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
                 for start in range(split * BLOCK_K, k, SPLITS * BLOCK_K):
                     at = start + tl.arange(0, BLOCK_K)
@@ -67,29 +72,59 @@ def rows_shrink_kernel(x, rows, a, out, t, k, x_stride, ranks, bits, ADAPTERS: t
                     total += tl.dot(tile.to(factors.dtype), factors, input_precision="ieee")
                 place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
                 tl.store(out + place, total, mask=(tokens < t)[:, None])
+    let_next_start(PDL)
 
 
 @triton.jit
-def rows_expand_kernel(base, rows, b, shrunk, out, t, n, base_stride, ranks, bits, scalings, ADAPTERS: tl.constexpr,
-                       SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters. ``shrunk``: of
-    ``rows_shrink_kernel`` with the same tiles of tokens."""
-    columns, tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    mine = tl.load(rows + tokens, mask=tokens < t, other=0)
-    r, live = tl.arange(0, BLOCK_R), (tokens < t)[:, None] & (columns < n)[None, :]
-    total = tl.load(base + tokens.to(tl.int64)[:, None] * base_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
+def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers, ranks, places, scalings,
+                       LAYERS: tl.constexpr, ADAPTERS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
+    """Program (tile of columns, tile of tokens): base + B (A x) * scaling of each token's adapters, to its layer's columns of
+    ``out`` (t, n). The tiles of a layer come after those of the layer before; its last one may be partly empty. ``bases``,
+    ``sizes`` and ``strides`` have an entry for each layer, the other tuples for each adapter, whose layer is in ``layers``.
+    ``shrunk``, ``rows``, ``places``: as of ``rows_shrink_kernel``, with the same tiles of tokens. BLOCK_Q ranks at a time: all
+    of them do not fit the registers."""
+    tile = tl.program_id(0)
+    layer, first, column = 0, 0, 0  # the tile's layer, and that layer's first tile and column
+    next_first, next_column = 0, 0
+    size = sizes[0]
+    for i in tl.static_range(1, LAYERS):
+        next_first += tl.cdiv(sizes[i - 1], BLOCK_N)
+        next_column += sizes[i - 1]
+        later = tile >= next_first
+        layer = tl.where(later, i, layer)
+        first = tl.where(later, next_first, first)
+        column = tl.where(later, next_column, column)
+        size = tl.where(later, sizes[i], size)
+    columns, tokens = (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = (tokens < t)[:, None] & (columns < size)[None, :]
+    wait_for_previous(PDL)
+    mine = tl.zeros((BLOCK_T,), tl.int64)
+    if rows is not None:
+        mine = tl.load(rows + tokens, mask=tokens < t, other=0)
+    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for i in tl.static_range(LAYERS):
+        if layer == i:
+            total = tl.load(bases[i] + tokens.to(tl.int64)[:, None] * strides[i] + columns[None, :], mask=live,
+                            other=0.0).to(tl.float32)
     for i in tl.static_range(ADAPTERS):
-        on = (mine >> bits[i]) & 1
-        if tl.max(on.to(tl.int32), axis=0) > 0:
-            low = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-            for split in range(SPLITS):
-                place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-                low += tl.load(shrunk + place, mask=(tokens < t)[:, None], other=0.0)
-            factors = tl.load(b[i] + columns.to(tl.int64)[None, :] * ranks[i] + r[:, None],
-                              mask=(columns < n)[None, :] & (r < ranks[i])[:, None], other=0.0)
-            more = tl.dot(low.to(factors.dtype), factors, input_precision="ieee") * scalings[i]
-            total = tl.where((on != 0)[:, None], total + more, total)
-    tl.store(out + tokens.to(tl.int64)[:, None] * n + columns[None, :], total.to(out.dtype.element_ty), mask=live)
+        on = tl.where(places[i] == 63, 1, (mine >> places[i]) & 1)
+        if layers[i] == layer:
+            if tl.max(on.to(tl.int32), axis=0) > 0:
+                more = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+                for part in range(0, BLOCK_R, BLOCK_Q):
+                    r = part + tl.arange(0, BLOCK_Q)
+                    low = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
+                    for split in range(SPLITS):
+                        place = ((i * SPLITS + split) * t + tokens).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+                        low += tl.load(shrunk + place, mask=(tokens < t)[:, None], other=0.0)
+                    factors = tl.load(b[i] + columns.to(tl.int64)[None, :] * ranks[i] + r[:, None],
+                                      mask=(columns < size)[None, :] & (r < ranks[i])[:, None], other=0.0)
+                    more += tl.dot(low.to(factors.dtype), factors, input_precision="ieee")
+                more *= scalings[i]
+                total = tl.where((on != 0)[:, None], total + more, total)
+    let_next_start(PDL)
+    tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
 __all__ = ["expand_kernel", "rows_expand_kernel", "rows_shrink_kernel"]

@@ -1,14 +1,15 @@
-"""Low-rank products of several adapters, each token with adapters of its own: ``torch.ops.quire.lora_rows``.
+"""Low-rank products of several adapters, each token with adapters of its own: ``torch.ops.quire.lora_rows``, and of layers with
+one input together: ``torch.ops.quire.lora_group``.
 
-Legend: T tokens, K and N the layer's inputs and outputs, r the rank of an adapter.
+Legend: T tokens, K and N a layer's inputs and outputs, r the rank of an adapter.
 
 LoRA (Hu et al., 2021) adds ``B A x * scaling`` to a linear layer's ``W x``. Here the sum is over the adapters of each token,
-which the step in progress has (``Step.adapters``): a graph takes the same inputs whatever the requests of a batch ask for. The
-adapters' own parameters are read, so changes in place are seen.
+which the step in progress has (``Step.adapters``): a graph takes the same inputs whatever the requests of a batch ask for. An
+adapter may also be that of every token. The adapters' own parameters are read, so changes in place are seen.
 
-On CUDA two kernels compute all adapters, up to MAX_TOKENS tokens, MAX_KERNEL_ADAPTERS adapters and rank MAX_RANK, and skip an
-adapter that no token of a tile has. A decode step reads (K + N) r elements of each adapter that is used. Elsewhere the op runs
-its eager definition, in which each adapter costs two products for all tokens.
+On CUDA two kernels compute all adapters of a group, up to MAX_TOKENS tokens, MAX_KERNEL_ADAPTERS adapters and rank MAX_RANK,
+and skip an adapter that no token of a tile has. A decode step reads (K + N) r elements of each adapter that is used. Elsewhere
+the ops run their eager definitions, in which each adapter costs two products for all tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import next_power_of_2
-from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.kernels.launch import is_recording, launch
 from quire.attn_ops.library import define_op
 from quire.attn_ops.step import current_step
 
@@ -29,6 +30,8 @@ from quire.attn_ops.step import current_step
 MAX_ADAPTERS = 63
 #: Limits of the kernels.
 MAX_TOKENS, MAX_KERNEL_ADAPTERS, MAX_RANK = 256, 16, 128
+#: In the place of a bit's number, to the kernels: every token has the adapter.
+EVERY = 63
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -42,7 +45,7 @@ def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
         a, b: (r, K) and (N, r) of each adapter; their dtype is that of its products, as in PEFT.
         scaling: of each adapter.
         bits: of each adapter: 2**i for the i-th of the model. A token has those whose bits are set in ``Step.adapters`` (T,)
-            int64.
+            int64. 0: every token has it.
 
     Returns:
         (1, T, N) in the dtype of ``base``.
@@ -50,18 +53,34 @@ def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
     Raises:
         RuntimeError: no step is in progress, or it does not say which adapters its tokens have.
     """
-    rows = _rows(x)
+    rows = _rows(x, bits)
     result = base.clone()
     for down, up, scale, bit in zip(a, b, scaling, bits, strict=True):
-        on = ((rows & bit) != 0)[None, :, None]
-        if not base.is_cuda and not bool(on.any()):
+        on = None if rows is None or not bit else ((rows & bit) != 0)[None, :, None]
+        if on is not None and not base.is_cuda and not bool(on.any()):
             continue
-        result = torch.where(on, result + F.linear(F.linear(x.to(down.dtype), down), up) * scale, result)
+        more = result + F.linear(F.linear(x.to(down.dtype), down), up) * scale
+        result = more if on is None else torch.where(on, more, result)
     return result.to(base.dtype)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(T,) int64: the adapters of each token as bits."""
+def lora_group_eager(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
+                     scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
+    """(1, T, sum of N): ``lora_rows`` of each of ``bases``, end to end. Adapter i is that of ``bases[layers[i]]``."""
+    found = []
+    for number, base in enumerate(bases):
+        mine = [i for i, layer in enumerate(layers) if layer == number]
+        found.append(lora_rows_eager(base, x, [a[i] for i in mine], [b[i] for i in mine], [scaling[i] for i in mine],
+                                     [bits[i] for i in mine]))
+    return torch.cat(found, -1)
+
+
+def _rows(x: Tensor, bits: Sequence[int]) -> Tensor | None:
+    """(T,) int64: the adapters of each token as bits; None if every token has all of them."""
+    if not any(bits):
+        return None
+    if is_recording():
+        return x.new_empty(x.shape[1], dtype=torch.int64)
     step = current_step()
     if step is None or step.adapters is None:
         raise RuntimeError("lora_rows: the step does not say which adapters its tokens have; set Step.adapters")
@@ -72,23 +91,44 @@ def lora_rows_cuda(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Ten
                    bits: Sequence[int]) -> Tensor:
     """The op on CUDA: sums in float32, rounded once to the dtype of ``base``; ``A x`` is rounded to the adapter's dtype. Runs
     the definition outside the kernels' range."""
-    rows, t, k, n = _rows(x), x.shape[1], x.shape[2], base.shape[2]
-    if not (0 < t <= MAX_TOKENS and len(x) == 1 and 0 < len(a) <= MAX_KERNEL_ADAPTERS) or any(
-            down.shape[0] > MAX_RANK or not (down.is_contiguous() and up.is_contiguous()) or down.dtype != up.dtype
-            for down, up in zip(a, b, strict=True)) or any(y.dtype not in _DTYPES for y in (base, x, *a)):
+    if not _in_range([base], x, a, b):
         return lora_rows_eager(base, x, a, b, scaling, bits)
-    base2, x2 = host.rows_contiguous(base[0]), host.rows_contiguous(x[0])
-    ranks, places = tuple(down.shape[0] for down in a), tuple(bit.bit_length() - 1 for bit in bits)
+    return _launch([base], x, a, b, [0] * len(a), scaling, bits)
+
+
+def lora_group_cuda(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
+                    scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
+    """The op on CUDA, as ``lora_rows_cuda``."""
+    if not _in_range(bases, x, a, b):
+        return lora_group_eager(bases, x, a, b, layers, scaling, bits)
+    return _launch(bases, x, a, b, layers, scaling, bits)
+
+
+def _in_range(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    fits = 0 < x.shape[1] <= MAX_TOKENS and len(x) == 1 and 0 < len(a) <= MAX_KERNEL_ADAPTERS
+    return fits and all(
+        down.shape[0] <= MAX_RANK and down.is_contiguous() and up.is_contiguous() and down.dtype == up.dtype
+        for down, up in zip(a, b, strict=True)) and all(y.dtype in _DTYPES for y in (*bases, x, *a))
+
+
+def _launch(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
+            scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
+    rows, t, k = _rows(x, bits), x.shape[1], x.shape[2]
+    flat, x2 = [host.rows_contiguous(base[0]) for base in bases], host.rows_contiguous(x[0])
+    ranks = tuple(down.shape[0] for down in a)
+    places = tuple(bit.bit_length() - 1 if bit else EVERY for bit in bits)
     block_t, block_k, block_n = (16 if t <= 16 else 32), 64, 64
     block_r, splits = next_power_of_2(max(ranks), 16), max(1, min(8, k // 256))  # one program would read A too slowly
-    shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=base.device)
-    out = base.new_empty(1, t, n)
-    kernels, tiles = host.kernel_module("kernels.lora"), -(-t // block_t)
+    shrunk = torch.empty(len(a), splits, t, block_r, dtype=torch.float32, device=x.device)
+    sizes = tuple(base.shape[2] for base in bases)
+    out = bases[0].new_empty(1, t, sum(sizes))
+    kernels, tiles, pdl = host.kernel_module("kernels.lora"), -(-t // block_t), host.use_pdl(x.device, t)
     launch(kernels.rows_shrink_kernel, (len(a), splits, tiles), x2, rows, tuple(a), shrunk, t, k, x2.stride(0), ranks, places,
-           ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_R=block_r, num_warps=4)
-    launch(kernels.rows_expand_kernel, (-(-n // block_n), tiles), base2, rows, tuple(b), shrunk, out, t, n, base2.stride(0),
-           ranks, places, tuple(map(float, scaling)), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_N=block_n,
-           BLOCK_R=block_r, num_warps=4)
+           ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_R=block_r, pdl=pdl, num_warps=4)
+    launch(kernels.rows_expand_kernel, (sum(-(-n // block_n) for n in sizes), tiles), tuple(flat), rows, tuple(b), shrunk, out,
+           t, sum(sizes), sizes, tuple(base.stride(0) for base in flat), tuple(layers), ranks, places,
+           tuple(map(float, scaling)), LAYERS=len(bases), ADAPTERS=len(a), SPLITS=splits, BLOCK_T=block_t, BLOCK_N=block_n,
+           BLOCK_R=block_r, BLOCK_Q=min(block_r, 32), pdl=pdl, num_warps=4)
     return out
 
 
@@ -97,7 +137,16 @@ def _fake(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], sca
     return torch.empty_like(base)
 
 
-lora_rows = define_op("lora_rows(Tensor base, Tensor x, Tensor[] a, Tensor[] b, float[] scaling, int[] bits) -> Tensor",
-                      cpu=lora_rows_eager, cuda=lora_rows_cuda, fake=_fake)
+def _group_fake(bases: Sequence[Tensor], x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], layers: Sequence[int],
+                scaling: Sequence[float], bits: Sequence[int]) -> Tensor:
+    return bases[0].new_empty(*bases[0].shape[:-1], sum(base.shape[-1] for base in bases))
 
-__all__ = ["MAX_ADAPTERS", "MAX_KERNEL_ADAPTERS", "MAX_RANK", "MAX_TOKENS", "lora_rows", "lora_rows_cuda", "lora_rows_eager"]
+
+lora_rows = define_op("lora_rows(Tensor base, Tensor x, Tensor[] a, Tensor[] b, float[] scaling, int[] bits) -> Tensor",
+                      cpu=lora_rows_eager, cuda=lora_rows_cuda, fake=_fake, launches=True)
+lora_group = define_op(
+    "lora_group(Tensor[] bases, Tensor x, Tensor[] a, Tensor[] b, int[] layers, float[] scaling, int[] bits) -> Tensor",
+    cpu=lora_group_eager, cuda=lora_group_cuda, fake=_group_fake, launches=True)
+
+__all__ = ["MAX_ADAPTERS", "MAX_KERNEL_ADAPTERS", "MAX_RANK", "MAX_TOKENS", "lora_group", "lora_group_cuda", "lora_group_eager",
+           "lora_rows", "lora_rows_cuda", "lora_rows_eager"]

@@ -11,8 +11,7 @@ After, with b = [B_q; B_k] in one tensor, of which B_q and B_k are now views::
 
 A following sum with the residual stream runs in the kernel too, after a single layer. Left alone: second products that
 something else reads, factors that are not numbers, ranks above MAX_RANK, dtypes other than bf16 and fp16, and layers between
-which something is changed in place. Adapters in float32 on a model in bf16, PEFT's default, are left alone too: their products
-are in float32 (``Engine(dtype=torch.bfloat16)`` casts them).
+which something is changed in place. Adapters in float32 on a model in bf16, PEFT's default: passes/fusions/lora_group.py.
 """
 
 from __future__ import annotations

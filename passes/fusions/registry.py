@@ -13,6 +13,7 @@ from torch import fx
 from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.lora import fuse_lora
+from quire.passes.fusions.lora_group import group_lora
 from quire.passes.fusions.projections import fuse_projections
 from quire.passes.fusions.quantized_linear import quantized_linear
 from quire.passes.fusions.rope import fuse_rope
@@ -47,6 +48,7 @@ FUSIONS = (
     FusionPass("routing", fuse_topk),
     FusionPass("last_tokens", last_tokens, batches="large"),
     FusionPass("lora", fuse_lora, batches="small"),
+    FusionPass("lora_group", group_lora, batches="small"),
     FusionPass("small_linear", fuse_small_linear, batches="small"),
     FusionPass("rope", fuse_rope, stage="lowered"),
 )

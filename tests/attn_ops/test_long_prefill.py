@@ -28,7 +28,7 @@ NATIVE = torch_native.BACKEND
 SITE = AttentionSite(0, 8, 2, 64, 64, torch.float32, 0.125)
 LARGE = dataclasses.replace(SITE, num_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=128)
 ALWAYS = PrefillRule(PrefillTime(0.0, 0.0, 0.0), PrefillTime(1e6, 0.0, 0.0))
-NEVER = PrefillRule(*ALWAYS[::-1])
+NEVER = PrefillRule(ALWAYS.rest, ALWAYS.prefill)
 calls: list[tuple[str, int]] = []
 asked: list[float] = []
 
@@ -116,7 +116,7 @@ def test_the_gain_must_pay_for_planning() -> None:
     for layers, gains in ((1, False), (2, True)):
         state = backend.make_state([dataclasses.replace(case.site, layer=i) for i in range(layers)], case.cache, None)
         lens = np.array([9]), np.array([9])
-        assert backend.without_graph(state, *lens) == (300.0 * layers, 0.0 if gains else 300.0 * layers)
+        assert backend.without_graph([case.site], CPU, state, *lens) == (300.0 * layers, 0.0 if gains else 300.0 * layers)
 
 
 def test_a_layer_on_a_part_of_the_batch_is_served_by_the_rest() -> None:

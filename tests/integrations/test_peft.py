@@ -98,11 +98,16 @@ def test_prompt_tuning_falls_back_and_says_why() -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_in_the_fused_graph(tmp_path, caplog) -> None:
-    """As on a GPU: the products of an adapter run in its layers' kernels, with the tokens of the plain model; what is saved is
-    the adapter."""
+@pytest.mark.parametrize(("dtype", "chosen", "line"), [
+    (torch.bfloat16, None, "lora: 14 matches"),  # seven layers in each of two
+    (torch.float32, None, "lora_group: 14 matches"),
+    (torch.float32, "default", "lora_group: 10 matches"),  # q, k, v, and gate, up; o and down have no sibling
+], ids=["the model's dtype", "float32", "of each request"])
+def test_an_adapter_in_the_fused_graph(dtype, chosen, line, tmp_path, caplog) -> None:
+    """As on a GPU: the products of an adapter run in few kernels, with the tokens of the plain model; what is saved is the
+    adapter."""
     peft = get_peft_model(load_model(num_layers=2, dtype=torch.bfloat16), copy.deepcopy(ADAPTERS["lora"]),
-                          autocast_adapter_dtype=False)
+                          autocast_adapter_dtype=dtype == torch.float32)
     fill(peft, "default", 3)
     options: dict[str, Any] = dict(num_pages=40, max_num_seqs=2, max_model_len=128, cudagraph_capture_sizes=[])
     params = quire.SamplingParams(temperature=0, max_tokens=6, logprobs=0)
@@ -110,13 +115,14 @@ def test_an_adapter_in_the_fused_graph(tmp_path, caplog) -> None:
     caplog.set_level("INFO", logger="quire")
     for fusions in ("none", "all"):
         with quire.Engine(peft.base_model.model, fusions=fusions, **options) as engine:
-            (out,) = engine.generate([IDS[0].tolist()], params)
+            (out,) = engine.generate([IDS[0].tolist()], params, adapter=chosen)
             found.append([next(iter(of.values())).logprob for of in out.logprobs or ()])
             if fusions == "all":
                 peft.save_pretrained(tmp_path)
-    assert "lora: 14 matches" in caplog.text  # seven layers in each of two
+    assert line in caplog.text
     assert found[0] == pytest.approx(found[1], abs=0.05)  # bf16 logits of other products: some 2**-8 of them
-    saved = PeftModel.from_pretrained(load_model(num_layers=2, dtype=torch.bfloat16), str(tmp_path))
+    saved = PeftModel.from_pretrained(load_model(num_layers=2, dtype=torch.bfloat16), str(tmp_path),
+                                      autocast_adapter_dtype=dtype == torch.float32)
     for name, p in saved.named_parameters():
         assert torch.equal(p, peft.get_parameter(name)), name
 

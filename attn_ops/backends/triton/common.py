@@ -1,4 +1,4 @@
-"""Parts that the attention kernels share: which keys a query sees, loading keys and values, merging partial results.
+"""Parts that the attention kernels share: which keys a query sees, merging partial results.
 
 Softmax is computed in base 2 (``attn_ops/kernels/softmax.py``): scores and every ``lse`` carry a factor log2(e).
 
@@ -46,36 +46,6 @@ def first_key(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def find_row(query_start_loc, num_reqs, token):
-    """Largest r with query_start_loc[r] <= token: the token's sequence, or num_reqs for a padding token."""
-    low = num_reqs * 0
-    high = num_reqs
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start_loc + middle) <= token:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def find_block(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
-    """(sequence, its first token, the first token of the block) where sequence r has its blocks of BLOCK_Q tokens from number
-    query_start_loc[r] // BLOCK_Q + r on; num_reqs for the padding tokens. The block may lie past the end of its sequence."""
-    low = num_reqs * 0
-    high = num_reqs
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    start = tl.load(query_start_loc + low)
-    return low, start, start + (block - start // BLOCK_Q - low) * BLOCK_Q
-
-
-@triton.jit
 def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr):
     """Merge ``active`` partial results of ROWS rows, number i of them at index first + i * step: (ROWS, DIM_P2), and their
     log-sum-exp of base 2 (ROWS,). See NOTE [Partial results]."""
@@ -96,46 +66,6 @@ def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM:
         acc = acc * shrink[:, None] + part * weight[:, None]
         highest = new_highest
     return acc / total[:, None], highest + tl.log2(total)
-
-
-@triton.jit
-def key_rows(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr):
-    """Pointers to the keys (or values) of one head at positions ``offsets``. ROW: Strides of the cache. 64-bit: caches exceed
-    2**31 elements."""
-    if MASKED:
-        page = tl.load(block_table_row + offsets // PAGE, mask=live, other=0)
-    else:
-        page = tl.load(block_table_row + offsets // PAGE)
-    return cache + page.to(tl.int64) * ROW.page + (offsets % PAGE) * ROW.token + (kv_head * ROW.head).to(tl.int64)
-
-
-@triton.jit
-def load_keys(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
-              DIM_P2: tl.constexpr, MASKED: tl.constexpr):
-    """Keys (or values) of one head at positions ``offsets``: (N, DIM_P2), padded with zeros. Rows that are not live are zeros
-    too: memory there may hold NaN, and 0 * NaN is NaN."""
-    columns = tl.arange(0, DIM_P2)
-    pointers = key_rows(cache, block_table_row, kv_head, offsets, live, PAGE, ROW, MASKED)[:, None] + columns[None, :]
-    if MASKED:
-        if DIM == DIM_P2:
-            return tl.load(pointers, mask=live[:, None], other=0.0)
-        else:
-            return tl.load(pointers, mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
-    else:
-        if DIM == DIM_P2:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def load_scales(scale, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr):
-    """Scales of the codes of one head at positions ``offsets``; 0 where not live."""
-    at = key_rows(scale, block_table_row, kv_head, offsets, live, PAGE, ROW, MASKED)
-    if MASKED:
-        return tl.load(at, mask=live, other=0.0)
-    else:
-        return tl.load(at)
 
 
 @triton.jit

@@ -329,6 +329,7 @@ def test_calls_are_right(kit, module, which, calls) -> None:
 def test_encoders_run_on_flash_attention(kit, which, monkeypatch) -> None:
     """The kit for ragged attention without a cache, windows and padding too; what its kernels lack is refused."""
     caps = kit(flash_attention, which).backend.capabilities
+    registry.all_backends()  # loads them before one is replaced
     fake = dataclasses.replace(flash_attention.BACKEND, capabilities=caps, available=lambda device: None)
     monkeypatch.setitem(registry.REGISTRY._backends, fake.name, fake)
     monkeypatch.setattr(flash_attention, "BACKEND", fake)

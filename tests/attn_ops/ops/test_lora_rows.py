@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 import quire
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.ops.lora_rows import MAX_RANK, MAX_TOKENS, lora_rows, lora_rows_cuda, lora_rows_eager
+from quire.attn_ops.ops.lora_rows import (
+    MAX_RANK,
+    MAX_TOKENS,
+    lora_group,
+    lora_group_cuda,
+    lora_group_eager,
+    lora_rows,
+    lora_rows_cuda,
+    lora_rows_eager,
+)
 from quire.attn_ops.step import Step, running
 
 T, K, N = 5, 8, 6
@@ -84,3 +95,42 @@ def test_kernels(tokens, width, columns, ranks, dtypes) -> None:
     atol = {torch.float16: 3 * 16 * 2**-11, torch.float32: 1e-4}[dtype]
     torch.testing.assert_close(got.double(), want, atol=atol, rtol=0)
     assert got.dtype == dtype and torch.equal(got[0, rows == 0], base[0, rows == 0])
+
+
+@pytest.mark.parametrize(("tokens", "sizes", "every"), [(3, (48, 16, 130), False), (20, (64, 48), True), (1, (16,), True)])
+def test_kernels_of_a_group(tokens, sizes, every) -> None:
+    """Layers of several widths, one of them without an adapter, bases that are columns of one product, adapters of every token
+    beside those of some."""
+    pytest.importorskip("triton")
+    device, width = "cuda" if torch.cuda.is_available() else "cpu", 72
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, tokens, width, generator=generator).to(device, torch.float16)
+    bases = torch.randn(1, tokens, sum(sizes), generator=generator).to(device, torch.float16).split(sizes, -1)
+    layers = [0, 0] if len(sizes) == 1 else [0, len(sizes) - 1, 0, len(sizes) - 1]
+    ranks, scaling = (4, 16, 1, 40)[: len(layers)], [0.5, 2.0, -1.0, 1.0][: len(layers)]
+    a = [(torch.randn(r, width, generator=generator) / width**0.5).to(device) for r in ranks]
+    b = [(torch.randn(sizes[i], r, generator=generator) / r**0.5).to(device) for i, r in zip(layers, ranks, strict=True)]
+    bits = [0] * len(layers) if every else [1, 0, 4, 2**62]
+    rows = torch.tensor([0, 1, 5, 2**62])[torch.randint(4, (tokens,), generator=generator)].to(device)
+    with contextlib.nullcontext() if every else running(step(rows)):
+        got = lora_group_cuda(bases, x, a, b, layers, scaling, bits)
+        want = lora_group_eager([y.double() for y in bases], x.double(), [y.double() for y in a], [y.double() for y in b],
+                                layers, scaling, bits)
+    torch.testing.assert_close(got.double(), want, atol=3 * 16 * 2**-11, rtol=0)  # as above
+    assert got.dtype == torch.float16 and got.shape == (1, tokens, sum(sizes))
+    if len(sizes) > 2:
+        assert torch.equal(got[..., sizes[0] : sizes[0] + sizes[1]], bases[1])
+
+
+def test_a_group_is_its_layers() -> None:
+    bases, x = [torch.randn(1, T, N), torch.randn(1, T, N)], torch.randn(1, T, K)
+    a, b, scaling = adapters(torch.float32)
+    with running(step(torch.tensor([1, 0, 6, 7, 4]))):
+        found = lora_group(bases, x, a, b, [0, 1, 0], scaling, [1, 2, 4]).split(N, -1)
+        for i, (base, mine) in enumerate(zip(bases, ([0, 2], [1]), strict=True)):
+            want = lora_rows(base, x, *([of[j] for j in mine] for of in (a, b, scaling, [1, 2, 4])))
+            assert torch.equal(found[i], want)
+        torch.library.opcheck(lora_group, (bases, x, a, b, [0, 1, 0], scaling, [1, 2, 0]))
+    with torch.no_grad():  # no step is needed where every token has all
+        want = bases[0] + torch.nn.functional.linear(torch.nn.functional.linear(x, a[0]), b[0]) * scaling[0]
+        assert torch.equal(lora_rows(bases[0], x, a[:1], b[:1], scaling[:1], [0]), want)

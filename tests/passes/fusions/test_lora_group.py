@@ -1,0 +1,136 @@
+"""The fusion of LoRA's layers with one input: what becomes one op, what must not, and that the numbers stay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import quire
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.ops.lora_rows import MAX_RANK, lora_group, lora_rows
+from quire.attn_ops.step import Step, running
+from quire.passes.backend import QuireBackend
+from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.lora_group import group_lora
+from quire.passes.fusions.projections import fuse_projections
+from quire.passes.fx import LINEAR, copy_graph, is_function
+from quire.passes.options import QuireOptions
+
+WIDTH, RANK, TOKENS = 32, 4, 3
+
+
+class Adapted(nn.Linear):
+    """A layer of PEFT with adapters in float32: ``names`` is how many are active."""
+
+    def __init__(self, columns: int, scaling: float, names: int = 1, rank: int = RANK) -> None:
+        super().__init__(WIDTH, columns, bias=False, dtype=torch.bfloat16)
+        self.a = nn.ModuleList(nn.Linear(WIDTH, rank, bias=False) for _ in range(names))
+        self.b = nn.ModuleList(nn.Linear(rank, columns, bias=False) for _ in range(names))
+        self.drop, self.scaling = nn.Dropout(0.1), scaling
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        for a, b in zip(self.a, self.b, strict=True):
+            x = x.to(torch.float32)
+            result = result + b(a(self.drop(x))) * self.scaling
+        return result.to(torch.bfloat16)
+
+
+class Chosen(Adapted):
+    """As quire traces it where each token has adapters of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [[m.weight for m in of] for of in (self.a, self.b)]
+        return lora_rows(nn.Linear.forward(self, x), x, *weights, [self.scaling] * len(self.a),
+                         [1 << i for i in range(len(self.a))])
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: type[Adapted] = Adapted, **options: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = kind(48, 2.0, **options), kind(16, 0.5, **options), kind(16, 1.0, **options)
+        self.o = kind(WIDTH, 0.3, **options)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return x + self.o(torch.nn.functional.pad(k * v, (0, 16)) + q[..., :32])
+
+
+def fused(model: nn.Module, projections: bool = True) -> tuple[int, Counter, torch.Tensor, torch.Tensor]:
+    """Matches, the ops of the graph, its result, and the model's."""
+    x = torch.randn(1, TOKENS, WIDTH).bfloat16()
+    backend = QuireBackend(QuireOptions(compiler="eager"))
+    torch._dynamo.mark_dynamic(x, 1)
+    cache = PagedKVCache(num_layers=1, num_pages=2, page_size=4, num_kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu")
+    step = Step(cache, quire.CommonAttentionMetadata.build([1], [1], [[1]], page_size=4), adapters=torch.tensor([1, 0, 3]))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not say which adapters") if isinstance(
+            model.q, Chosen) else contextlib.nullcontext():
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    with torch.no_grad(), running(step):
+        want = model(x)
+        graph = backend.graphs[0]
+        gm = copy_graph(graph.gm)
+        work = Fusion(gm, graph.inputs, backend.weights)
+        if projections:
+            fuse_projections(work)
+        matches = group_lora(work)
+        gm.graph.lint()
+        gm.recompile()
+        names = {lora_group: "group", lora_rows: "rows"} | dict.fromkeys(LINEAR, "linear")
+        ops = Counter(names[n.target] for n in gm.graph.nodes if is_function(n, tuple(names)))
+        out = gm(*[x.shape[1] if isinstance(e, (int, torch.SymInt)) else e for e in graph.inputs], *work.added)[0]
+        backend.weights.restore()
+        return matches, ops, out, want
+
+
+@pytest.mark.parametrize("names", [1, 2])
+@pytest.mark.parametrize("kind", [Adapted, Chosen])
+def test_layers_with_one_input(kind, names) -> None:
+    """q, k and v are one op, o is another: four launches, where a decode step had a dozen. The numbers are the layers' own: one
+    rounding where they have one."""
+    matches, ops, got, want = fused(Layer(kind, names=names))
+    assert matches == (4 if kind is Adapted else 3)
+    assert ops == ({"linear": 2, "group": 2} if kind is Adapted else {"linear": 2, "group": 1, "rows": 1})
+    torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-8)  # a product of another shape
+
+
+class Early(Layer):
+    """k's base needs q's result: they cannot be computed together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x)
+        k = nn.Linear.forward(self.k, x) * q.sum(-1, keepdim=True)
+        adapted = self.k.b[0](self.k.a[0](x.to(torch.float32))) * 0.5
+        return q[..., :16] + (k + adapted).to(torch.bfloat16)
+
+
+class InPlace(Layer):
+    """x changes between two layers that read it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        q = self.q(x)
+        x.mul_(2)
+        return q[..., :16] + self.k(x)
+
+
+class Read(Layer):
+    """An adapter's product is read elsewhere too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = self.k.b[0](self.k.a[0](x.to(torch.float32))) * 0.5
+        return (nn.Linear.forward(self.k, x) + added).to(torch.bfloat16) + added.sum().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("model", "groups"), [(Early(), 2), (InPlace(), 2), (Read(), 0), (Layer(rank=MAX_RANK + 1), 0)],
+                         ids=["one needs the other", "written in place", "read elsewhere", "a large rank"])
+def test_what_is_not_computed_together(model, groups) -> None:
+    matches, ops, got, want = fused(model, projections=False)
+    assert matches == ops["group"] == groups
+    torch.testing.assert_close(got, want, rtol=0, atol=float(want.abs().max()) * 2**-7)
