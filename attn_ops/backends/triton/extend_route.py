@@ -155,16 +155,20 @@ def metadata_of(q: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Step, C
     return (step, meta) if same else None
 
 
-def find_route(q: torch.Tensor, caches: Caches, batch: Batch, skip_single: bool) -> Route | None:
+def find_route(q: torch.Tensor, caches: Caches, batch: Batch, window: int | None, chunk: int | None, skip_single: bool
+               ) -> Route | None:
     """The way by contiguous keys for this layer of the step, where it is possible and takes less time; else None. Worked out
     once per step for alike layers."""
     found = metadata_of(q, batch.query_start_loc)
     if found is None or found[1].seq_lens.data_ptr() != batch.seq_lens.data_ptr():
         return None
     step, meta = found
-    key = ("contiguous keys", q.shape[1], caches.k.shape[2:], caches.v.shape[3], caches.k.dtype, skip_single)
+    key = ("contiguous keys", q.shape[1], caches.k.shape[2:], caches.v.shape[3], q.dtype, caches.k.dtype, window, chunk,
+           skip_single)
     if key not in step.notes:
-        step.notes[key] = _route(meta, batch, q.shape[1], caches, skip_single)
+        dims = caches.k.shape[3], caches.v.shape[3]
+        step.notes[key] = _route(meta, batch, q.shape[1], caches, skip_single) if possible(
+            dims, q.dtype, window, chunk, q.device) else None
     return step.notes[key]
 
 
