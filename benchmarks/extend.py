@@ -40,17 +40,18 @@ HEADS = [(32, 8, 128), (16, 8, 128), (32, 8, 64), (16, 8, 256), (8, 8, 128), (32
 TILES = {128: "64x64/4/3,64x128/4/2,128x64/8/3,128x128/8/3,64x64/4/2,64x32/4/4,64x32/4/3,128x64/8/4,128x128/8/2",
          64: "64x64/4/3,64x128/4/3,128x64/8/3,128x128/8/3,64x64/4/4,64x128/4/2,128x64/4/3,128x128/4/3",
          256: "128x64/8/2,64x32/4/2,64x32/4/3,128x32/8/3,128x32/8/4,64x64/4/2,128x128/8/1"}
-REPEATS = 5
+REPEATS, SLEEP = 5, 4_000_000  # cycles: 2 ms
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Device time of one call, the median."""
+    """Device time of one call, the median; the host launches it while the GPU sleeps."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     times = []
     for _ in range(REPEATS):
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(SLEEP)
         before.record()
         call()
         after.record()

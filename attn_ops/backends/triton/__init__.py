@@ -103,12 +103,12 @@ def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: to
                         scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
                         lse: torch.Tensor | None = None) -> bool:
     """``extend`` by the way of contiguous keys, if that is the step's (``extend_route.py``); else False."""
-    if not possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
-        return False
-    if is_recording():  # kernels are compiled ahead: those of both ways
-        route: Route | None = Route(batch.query_start_loc, q.shape[0], skip_single)
+    if not (recorded := is_recording()):
+        route = find_route(q, caches, batch, window, chunk, skip_single)
+    elif possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
+        route = Route(batch.query_start_loc, q.shape[0], skip_single)  # kernels are compiled ahead: those of both ways
     else:
-        route = find_route(q, caches, batch, skip_single)
+        route = None
     if route is None:
         return False
     contiguous = kernel_module("backends.triton.extend_contiguous")
@@ -116,7 +116,7 @@ def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: to
         contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
     except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
         return False
-    return not is_recording()
+    return not recorded
 
 
 def rope_paged_attention(
