@@ -240,8 +240,8 @@ class AttentionBackend:
         plans_windows: its plan takes ``Step.window_metadata``, where there are some, for sites with a window or chunk, so that
             these may have page numbers of their own. Without a plan that needs nothing.
         same_in_graphs: a captured step has the kernels and grids of an uncaptured one of the same shape, whatever its number of
-            tokens and the length of its sequences (MLA apart). False: steps of more than about a thousand tokens are captured
-            only on request, as their graphs may take the GPU longer.
+            tokens and the length of its sequences (apart from MLA, and where ``without_graph`` gives two times). False: steps
+            of more than about a thousand tokens are captured only on request, as their graphs may take the GPU longer.
         unrotated: it needs q before the rotary embedding: rope_op is used wherever the rotation is found, whatever fusions are
             chosen.
         prefill: how it serves prompts beside another backend; None: whole steps only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention, listed
+from quire.attn_ops.backend import AttentionBackend, UnsupportedAttention, dtype_name, listed
 from quire.attn_ops.composite import attention_name, kind_of
+from quire.attn_ops.kv_cache import token_bytes
 from quire.attn_ops.registry import all_backends, get_backend, long_prefill_name
 from quire.attn_ops.tuning import attention as tuning
 from quire.attn_ops.tuning import prefill as prefill_tuning
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sit
         except UnsupportedAttention as dense:
             raise UnsupportedAttention(f"{latent}\nWith keys and values of all heads in the cache: {dense}") from dense
     reasons = selection.backend.capabilities.reasons_against(site, **where)
+    kv_dtype = where.get("kv_dtype") or site.dtype
+    logger.warning(
+        "%s caches keys and values of all heads of MLA layers, %d bytes per token and layer; the latent cache of %s, %d, is "
+        "not served: %s", selection.backend.name, token_bytes(site.dense, kv_dtype), dtype_name(site.dtype), token_bytes(site),
+        "; ".join(reasons))
     return replace(selection, not_latent=f"{selection.backend.name}: {'; '.join(reasons)}")
 
 

@@ -56,7 +56,7 @@ class Step:
     adapters: torch.Tensor | None = None
     served: set[int] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)
-    notes: dict[Any, Any] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict, init=False)  # not of a copy, which may have other metadata
     window_metadata: CommonAttentionMetadata | None = None
 
 

@@ -36,18 +36,22 @@ SHAPES = {"8192 after 8192": (1, 8192, 8192), "1x16384": (1, 16384, 0), "8192 af
           "64x1024": (64, 1024, 0), "1x2048": (1, 2048, 0), "512 after 16384": (1, 512, 16384), "4x4096": (4, 4096, 0)}
 #: (query heads, KV heads, D): Llama-3.1-8B first
 HEADS = [(32, 8, 128), (16, 8, 128), (32, 8, 64), (16, 8, 256), (8, 8, 128), (32, 4, 128), (32, 32, 64), (8, 1, 256)]
-TILES = "64x64/4/3,64x64/4/4,64x128/4/3,64x128/4/2,128x64/8/3,128x64/8/2,128x128/8/3,128x128/8/2,128x64/4/3,64x32/4/4"
-REPEATS = 5
+#: By head dim: block_m x block_n / warps / stages.
+TILES = {128: "64x64/4/3,64x128/4/2,128x64/8/3,128x128/8/3,64x64/4/2,64x32/4/4,64x32/4/3,128x64/8/4,128x128/8/2",
+         64: "64x64/4/3,64x128/4/3,128x64/8/3,128x128/8/3,64x64/4/4,64x128/4/2,128x64/4/3,128x128/4/3",
+         256: "128x64/8/2,64x32/4/2,64x32/4/3,128x32/8/3,128x32/8/4,64x64/4/2,128x128/8/1"}
+REPEATS, SLEEP = 5, 4_000_000  # cycles: 2 ms
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Device time of one call, the median."""
+    """Device time of one call, the median; the host launches it while the GPU sleeps."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     times = []
     for _ in range(REPEATS):
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(SLEEP)
         before.record()
         call()
         after.record()
@@ -155,7 +159,7 @@ def parts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield dict(heads=heads, shape=shape, **compared(Attention(*heads, shape, args.page_size)))
     for heads in (HEADS[0], *HEADS[2:4]):
         one = Attention(*heads, first, args.page_size)
-        yield from (dict(heads=heads, shape=first, **row) for row in swept(one, args.tiles))
+        yield from (dict(heads=heads, shape=first, **row) for row in swept(one, args.tiles or TILES[heads[2]]))
     for dtype in (torch.float8_e4m3fn, torch.int8):
         one = Attention(*HEADS[0], first, args.page_size, dtype)
         yield dict(heads=HEADS[0], shape=first, kv_dtype=str(dtype), **compared(one))
@@ -166,7 +170,7 @@ def parts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--tiles", default=TILES)
+    parser.add_argument("--tiles")
     parser.add_argument("--flashinfer", action="store_true")
     parser.add_argument("--deadline", type=float, default=100.0, help="seconds")
     parser.add_argument("--json", type=Path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,11 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-INDEX = "model.safetensors.index.json"
+#: Settings of a config that weights alone do not show, and that the forward computes with.
+_FORWARD = ("rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads", "hidden_act",
+            "hidden_activation", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping",
+            "final_logit_softcapping", "query_pre_attn_scalar", "num_experts_per_tok", "norm_topk_prob")
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class CheckpointError(ValueError):
@@ -25,13 +31,17 @@ def files_of(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
     Raises:
-        FileNotFoundError: none, or one that the index names is missing.
+        FileNotFoundError: none, or one that the index names is missing. CheckpointError: a whole one beside one in shards.
     """
     index = path / INDEX
     holds: dict[str, str] = {}
     if index.is_file():
         holds = {name: parameter for parameter, name in reversed(json.loads(index.read_text())["weight_map"].items())}
         files = [path / name for name in sorted(holds)]
+        if (path / WHOLE).is_file() and WHOLE not in holds:
+            if any(file.is_file() for file in files):
+                raise CheckpointError(f"{WHOLE} and {index.name} are of two checkpoints. Remove the files of one")
+            files = [path / WHOLE]  # an index whose shards are gone: transformers leaves it when it saves a model whole
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -67,17 +77,28 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
             held_by[name] = file.name
         values |= own
     names = set(model.state_dict())
-    _check_quantization(path, model)
+    _check_config(path, model)
     if values.keys() <= names or not hasattr(type(model), "from_pretrained"):
         return values
     return _converted(path, model)
 
 
-def _check_quantization(path: Path, model: Any) -> None:
-    """Refuse a quantized checkpoint for a model that is not quantized: its codes would be taken for weights."""
-    config = path / "config.json"
-    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
-    if quantization and getattr(getattr(model, "config", None), "quantization_config", None) is None:
+def _check_config(path: Path, model: Any) -> None:
+    """Refuse a quantized checkpoint for a model that is not quantized, whose codes would be taken for weights, and one of a
+    model that computes otherwise, such as with another rope."""
+    file = path / "config.json"
+    own: Any = getattr(model, "config", None)
+    if not file.is_file() or not hasattr(type(own), "from_pretrained"):
+        return
+    saved = json.loads(file.read_text())
+    quantization = saved.get("quantization_config")
+    if saved.get("model_type") == own.model_type:
+        theirs = type(own).from_pretrained(str(path)).to_dict()
+        for name in _FORWARD:
+            if name in theirs and theirs[name] != (here := own.to_dict().get(name)):
+                raise CheckpointError(f"its config has {name}={theirs[name]}, the model that is served {here}: the same "
+                                      "weights give other logits. Make an engine from that path")
+    if quantization and getattr(own, "quantization_config", None) is None:
         raise CheckpointError(f"it is quantized ({quantization.get('quant_method', 'unknown method')}), and the model that is "
                               "served is not. Give a checkpoint in the model's own dtype, or make an engine from that path")
 
@@ -129,6 +150,29 @@ def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str)
                     f"the parameter {name!r} is quantized ({type(tensor).__name__}), which safetensors files cannot hold. Save "
                     "the model before it is quantized, quantize it with from_pretrained(..., quantization_config=...), or keep "
                     "its state_dict with torch.save", name)
+    with _replacing(path / INDEX, path / WHOLE):  # a whole checkpoint would stay beside one in shards, or an index beside it
+        _save(path, model, max_size)
+    if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(str(path))
+
+
+@contextmanager
+def _replacing(*files: Path) -> Iterator[None]:
+    """Put these files away, and back where what follows fails."""
+    away = {file: file.with_name(file.name + ".before") for file in files if file.is_file()}
+    for file, other in away.items():
+        file.rename(other)
+    try:
+        yield
+    except BaseException:
+        for file, other in away.items():
+            other.rename(file)
+        raise
+    for other in away.values():
+        other.unlink()
+
+
+def _save(path: Path, model: Any, max_size: int | str) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(path), max_shard_size=max_size)
     else:
@@ -141,8 +185,6 @@ def save_checkpoint(path: Path, model: Any, tokenizer: Any, max_size: int | str)
                 seen.add(id(tensor))
                 state[name] = tensor.detach().to("cpu", copy=True).contiguous()
         save_torch_state_dict(state, str(path), max_shard_size=max_size)
-    if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(str(path))
 
 
 __all__ = ["CheckpointError", "files_of", "read_checkpoint", "save_checkpoint"]

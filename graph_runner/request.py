@@ -40,7 +40,7 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """One continuation of a prompt, with vLLM's names: ``index`` among the n of its prompt; the rest as in RequestOutput."""
 
-    index: int  # type: ignore[assignment]  # a tuple has a method of this name
+    index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None

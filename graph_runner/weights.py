@@ -226,7 +226,8 @@ class WeightUpdates:
         """Receive these parameters from rank 0 of the group, in this order, and write them once all are here.
 
         Raises:
-            WeightUpdateError: see ``check_specs`` (the sender then waits until its timeout), or a rank failed.
+            WeightUpdateError: see ``check_specs`` (the sender then waits until its timeout); rank 0 sends another name, dtype
+                or shape (it gets a ValueError, and the group stays); a rank failed.
             RuntimeError: not in a group.
         """
         if self._weights_group is None:
@@ -239,7 +240,9 @@ class WeightUpdates:
         targets, values = check_specs(self.model, specs), {}
         for spec in specs:
             try:
-                values[spec.name] = self._weights_group.receive(spec.dtype, spec.shape)
+                values[spec.name] = self._weights_group.receive(spec.dtype, spec.shape, spec.name)
+            except ValueError as error:  # all ranks know of it
+                raise WeightUpdateError(f"the parameter {spec.name!r} is not what comes: {error}", spec.name) from error
             except Exception as error:
                 self.destroy_weights_update_group()  # the ranks no longer agree on what comes next
                 raise WeightUpdateError(f"receiving the parameter {spec.name!r} failed: {error}", spec.name) from error

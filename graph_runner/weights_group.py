@@ -4,19 +4,25 @@ Apart from torch.distributed's default group, which the trainer or the user may 
 
     group = WeightsGroup("10.0.0.1", 29500, rank=0, world_size=2, device="cuda")
     for name, p in model.named_parameters():                    # in the order that the engine was given
-        group.send(p.detach())
+        group.send(p.detach(), name)
 
 and in the engine's process ``engine.init_weights_update_group("10.0.0.1", 29500, rank=1, world_size=2)``, then
 ``engine.update_weights_from_distributed(names, dtypes, shapes)``.
+
+Before each tensor its dtype, shape and name are sent, and all ranks say whether they expect it: without that a smaller tensor
+would fill a part of the other's memory, and a larger one end the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_HEADER = 1024  # bytes
 
 
 class WeightsGroup:
@@ -48,15 +54,52 @@ class WeightsGroup:
             raise RuntimeError(f"the group for weight updates at {master_address}:{master_port} did not form within "
                                f"{timeout:g} s: {error}. Are all {world_size} ranks started, with one world_size?") from error
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """From rank 0: give a tensor to the others. Raises RuntimeError if one of them fails."""
-        self._broadcast(tensor.detach().to(self.device).contiguous())
+    def send(self, tensor: torch.Tensor, name: str = "") -> None:
+        """From rank 0: give a tensor to the others. Returns when they have it.
 
-    def receive(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """At the others: the next tensor of rank 0. Raises RuntimeError if a rank fails or takes too long."""
+        Args:
+            name: of the parameter; without one, parameters of one shape that are sent in another order than announced would
+                change places unnoticed.
+
+        Raises:
+            ValueError: one of them expects another name, dtype or shape; nothing was given, and the group may go on.
+            RuntimeError: one of them fails or takes too long.
+        """
+        tensor = tensor.detach().to(self.device).contiguous()
+        about = _described(tensor.dtype, tensor.shape, name)
+        if len(about.encode()) > _HEADER:
+            raise ValueError(f"the name of a parameter has more than {_HEADER} bytes: {name[:60]!r}...")
+        self._broadcast(torch.tensor(list(about.encode().ljust(_HEADER)), dtype=torch.uint8, device=self.device))
+        if self._refusals(False):
+            raise ValueError(f"a rank expects another tensor than {about}: send the parameters in the order, dtypes and shapes "
+                             "that update_weights_from_distributed was given")
+        self._broadcast(tensor)
+
+    def receive(self, dtype: torch.dtype, shape: tuple[int, ...], name: str = "") -> torch.Tensor:
+        """At the others: the next tensor of rank 0, of this name if rank 0 gives one.
+
+        Raises:
+            ValueError: rank 0 has another name, dtype or shape, or another rank expects another; the group may go on.
+            RuntimeError: a rank fails or takes too long.
+        """
+        header = torch.zeros(_HEADER, dtype=torch.uint8, device=self.device)
+        self._broadcast(header)
+        sent, wanted = bytes(header.tolist()).decode().strip(), _described(dtype, shape, name)
+        other = sent not in (wanted, _described(dtype, shape, ""))
+        refusals = self._refusals(other)
+        if other:
+            raise ValueError(f"rank 0 sends {sent}, and {wanted} was announced")
+        if refusals:
+            raise ValueError(f"another rank does not expect {wanted}")
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self._broadcast(tensor)
         return tensor
+
+    def _refusals(self, refuse: bool) -> int:
+        """How many ranks refuse the next tensor."""
+        count = torch.tensor([int(refuse)], dtype=torch.int32, device=self.device)
+        self._group.allreduce([count], dist.AllreduceOptions()).wait(self._wait)
+        return int(count.item())
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         whole = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor  # bytes: gloo lacks some dtypes
@@ -70,6 +113,10 @@ class WeightsGroup:
         if shutdown is not None:
             shutdown()
         self._group = None
+
+
+def _described(dtype: torch.dtype, shape: Iterable[int], name: str) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} {name}".strip()
 
 
 def _process_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:

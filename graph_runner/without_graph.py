@@ -19,6 +19,8 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend
 from quire.graph_runner.request import ScheduledBatch
 
+#: Estimates that differ by less do not pay for launching, which a busy host may delay.
+WORTH = 0.97
 REASON = "attention to prompts of such lengths takes less time without a graph"
 
 
@@ -52,7 +54,7 @@ class WithoutGraph:
         with_graph, without = self.backend.without_graph(self.sites, self.device, states.get(self.backend.name), new,
                                                          new + np.array([row.start for row in batch.rows]))
         products = batch.num_tokens * self.token_us
-        return REASON if max(self.launch_us, products + without) < products + with_graph else None
+        return REASON if max(self.launch_us, products + without) < WORTH * (products + with_graph) else None
 
 
-__all__ = ["REASON", "WithoutGraph"]
+__all__ = ["REASON", "WORTH", "WithoutGraph"]

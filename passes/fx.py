@@ -145,8 +145,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(target, torch._ops.HigherOrderOperator):  # a body or a kernel of the user's: no schema says what it writes
         return [x for x in node.all_input_nodes if isinstance(value(x), torch.Tensor)]
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        packet = isinstance(target, torch._ops.OpOverloadPacket)
-        overloads = [getattr(target, name) for name in target.overloads()] if packet else [target]
+        overloads: list[Any] = [target]
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            overloads = [getattr(target, name) for name in target.overloads()]
         written: list[Any] = []
         for schema in (overload._schema for overload in overloads):
             given = {**dict(zip([a.name for a in schema.arguments], node.args, strict=False)), **node.kwargs}

@@ -72,10 +72,21 @@ def default_dtype(backend: AttentionBackend, device: str) -> torch.dtype | None:
     return torch.bfloat16 if device != "cpu" and torch.bfloat16 in backend.capabilities.dtypes else None
 
 
+def names_in(text: str) -> list[str]:
+    """The names in a list with commas; one for each kind of layer (full=NAME,window=NAME) is one name."""
+    names: list[str] = []
+    for part in text.split(","):
+        if "=" in part and names and "=" in names[-1]:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
+
+
 def runs_of(given: argparse.Namespace) -> list[Run]:
     """What the arguments ask for. Raises ValueError for an unknown name."""
     dtype, kv_dtype = (getattr(torch, name) if name else None for name in (given.dtype, given.kv_dtype))
-    chosen, gpu, runs = given.backend.split(","), torch.cuda.is_available(), []
+    chosen, gpu, runs = names_in(given.backend), torch.cuda.is_available(), []
     every = "all" in chosen
     for name in [n for each in chosen for n in ([*all_backends(), "ops"] if each == "all" else [each])]:
         if name == "ops":

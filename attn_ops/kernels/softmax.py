@@ -20,4 +20,25 @@ def logits(scores, scale, softcap):
         return scores * (scale * LOG2E)
 
 
-__all__ = ["LN2", "LOG2E", "logits"]
+@triton.jit
+def softmax_step(highest, total, scores, factor, FOLD: tl.constexpr, MASKED: tl.constexpr):
+    """More base-2 ``scores`` (M, N) in a running softmax: highest and total (M,), then the weights of the scores, and what the
+    weights before shrink by (M,). MASKED: rows may have seen no key yet. FOLD: scores are still to be multiplied by ``factor``,
+    which is positive: one multiply-add per score instead of a product and a difference."""
+    if FOLD:
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
+    else:
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+    if MASKED:
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    else:
+        safe = new_highest
+    shrink = tl.exp2(highest - safe)
+    if FOLD:
+        weights = tl.exp2(scores * factor - safe[:, None])
+    else:
+        weights = tl.exp2(scores - safe[:, None])
+    return new_highest, total * shrink + tl.sum(weights, 1), weights, shrink
+
+
+__all__ = ["LN2", "LOG2E", "logits", "softmax_step"]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
-from quire.attn_ops.kernels.softmax import LN2, logits
+from quire.attn_ops.kernels.softmax import LN2, logits, softmax_step
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs"])
@@ -74,15 +74,10 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
         if WINDOW > 0:
             keep = keep & (key_pos[None, :] - pos[:, None] < WINDOW) & (pos[:, None] - key_pos[None, :] < WINDOW)
         scores = tl.where(keep, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        shrink = tl.exp2(highest - safe)
-        weights = tl.exp2(scores - safe[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, True)
         value = tl.load(v + index[:, None] * v_strides[0] + (head // GROUP) * v_strides[1] + columns_v[None, :],
                         mask=inside[:, None] & (columns_v < DIM_V)[None, :], other=0.0)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-        highest = new_highest
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]
     tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], acc, mask=out_live)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
-from quire.attn_ops.kernels.softmax import LN2, logits
+from quire.attn_ops.kernels.softmax import LN2, logits, softmax_step
 
 
 @triton.jit
@@ -22,15 +22,11 @@ def attend_block(query, k, v, index, keep, scale, softcap, highest, total, acc, 
                   mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
     scores = logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap)
     scores = tl.where(keep, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
-    safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    shrink = tl.exp2(highest - safe)
-    weights = tl.exp2(scores - safe[:, None])
-    total = total * shrink + tl.sum(weights, 1)
+    highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, True)
     value = tl.load(v + at[:, None] * v_strides[0] + kv_head * v_strides[1] + columns_v[None, :],
                     mask=live[:, None] & (columns_v < DIM_V)[None, :], other=0.0)
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-    return new_highest, total, acc
+    return highest, total, acc
 
 
 @triton.jit(do_not_specialize=["first_query", "num_queries", "first_key", "num_keys", "length", "num_listed", "num_steps"])

@@ -1,13 +1,17 @@
 """The time of a prefill as a function of its work, fitted on measured times: which of two backends is faster for a batch.
 
-``quire bench attention --save`` keeps microseconds of a few prefills for each backend (``Measurement.extend_us``). Three terms
+``quire bench attention --save`` keeps microseconds of a few prefills for each backend (``Measurement.extend_us``). A few terms
 describe them within a few percent on an H200 (docs/performance.md, "Long prompts"):
 
-    us = launch + per_key * (keys of the longest sequence) + per_operation * (operations of both matrix products)
+    us = launch + per_operation * (operations of both matrix products) + per_key * (keys of the longest sequence)
+         + per_mb * (MB of keys and values)
 
-The first is what the smallest call takes. The second is a tile of queries that goes through its keys one after the other while
-other multiprocessors have nothing left to do. The third is the rate of the kernel on a full GPU. Operations count heads, head
-dims and visible pairs of query and key, so times carry over to other numbers of heads and lengths of the same class of shapes.
+The first is what the smallest call takes. The second is the rate of the kernel on a full GPU. The third is a tile of queries
+that goes through its keys one after the other while other multiprocessors have nothing left to do. The fourth is for kernels
+that copy keys and values first, and is fitted if there are times enough. Operations count heads, head dims and visible pairs of
+query and key, so times carry over to other numbers of heads and lengths of the same class of shapes.
+
+A backend may have faster kernels in steps without a CUDA graph (``AttentionBackend.without_graph``): it has times of both.
 """
 
 from __future__ import annotations
@@ -26,15 +30,18 @@ from quire.attn_ops.tuning.attention import Measurement, ShapeClass, comparable,
 
 #: A backend serves prefills beside another only where it takes at most this part of the other's time. A fit is off by 6 %.
 WINS = 0.95
-POINTS = 4  # that a fit of three terms needs
+POINTS = 4  # that a fit of three terms needs; one of four needs two more
+EAGER = " without a graph"  # ends the name of a prefill that was measured so
 _POINT = re.compile(r"(\d+)x(\d+)(?:\+(\d+))?")  # sequences x new tokens + tokens computed before
 
 
 class Work(NamedTuple):
-    """keys: of the longest sequence.  operations: floating-point operations, in 10^9."""
+    """operations: floating-point operations, in 10^9.  keys: of the longest sequence.  mb: 10^6 numbers, keys and values of all
+    sequences."""
 
-    keys: float
     operations: float
+    keys: float
+    mb: float
 
 
 def pairs(query_lens: np.ndarray, seq_lens: np.ndarray, window: int | None, chunk: int | None) -> float:
@@ -54,31 +61,33 @@ def pairs(query_lens: np.ndarray, seq_lens: np.ndarray, window: int | None, chun
 
 def work(site: AttentionSite, query_lens: np.ndarray, seq_lens: np.ndarray) -> Work:
     """The work of one layer on a batch; (B,) integers on the host."""
-    longest = float(seq_lens.max(initial=0))
+    longest, dims = float(seq_lens.max(initial=0)), site.head_dim + site.head_dim_v
     reach = min(longest, site.window or longest, site.chunk or longest)
-    operations = 2 * pairs(query_lens, seq_lens, site.window, site.chunk) * site.num_heads * (site.head_dim + site.head_dim_v)
-    return Work(reach, operations / 1e9)
+    operations = 2 * pairs(query_lens, seq_lens, site.window, site.chunk) * site.num_heads * dims
+    return Work(operations / 1e9, reach, float(seq_lens.sum()) * site.num_kv_heads * dims / 1e6)
 
 
 class PrefillTime(NamedTuple):
-    """Microseconds: of a call, per key of the longest sequence, per 10^9 operations."""
+    """Microseconds: of a call, per 10^9 operations, per key of the longest sequence, per 10^6 numbers of keys and values."""
 
     launch: float
-    per_key: float
     per_operation: float
+    per_key: float
+    per_mb: float = 0.0
 
     def us(self, of: Work) -> float:
-        return self.launch + self.per_key * of.keys + self.per_operation * of.operations
+        return self.launch + self.per_operation * of.operations + self.per_key * of.keys + self.per_mb * of.mb
 
 
 def fit(measured: Sequence[tuple[Work, float]]) -> PrefillTime | None:
     """Least squares of the relative error, no term below zero; None for fewer than POINTS points."""
     if len(measured) < POINTS:
         return None
-    terms = np.array([[1.0, of.keys, of.operations] for of, _ in measured]) / np.array([[us] for _, us in measured])
-    best, least = np.zeros(3), np.inf
-    for some in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
-        found = np.zeros(3)
+    count = 4 if len(measured) >= POINTS + 2 else 3
+    terms = np.array([[1.0, *of][:count] for of, _ in measured]) / np.array([[us] for _, us in measured])
+    best, least = np.zeros(count), np.inf
+    for some in itertools.chain.from_iterable(itertools.combinations(range(count), n + 1) for n in range(count)):
+        found = np.zeros(count)
         found[list(some)] = np.linalg.lstsq(terms[:, some], np.ones(len(terms)), rcond=None)[0]
         error = float(((terms @ found - 1) ** 2).sum())
         if (found >= 0).all() and error < least:
@@ -86,24 +95,26 @@ def fit(measured: Sequence[tuple[Work, float]]) -> PrefillTime | None:
     return PrefillTime(*map(float, best))
 
 
-def of_measurement(row: Measurement) -> list[tuple[Work, float]]:
-    """The prefills among the points of a row, without those that have decodes beside them."""
+def of_measurement(row: Measurement, ending: str = "") -> list[tuple[Work, float]]:
+    """The prefills among the points of a row whose names have this ending, without those that have decodes beside them."""
     heads = row.num_kv_heads * row.shape.group
     site = AttentionSite(0, heads, row.num_kv_heads, row.shape.head_dim, row.shape.head_dim_v, torch.float32, 1.0,
                          window=row.window, chunk=row.chunk)
     found = []
     for name, us in row.extend_us.items():
-        if point := _POINT.fullmatch(name):
+        if name.endswith(ending) and (point := _POINT.fullmatch(name.removesuffix(ending))):
             count, new, computed = (int(n or 0) for n in point.groups())
             found.append((work(site, np.full(count, new), np.full(count, new + computed)), us))
     return found
 
 
 class PrefillRule(NamedTuple):
-    """Times of two backends for prefills of one class of shapes: one that may serve them, and the one that serves the rest."""
+    """Times of two backends for prefills of one class of shapes: one that may serve them, and the one that serves the rest,
+    without a graph and, if that differs, in one."""
 
     prefill: PrefillTime
     rest: PrefillTime
+    graph: PrefillTime | None = None
 
     @property
     def ever(self) -> bool:
@@ -116,7 +127,7 @@ class PrefillRule(NamedTuple):
         return theirs - ours if ours <= WINS * theirs else 0.0
 
     def __str__(self) -> str:
-        rates = (f"{1e3 / time.per_operation:.0f}" if time.per_operation else "any" for time in self)
+        rates = (f"{1e3 / time.per_operation:.0f}" if time.per_operation else "any" for time in (self.prefill, self.rest))
         return " against ".join(rates) + " TFLOP/s for long prompts"
 
 
@@ -127,10 +138,13 @@ def rule(prefill: AttentionBackend, rest: AttentionBackend, site: AttentionSite,
     shape = ShapeClass.of(site, page_size, kv_dtype, layout)
     for rows in sources(device):
         found = comparable(rows, [prefill, rest], shape, (site.num_kv_heads, site.window, site.chunk))
-        times = [fit(of_measurement(found[b.name])) for b in (prefill, rest) if b.name in found]
-        if len(times) == 2 and times[0] is not None and times[1] is not None:
-            return PrefillRule(times[0], times[1])
+        if prefill.name not in found or rest.name not in found:
+            continue
+        ours, graph = fit(of_measurement(found[prefill.name])), fit(of_measurement(found[rest.name]))
+        theirs = fit(of_measurement(found[rest.name], EAGER)) or graph
+        if ours is not None and theirs is not None:
+            return PrefillRule(ours, theirs, graph)
     return None
 
 
-__all__ = ["PrefillRule", "PrefillTime", "WINS", "Work", "fit", "of_measurement", "pairs", "rule", "work"]
+__all__ = ["EAGER", "PrefillRule", "PrefillTime", "WINS", "Work", "fit", "of_measurement", "pairs", "rule", "work"]

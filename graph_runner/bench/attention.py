@@ -18,7 +18,7 @@ from quire.attn_ops.backend import AttentionBackend, dtype_name
 from quire.attn_ops.registry import all_backends, get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning import attention as tuning
-from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, work
+from quire.graph_runner.bench.attention_op import Point, decode_point, extend_points, measure, op_batch, without_graphs, work
 from quire.graph_runner.bench.models import ModelSpec, config_of, free_memory, layers_asked, skeleton
 from quire.graph_runner.bench.report import Row, failure, rich_table
 from quire.graph_runner.bench.session import Run
@@ -66,6 +66,7 @@ class AttentionSession(Run):
                            for s in reversed(sites)}.values())[::-1]
         self.points = [decode_point(b, c) for c in self.contexts for b in args.batch or Sizes.batches]
         self.points += extend_points(args.scale * (1 if self.on_gpu else CPU_DIVISOR))
+        self.points += without_graphs(self.points) if self.on_gpu else []
         self.backends = self._backends(args.attention)
         #: microseconds of one call by point, for each site and backend
         self.us: dict[tuple[AttentionSite, str], dict[Point, float]] = defaultdict(dict)
@@ -100,11 +101,13 @@ class AttentionSession(Run):
     def _measure(self, site: AttentionSite, point: Point, serving: dict[str, AttentionBackend]) -> None:
         size, operations = work(site, point)
         for name, backend in serving.items():
+            if not point.graph and backend.without_graph is None:
+                continue  # as in a graph
             try:
                 # A new batch per backend: a kernel that failed may have left anything in the caches.
                 batch = op_batch(site, point, page_size=self.args.page_size, device=self.device, layout=self.args.layout,
                                  max_len=max(max(self.contexts), *point.seq_lens))
-                timing = measure(backend, batch)
+                timing = measure(backend, batch, point.graph)
                 row = {"us": timing.us, "host_us": timing.host_us, "how": timing.how, "ms_per_step": timing.us / 1e3,
                        "bytes_per_step": size, "tflop_per_s": operations / timing.us / 1e6}
                 del batch

@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.conformance.batches import Batch, lay_out, planned, prepared
 from quire.attn_ops.kv_cache import Layout, pages_for, vector_bytes
+from quire.attn_ops.tuning.prefill import EAGER
 
 GRAPH = 10  # milliseconds
 HOST_CALLS, CPU_CALLS = 3, 7
@@ -28,12 +29,14 @@ COPIES = 20  # of the cache, at most
 
 @dataclass(frozen=True)
 class Point:
-    """One batch to measure: scheduled tokens and total tokens after the step, per sequence."""
+    """One batch to measure: scheduled tokens and total tokens after the step, per sequence. ``graph``: in a CUDA graph, where
+    the backend allows it."""
 
     kind: str  # "decode" or "extend"
     name: str
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    graph: bool = True
 
 
 def decode_point(batch: int, context: int) -> Point:
@@ -53,6 +56,11 @@ def extend_points(divisor: int = 1) -> list[Point]:
         points.append(Point("extend", name, (new,) * batch, (new + before,) * batch))
     chunk, length = max(2, 448 // divisor), max(2, 2048 // divisor)
     return [*points, Point("extend", f"63x1,{chunk}", (1,) * 63 + (chunk,), (length,) * 64)]
+
+
+def without_graphs(points: list[Point]) -> list[Point]:
+    """The prefills among ``points``, in steps without a graph."""
+    return [replace(p, name=p.name + EAGER, graph=False) for p in points if p.kind == "extend" and min(p.query_lens) > 1]
 
 
 @dataclass
@@ -89,12 +97,15 @@ class Timing:
     how: str
 
 
-def measure(backend: AttentionBackend, batch: OpBatch) -> Timing:
-    """Time the backend on the batch. Errors of its op propagate."""
+def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True) -> Timing:
+    """Time the backend on the batch. Errors of its op propagate. Prompts are served as beside another backend, where there is a
+    way for that (``AttentionBackend.prefill``). ``graph``: in a CUDA graph if the backend allows it."""
     m, device = batch.metadata, batch.q.device
+    if backend.prefill is not None and m.max_query_len > 1 and not m.has_single_queries:
+        backend = replace(backend, make_state=backend.prefill.make_state)
     decode = m.num_actual_tokens == m.num_reqs and m.max_query_len == 1
     least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
-    captured = device.type == "cuda" and backend.capabilities.cudagraph_support >= least
+    captured = graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
     # A backend that plans must know that a graph is captured, to give it buffers that stay.
     with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
         given = prepared(backend, batch)

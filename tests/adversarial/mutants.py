@@ -177,9 +177,8 @@ TOKEN_MUTANTS = [
            "if known.order is not None or (known.holds is not None and known.holds.depends_on_place):",
            "if known.order is not None:", _tokens("place: returned")),
     Mutant(TOKENS, "counts are not returned", 'known = _mixed("it counts the tokens", x)', "pass", _tokens("counts returned")),
-    Mutant(TOKENS, "torch.func and vmap", 'return _mixed("quire does not look into torch.vmap and torch.func", node)',
-           "return CONST",
-           _tokens("an operator of higher order")),
+    Mutant(TOKENS, "torch.func", 'return _mixed("quire does not look into torch.func", node)', "return CONST",
+           _tokens("a derivative")),
     Mutant(TOKENS, "inputs whose length is not known to be the row's",
            'raise Mixes("an input of a length that is not known to be that of the row of tokens")', "pass",
            "tests/adversarial/test_positions.py::test_positions_that_meet_no_token"),
@@ -324,6 +323,12 @@ MASK_RULES, MASK_PARTS, FORMULA, DECISION, MASK_PROOF = (
 
 #: The proof of what a mask means.
 MASK_MUTANTS = [
+    Mutant(MASK_RULES, "a view keeps the dtype", "    if value(x).dtype != value(node).dtype:", "    if False:",
+           _mask("the bits of a float")),
+    Mutant(MASK_RULES, "an index is a number, and no truth", "            if isinstance(item, bool):", "            if False:",
+           _mask("indexed by a truth")),
+    Mutant(MASK_RULES, "relu takes no least value", "return _greater(p.term(a), formula.number(0))",
+           "return _greater(p.term(a), formula.number(inplace))", _kind("in place, by position")),
     Mutant(MASK_RULES, "xor of positions is not that of truths", 'raise Unprovable("it combines the bits of positions")',
            "pass", _mask("bits of positions")),
     Mutant(MASK_RULES, "~ of positions is not that of truths", 'raise Unprovable("it inverts the bits of positions")', "pass",
@@ -397,7 +402,7 @@ MASK_MUTANTS = [
            "the proof of tokens: a forward leaves no trace in buffers"),
     Mutant(MASK_PROOF, "stored masks keep their values", "            if not same:", "            if False:",
            _in("adversarial", "test_masks", "test_a_stored_mask_that_changes_is_noticed")),
-    Mutant(MASK_PROOF, "a mask of the call is not stored", "return is_module_tensor(node) or re.match(",
+    Mutant("passes/fx.py", "a mask of the call is not stored", "return is_module_tensor(node) or re.match(",
            "return True or re.match(",
            _in("passes/rewrite", "test_raise_sdpa", "test_a_mask_that_the_caller_passes_is_refused")),
     Mutant(MASK_PROOF, "one length only", "        if not symbolic(self.tokens):", "        if False:",
@@ -696,10 +701,39 @@ MODEL_MUTANTS = [
            _in("graph_runner", "test_fast_prefill", "test_keys_changed_in_between_are_not_shared[keys changed]")),
     Mutant(SHARED, "shared keys: values unchanged in between", "where in (memory(k), memory(v))", "where in (memory(k),)",
            _in("graph_runner", "test_fast_prefill", "test_keys_changed_in_between_are_not_shared[values changed]")),
-    Mutant(SHARED, "shared keys: nor by a view of them", "return val.untyped_storage()._cdata if whole",
+    Mutant(SHARED, "shared keys: nor by a view of them", "return storage_of(val) if whole",
            "return id(val) if whole",
            _in("graph_runner", "test_fast_prefill",
                "test_keys_changed_in_between_are_not_shared[a view of the keys changed]")),
 ]
 
-MUTANTS = [*TOKEN_MUTANTS, *MASK_MUTANTS, *SITE_MUTANTS, *MODEL_MUTANTS]
+PRACTICE = "tests/adversarial/test_practice.py::"
+#: What is no plain operation of a graph: torch.vmap, checkpoints, ops of libraries, functions of others.
+OPERATION_MUTANTS = [
+    Mutant(RULES, "memory of rows: no two share any", 'raise Mixes("tokens share memory in it")', "pass",
+           _tokens("rows that share memory")),
+    Mutant(RULES, "memory of rows: as far apart as they are long", "return stride[dim] > sum((n - 1) * s for n, s in others)",
+           "return stride[dim] > 0", _tokens("rows that share memory")),
+    Mutant(RULES, "instance norm: without weights", 'for n in ("weight", "bias", "running_mean"', 'for n in ("running_mean"',
+           _tokens("instance norm with weights")),
+    Mutant(RULES, "instance norm: each token is a channel", "if training and rows.dim == 1 and all(", "if training and all(",
+           _tokens("batch norm in training")),
+    Mutant(TOKENS, "vmap: writes nothing outside", "if any(storage_of(value(w)) in outside for w in written_by(node)):",
+           "if False:", _tokens("vmap that writes")),
+    Mutant(TOKENS, "vmap: what it computes is proved", "                found, _ = self._run_all(nodes, results)",
+           "                found = [Rows(0, self.axes[0])] * len(results)", _tokens("vmap over features")),
+    Mutant("passes/fx.py", "memory of vmap is that of its inputs", "    while is_functorch_wrapped_tensor(tensor):",
+           "    while False:", _mask("written in vmap")),
+    Mutant("passes/fx.py", "vmap begins and ends", "            and target_name(node) not in VMAP)", ")",
+           PRACTICE + "test_harmless_is_served[vmap over heads-decorator]"),
+    Mutant("passes/fx.py", "an op writes, by any overload",
+           "if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):",
+           "if isinstance(target, torch._ops.OpOverload):", _mask("written by an operation of a library")),
+    Mutant("passes/verify/breaks.py", "functions that Dynamo does not look into",
+           'if own or "<locals>" in target.__qualname__:', "if False:",
+           PRACTICE + "test_mixing_is_refused[counted by a function of the graph-decorator]"),
+    Mutant("passes/verify/breaks.py", "what is no operation of torch", "elif not isinstance(target, _OPERATIONS):",
+           "elif False:", PRACTICE + "test_mixing_is_refused[counted in NumPy-engine]"),
+]
+
+MUTANTS = [*TOKEN_MUTANTS, *OPERATION_MUTANTS, *MASK_MUTANTS, *SITE_MUTANTS, *MODEL_MUTANTS]

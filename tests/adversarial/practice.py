@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.adversarial.harness import Model
 
@@ -171,8 +173,65 @@ def untracked_norm(x: Tensor) -> Tensor:
     return nn.functional.batch_norm(x, None, None, training=True)
 
 
+@torch.compiler.allow_in_graph
+def counted_in_graph(x: Tensor) -> Tensor:
+    CALLS["in graph"] = CALLS.get("in graph", 0) + 1
+    return x * CALLS["in graph"]
+
+
+@torch._dynamo.nonstrict_trace
+def counted_when_traced(x: Tensor) -> Tensor:
+    CALLS["traced"] = CALLS.get("traced", 0) + 1
+    return x * CALLS["traced"]
+
+
+def counted_in_numpy() -> Any:
+    calls = np.zeros(1)
+
+    def count(m: Model, x: Tensor, p: Tensor) -> Tensor:
+        calls[0] += 1
+        return x * float(calls[0])
+
+    return count
+
+
+def kept_in_a_dict() -> Any:
+    seen: dict[str, Tensor] = {}
+
+    def keep(m: Model, x: Tensor, p: Tensor) -> Tensor:
+        seen["x"] = x
+        return x
+
+    return keep
+
+
+def rows_that_overlap(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = torch.empty_strided((1, x.shape[1], 16), (16 * x.shape[1], 1, 1))
+    y.copy_(x)
+    return x + y
+
+
+def mean_written_in_vmap(m: Model, x: Tensor, p: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    torch.vmap(lambda a, b: b.copy_(a.mean()), 2, 2)(x, y)
+    return x + y
+
+
+def held_in_a_list() -> Any:
+    """Under torch.compile in a step its sizes are symbols."""
+    held = [torch.outer(torch.arange(64.0), torch.arange(16.0)).cos()]
+    return lambda m, x, p: x + held[0][p]
+
+
 # fmt: off
 MIXES = {
+    "counted by a function of the graph": lambda m, x, p: counted_in_graph(x),
+    "counted by a function that is traced apart": lambda m, x, p: counted_when_traced(x),
+    "counted in NumPy": counted_in_numpy(),
+    "kept in a dict": kept_in_a_dict(),
+    "rows that overlap": rows_that_overlap,
+    "mean written in vmap": mean_written_in_vmap,
+    "checkpoint that mixes": lambda m, x, p: checkpoint(lambda y: y - y.mean(1, keepdim=True), x, use_reentrant=False),
     "counter": counter,
     "global counter": global_counter,
     "counter in a closure": in_a_closure(),
@@ -239,6 +298,14 @@ MIXES = {
     "no number": lambda m, x, p: torch.where(x.isnan().any(), torch.zeros_like(x), x),
 }
 SERVED = {
+    "vmap over heads": lambda m, x, p: torch.vmap(lambda h: h.softmax(-1), 2, 2)(x.unflatten(-1, (4, 4))).flatten(2),
+    "vmap over tokens and their heads": lambda m, x, p: torch.vmap(torch.vmap(lambda h: h - h.mean()))(
+        x[0].unflatten(-1, (4, 4)))[None].flatten(2),
+    "checkpoint in a checkpoint": lambda m, x, p: checkpoint(
+        lambda y: checkpoint(torch.tanh, y @ m.w, use_reentrant=False) + y, x, use_reentrant=False),
+    "bilinear": lambda m, x, p: F.bilinear(x, x.tanh(), m.experts, m.bias[:4]).repeat(1, 1, 4),
+    "instance norm of each token": lambda m, x, p: F.instance_norm(x[0].view(-1, 4, 4)).view(x.shape),
+    "table held in a list": held_in_a_list(),
     "length asserted": asserted,
     "dense experts": dense_experts,
     "top-p gate": top_p,

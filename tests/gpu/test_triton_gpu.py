@@ -11,12 +11,17 @@ from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends.triton import BACKEND
 from quire.attn_ops.backends.triton.decode import DecodeConfig
 from quire.attn_ops.backends.triton.extend import ExtendConfig
+from quire.attn_ops.backends.triton.extend_route import RouteConfig
 from quire.attn_ops.backends.triton.plan import overridden
+from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES
 from quire.graph_runner.bench.attention_op import decode_point, measure, op_batch, work
 from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.engine import Engine
 from tests.attn_ops.cases import check_case, check_output, make_case, run_case
 from tests.attn_ops.oracle import quantized
+from tests.gpu.helpers import check_likely
+from tests.tiny import GREEDY, small_llama, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -157,6 +162,96 @@ def test_decode_is_bound_by_memory(group, dim):
     batch = op_batch(site, point, page_size=16, device=device)
     us = min(measure(BACKEND, batch).us for _ in range(2))
     assert work(site, point)[0] / us * 1e6 > 0.5 * copy_bandwidth(device), f"{us:.0f} us"
+
+
+# Long prompts by contiguous keys.
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def by_copies(monkeypatch):
+    """Every step that may goes by contiguous keys, and the kernel that follows pages is not there."""
+    monkeypatch.delattr(kernel_module("backends.triton.extend"), "extend")
+    with overridden(RouteConfig, mode="always"):
+        yield
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_contiguous_keys(dtype, layout, by_copies):
+    for query_lens, seq_lens in (([1500], [1500]), ([64], [5000]), ([1025], [3000]), ([2], [3])):
+        check_case(BACKEND, make_case(query_lens, seq_lens, **LLAMA, dtype=dtype, layout=layout))
+    check_case(BACKEND, make_case([1, 300, 1, 0, 64, 1, 2, 129], [4000, 900, 1, 0, 64, 33, 2000, 1129], **LLAMA,
+                                  dtype=dtype, layout=layout, pad_tokens=14, pad_reqs=3, poison=float("nan")))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dim_v"), [
+    (8, 8, 128, 128), (8, 1, 256, 256), (64, 8, 64, 64), (32, 4, 80, 80), (8, 4, 256, 256), (16, 16, 192, 128), (71, 1, 64, 64),
+    (20, 4, 96, 96),
+])
+def test_contiguous_heads_and_dims(heads, kv_heads, dim, dim_v, dtype, by_copies):
+    check_case(BACKEND, make_case([1, 200, 333, 1], [900, 200, 1000, 5], num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+                                  head_dim_v=dim_v, page_size=16, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("features", [
+    dict(softcap=30.0), dict(sinks=True), dict(softcap=20.0, sinks=True), dict(write=False), dict(strided=True),
+    dict(page_size=1), dict(page_size=256), dict(scale=-0.05),
+], ids=str)
+def test_contiguous_features(features, by_copies):
+    check_case(BACKEND, make_case([1, 400, 1, 130], [3000, 1700, 129, 130], **{**LLAMA, **features}, dtype=torch.bfloat16,
+                                  pad_tokens=4, pad_reqs=2))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_contiguous_quantized(dtype, kv_dtype, by_copies):
+    for query_lens, seq_lens in (([1500], [1500]), ([64], [5000]), ([1, 300, 1, 64], [4000, 900, 1, 64])):
+        check_case(BACKEND, make_case(query_lens, seq_lens, **LLAMA, dtype=dtype, kv_dtype=kv_dtype, pad_tokens=6, pad_reqs=3))
+
+
+def test_the_copy_is_exact_beyond_2_31_elements():
+    case = make_case([300, 64], [5000, 4000], **{**LLAMA, "num_pages": 150_000, "poison": 0.0, "dtype": torch.bfloat16})
+    run_case(BACKEND, case)
+    meta, caches, module = case.metadata, Caches(*case.cache.of_layer(0)), kernel_module("kernels.gather_kv")
+    starts = module.kv_starts(meta.query_start_loc, meta.seq_lens)
+    keys, values = module.gather_kv(caches, meta.block_table_tensor, starts, 9000, torch.bfloat16)
+    assert torch.equal(keys, torch.cat(case.keys)) and torch.equal(values, torch.cat(case.values))
+
+
+def test_long_prompts_go_by_contiguous_keys_where_it_was_measured(monkeypatch):
+    """By default, with about the same result as by pages; not in a graph."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("measured on compute capability 9.0 only")
+    module, calls = kernel_module("backends.triton.extend_contiguous"), []
+    launch = module.extend_contiguous
+    monkeypatch.setattr(module, "extend_contiguous", lambda *args: calls.append(args) or launch(*args))
+    case = make_case([4096, 1], [12288, 700], **LLAMA, dtype=torch.bfloat16, expect=False)
+    found = run_case(BACKEND, case)
+    assert len(calls) == 1
+    with overridden(RouteConfig, mode="never"):
+        torch.testing.assert_close(found, run_case(BACKEND, case), rtol=2**-6, atol=2**-8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_case(BACKEND, case)
+    run_case(BACKEND, make_case([20, 1], [4096, 700], **LLAMA, dtype=torch.bfloat16, expect=False))  # each key read by few
+    assert len(calls) == 1
+
+
+def test_an_engine_by_contiguous_keys(monkeypatch):
+    """Chunks of prompts beside decodes, each chunk after those before it."""
+    module, calls = kernel_module("backends.triton.extend_contiguous"), []
+    launch = module.extend_contiguous
+    monkeypatch.setattr(module, "extend_contiguous", lambda *args: calls.append(args) or launch(*args))
+    model = small_llama(std=0.1, head_dim=64, hidden_size=128, max_position_embeddings=4096).to("cuda", torch.bfloat16)
+    prompts = [[3 + i % 50 for i in range(n)] for n in (1500, 40, 700)]
+    with overridden(RouteConfig, mode="always"), Engine(
+            model, attention="triton", compiler="eager", num_pages=300, max_num_seqs=3, max_num_batched_tokens=512,
+            cudagraph_capture_sizes=[3], cudagraph_token_sizes=[]) as engine:
+        for prompt, found in zip(prompts, tokens(engine.generate(prompts, GREEDY)), strict=True):
+            check_likely(model, prompt, found)
+    assert len(calls) >= 4  # of one layer
 
 
 # CUDA graphs: one capture, any lengths later.

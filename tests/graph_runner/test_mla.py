@@ -48,8 +48,9 @@ def test_tokens(name: str, compiler: str) -> None:
     assert expected(model) == changed
 
 
-def test_dense_without_mla() -> None:
-    """A quantized cache has no latent form: all keys and values are cached, and ``explain`` gives both reasons and sizes."""
+def test_dense_without_mla(caplog: pytest.LogCaptureFixture) -> None:
+    """A quantized cache has no latent form: all keys and values are cached, ``explain`` gives reasons and sizes, and a warning
+    that it takes more memory than the latent one."""
     model = build(SERVED["deepseek_v3"])
     shown = str(quire.explain(model))
     assert "MLA 4x24/16 of 16+8" in shown and "latent cache of 96 bytes per token" in shown
@@ -57,6 +58,8 @@ def test_dense_without_mla() -> None:
                 kv_cache_dtype="int8") as engine:
         assert engine.runner.selection.not_latent == "torch_native: no latent cache of int8"
         assert {s.latent for s in engine.runner.sites} == {None}
+        (warned,) = [r.message for r in caplog.records if "keys and values of all heads" in r.message]
+        assert "192 bytes per token and layer" in warned and "latent cache of float32, 96" in warned
         assert all(o.error is None for o in engine.generate(prompts(), GREEDY))
 
 

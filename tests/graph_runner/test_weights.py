@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import quire
-from quire.graph_runner.checkpoint import read_checkpoint, save_checkpoint
+from quire.graph_runner.checkpoint import files_of, read_checkpoint, save_checkpoint
 from quire.graph_runner.weights import WeightSpec, check_specs, missing_names, state_of, write
 from tests.tiny import GREEDY, hf_greedy, load_model, load_tokenizer, tokens
 
@@ -181,6 +181,27 @@ def test_broken_checkpoints(engine, tmp_path) -> None:
     fails(FileNotFoundError, "no checkpoint at")
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_saved_over_another_checkpoint(own, tmp_path) -> None:
+    """transformers leaves the index of shards that are gone, and a whole file beside new shards, which it reads first."""
+    model, small = (Tied(), 2000) if own else (load_model(num_layers=1), "200KB")
+    for size in (small, "5GB", small):
+        with torch.no_grad():
+            model.get_parameter("mix.weight" if own else NORM).add_(1)
+        save_checkpoint(tmp_path, model, None, size)
+        values = read_checkpoint(tmp_path, model)
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in values.items())
+        assert (tmp_path / "model.safetensors").is_file() != (tmp_path / "model.safetensors.index.json").is_file()
+        assert not list(tmp_path.glob("*.before"))
+    whole = next(iter(values.items()))
+    save_file(dict([whole]), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors and model.safetensors.index.json are of two checkpoints"):
+        read_checkpoint(tmp_path, model)
+    for file in tmp_path.glob("model-*"):
+        file.unlink()
+    assert files_of(tmp_path) == [tmp_path / "model.safetensors"]  # as transformers leaves it
+
+
 def test_checkpoints_with_more_than_the_model_has(engine, tmp_path) -> None:
     """transformers leaves such parameters out with a warning: codes without their scales, a layer without its bias."""
     engine.save_sharded_model(tmp_path)
@@ -199,7 +220,10 @@ def test_checkpoints_with_more_than_the_model_has(engine, tmp_path) -> None:
     fails(codes, f"it holds the parameter '{scale}', which LlamaForCausalLM has not. Give the parameters")
     fails({**saved, UP.replace("weight", "bias"): torch.ones(len(saved[UP]))}, "up_proj.bias', which LlamaForCausalLM has not")
     fails({**saved, UP.replace("layers.0", "layers.1"): saved[UP].clone()}, "holds the parameter 'model.layers.1.mlp.up_proj")
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    own = json.loads(config.read_text())
+    config.write_text(json.dumps({**own, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}))
+    fails(saved, "its config has rope_parameters=.*500000.*, the model that is served .*10000.* Make an engine from that path")
+    config.write_text(json.dumps({**own, "quantization_config": {"quant_method": "fp8"}}))
     fails(codes, r"it is quantized \(fp8\), and the model that is served is not")
 
 
@@ -330,6 +354,39 @@ def test_over_a_process_group(engine) -> None:
     engine.destroy_weights_update_group()
     assert all(torch.equal(engine.get_weights_by_name(name), value) for name, value in new.items())
     serves_what_the_model_says(engine)
+
+
+def test_a_sender_of_other_tensors_than_announced(engine) -> None:
+    """The backends do not compare sizes: half as many bytes would be taken, twice as many end the process."""
+    before, said = snapshot(engine), tokens(engine.generate(IDS, GREEDY))
+    new, port, refused = other_weights(engine.model, 8), free_port(), []
+    value = next(iter(new.values()))
+
+    def send() -> None:
+        group = quire.WeightsGroup("127.0.0.1", port, 0, 2, timeout=60)
+        for other in (value.bfloat16(), value.double(), torch.zeros(3), value):
+            try:
+                group.send(other, NORM)
+            except ValueError as error:
+                refused.append(str(error))
+        for name, tensor in new.items():
+            group.send(tensor, name)
+        group.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+    first = next(iter(new))
+    for what in ("bfloat16", "float64", "float32", rf"float32 \(.*\) {NORM}, and float32 .* {first}"):
+        with pytest.raises(quire.WeightUpdateError, match=f"'{first}' is not what comes: rank 0 sends {what}") as error:
+            engine.update_weights_from_distributed(*described(new))
+        assert error.value.name == first
+    assert_old(engine, before, said)
+    engine.update_weights_from_distributed(*described(new))  # the group goes on
+    thread.join()
+    engine.destroy_weights_update_group()
+    assert len(refused) == 4 and all("in the order, dtypes and shapes" in message for message in refused)
+    assert all(torch.equal(engine.get_weights_by_name(name), value) for name, value in new.items())
 
 
 def test_a_sender_that_leaves(engine) -> None:

@@ -32,10 +32,10 @@ def batch(*rows: tuple[int, int]) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("with_graph", "without", "launch", "found"), [
-    (100.0, 80.0, 50.0, REASON),
-    (100.0, 80.0, 1095.0, REASON),  # the GPU takes 1000 for the matrix products of 1000 tokens
-    (100.0, 80.0, 1101.0, None),  # the host would be the slower one
-    (80.0, 80.0, 50.0, None),
+    (1000.0, 800.0, 50.0, REASON),
+    (1000.0, 800.0, 1900.0, REASON),  # the GPU takes 1000 for the matrix products of 1000 tokens
+    (1000.0, 800.0, 2001.0, None),  # the host would be the slower one
+    (1000.0, 990.0, 50.0, None),  # not worth it
 ])
 def test_a_step_takes_the_longer_of_host_and_gpu(with_graph, without, launch, found) -> None:
     assert rule(with_graph, without, launch).reason(batch((990, 10), (10, 0)), {}) == found

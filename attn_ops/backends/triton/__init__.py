@@ -32,6 +32,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales
 from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
+from quire.attn_ops.ops.varlen import varlen_attention_cuda
 
 
 def available(device: torch.device) -> str | None:
@@ -102,12 +103,12 @@ def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: to
                         scale: float, window: int | None, softcap: float | None, chunk: int | None, skip_single: bool,
                         lse: torch.Tensor | None = None) -> bool:
     """``extend`` by the way of contiguous keys, if that is the step's (``extend_route.py``); else False."""
-    if not possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
-        return False
-    if is_recording():  # kernels are compiled ahead: those of both ways
-        route: Route | None = Route(batch.query_start_loc, q.shape[0], skip_single)
+    if not (recorded := is_recording()):
+        route = find_route(q, caches, batch, window, chunk, skip_single)
+    elif possible((caches.k.shape[3], caches.v.shape[3]), q.dtype, window, chunk, q.device):
+        route = Route(batch.query_start_loc, q.shape[0], skip_single)  # kernels are compiled ahead: those of both ways
     else:
-        route = find_route(q, caches, batch, skip_single)
+        route = None
     if route is None:
         return False
     contiguous = kernel_module("backends.triton.extend_contiguous")
@@ -115,7 +116,7 @@ def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: to
         contiguous.extend_contiguous(q, caches, batch, route, sinks, out, scale, softcap, lse)
     except torch.OutOfMemoryError:  # of a caller that fills the GPU: engines leave room (``scratch_bytes``)
         return False
-    return not is_recording()
+    return not recorded
 
 
 def rope_paged_attention(
@@ -213,6 +214,7 @@ BACKEND = AttentionBackend(
     rope_op=define_paged_op("triton", rope_paged_attention, rope=True, launches=True),
     mla_op=define_mla_op("triton", mla_paged_attention, launches=True),
     state_op=define_state_op("triton", attention_state, launches=True),
+    varlen=varlen_attention_cuda,
     rope_forms=True,
     same_in_graphs=True,
     without_graph=without_graph,

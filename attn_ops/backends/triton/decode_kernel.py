@@ -14,7 +14,7 @@ from quire.attn_ops.kernels.kv_quant import code_format, encode, joined, store_r
 from quire.attn_ops.kernels.paged import find_row, load_keys, load_scales
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.rope import rotated
-from quire.attn_ops.kernels.softmax import LOG2E, logits
+from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
 
 
 @triton.jit
@@ -187,10 +187,7 @@ def decode_kernel(
         if caches.k_scale is not None:
             scores *= load_scales(caches.k_scale, table_row, kv_head, offsets, live, PAGE, S, True)[None, :]
         scores = tl.where(live[None, :], logits(scores, scale, softcap), float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.exp2(highest - new_highest)
-        weights = tl.exp2(scores - new_highest[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, False)
         if caches.v_scale is not None:
             weights *= (load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, True) * UNIT)[None, :]
         if TILE.words:
@@ -210,7 +207,6 @@ def decode_kernel(
                 acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
             else:
                 acc += tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
-        highest = new_highest
 
     if TILE.words:
         acc = joined(acc_0, acc_1, acc_2, acc_3, ROWS, DV_P2)

@@ -28,7 +28,7 @@ from quire.attn_ops.kernels.host import CacheLayout, Caches
 from quire.attn_ops.kernels.kv_quant import code_format, widen
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kernels.paged import find_block, load_keys, load_scales
-from quire.attn_ops.kernels.softmax import LOG2E, logits
+from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
 
 
 class ExtendConfig(NamedTuple):
@@ -92,20 +92,7 @@ def attend(
             if (SITE.window > 0) or (SITE.chunk > 0):
                 keep = keep & (offsets[None, :] >= first_key(pos, SITE.window, SITE.chunk)[:, None])
             scores = tl.where(keep, scores, float("-inf"))
-        if TILE.fold:  # one multiply-add per score instead of a product and a difference
-            new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
-        else:
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-        if MASKED:  # rows that have seen no key yet
-            safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        else:
-            safe = new_highest
-        shrink = tl.exp2(highest - safe)
-        if TILE.fold:
-            weights = tl.exp2(scores * factor - safe[:, None])
-        else:
-            weights = tl.exp2(scores - safe[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        highest, total, weights, shrink = softmax_step(highest, total, scores, factor, TILE.fold, MASKED)
         acc = acc * shrink[:, None]
         values = load_keys(caches.v, table_row, kv_head, offsets, live, PAGE, V, DV, next_power_of_2(DV, 16), MASKED)
         if caches.v_scale is not None:
@@ -113,7 +100,6 @@ def attend(
             UNIT: tl.constexpr = code_format(caches.v.dtype.element_ty)[3]
             weights *= (load_scales(caches.v_scale, table_row, kv_head, offsets, live, PAGE, S, MASKED) * UNIT)[None, :]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
-        highest = new_highest
     return highest, total, acc
 
 

@@ -21,7 +21,7 @@ from quire.attn_ops.kernels.gather_kv import gather_kv
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.kernels.launch import descriptor, launch
 from quire.attn_ops.kernels.paged import find_block
-from quire.attn_ops.kernels.softmax import LOG2E, logits
+from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
 
 
 class ContiguousConfig(NamedTuple):
@@ -68,26 +68,12 @@ def attend_contiguous(highest, total, acc, query, pos, keys, values, first_key, 
             offsets = block + tl.arange(0, TILE.block_n)
             live = offsets < stop
             scores = tl.where(live[None, :] & (offsets[None, :] <= pos[:, None]), scores, float("-inf"))
-        if TILE.fold:
-            new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
-        else:
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-        if MASKED:  # rows that have seen no key yet
-            safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        else:
-            safe = new_highest
-        shrink = tl.exp2(highest - safe)
-        if TILE.fold:
-            weights = tl.exp2(scores * factor - safe[:, None])
-        else:
-            weights = tl.exp2(scores - safe[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        highest, total, weights, shrink = softmax_step(highest, total, scores, factor, TILE.fold, MASKED)
         acc = acc * shrink[:, None]
         rows = values.load([first_key + block, column_v])
         if MASKED:  # the next sequence's values may be NaN, and 0 * NaN is NaN
             rows = tl.where(live[:, None], rows, 0.0)
         acc = tl.dot(weights.to(rows.dtype), rows, acc, input_precision=PRECISION)
-        highest = new_highest
     return highest, total, acc
 
 
@@ -148,7 +134,7 @@ def contiguous_kernel(q, keys, values, query_start_loc, kv_starts, sinks, out, o
 
 
 def config(width: int, width_v: int) -> ContiguousConfig:
-    """The parameters for padded head dims. On an H200 tiles of 64 x 64 with four warps are the fastest at a head dim of 128."""
+    """The parameters for padded head dims: the fastest of those in h200_extend.json."""
     widest = max(width, width_v)
     if widest <= 128:
         return tuned(ContiguousConfig(64, 64, 4, 3))

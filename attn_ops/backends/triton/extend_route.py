@@ -23,12 +23,29 @@ from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, current_step
 
-# Seconds per pair of query and key of one head, a + b * D, over the whole GPU. On an H200 at D = 128: 441 TFLOP/s by pages
-# and 540 contiguous. The part without D is the softmax.
-PAGED_PAIR, CONTIGUOUS_PAIR = (0.36e-12, 6.2e-15), (0.30e-12, 5.1e-15)
+
+class Rates(NamedTuple):
+    """A kernel's time over the whole GPU, by padded head dim (WIDTHS): seconds per pair of query and key of one head, and per
+    program, which begins and ends whatever its keys are."""
+
+    pair: tuple[float, ...]
+    program: tuple[float, ...]
+
+    def of(self, width: float) -> tuple[float, float]:
+        return float(np.interp(width, WIDTHS, self.pair)), float(np.interp(width, WIDTHS, self.program))
+
+
+#: Fitted on h200_extend.json, less 110 us of each time for the host: within 8 % for chunks of 8192 tokens, 16 % for
+#: 64 x 1024.
+WIDTHS = (64, 128, 256)
+PAGED = Rates((0.755e-12, 1.163e-12, 3.08e-12), (17e-9, 35e-9, 54e-9))
+CONTIGUOUS = Rates((0.589e-12, 0.930e-12, 1.69e-12), (10e-9, 17e-9, 93e-9))
+QUANTIZED = 1.56  # how much longer the kernel of pages takes for codes and scales
+SPLIT = 1.4  # and where it has too few tiles for the GPU, divides keys among programs and merges: of one point, 512 after 16384
 COPY_BANDWIDTH = 1.9e12  # bytes per second, read and written
 MORE_LAUNCHES = 10e-6  # of the copy, and of the end of one kernel before the next
-BLOCK_M, PER_SM = 64, 2  # tile of the contiguous kernel, programs that a multiprocessor runs at a time
+PAGED_ROWS = 128  # of a tile: tokens x heads of a group
+WORTH = 0.95  # of the time by pages: estimates of short steps are off by more than of long ones
 
 
 class RouteConfig(NamedTuple):
@@ -81,17 +98,20 @@ def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: 
 
     Args:
         query_lens, seq_lens: (B,) of the sequences that come into question.
-        dims: D and Dv.  cache_bytes: of a number in the cache.
+        dims: D and Dv.  cache_bytes: of a number in the cache; 1 where it is quantized.
     """
     query, keys = query_lens.astype(np.int64), seq_lens.astype(np.int64)
-    dim = (dims[0] + dims[1]) / 2
-    widths = sum(host.next_power_of_2(d, 16) for d in dims)
-    paged, contiguous = (a + b * dim for a, b in (PAGED_PAIR, CONTIGUOUS_PAIR))
-    rows = -(-query // BLOCK_M) * BLOCK_M
-    by_pages = heads * paged * float((query * (keys - query) + query * (query + 1) // 2).sum())
-    by_rows = heads * contiguous * float((rows * (keys - query) + rows * (rows + 1) // 2).sum())
-    longest = BLOCK_M * contiguous * float(keys.max(initial=0)) * num_sms * PER_SM  # of one program
-    copy = float(keys.sum()) * kv_heads * (sum(dims) * cache_bytes + widths * 2) / COPY_BANDWIDTH
+    widths = [host.next_power_of_2(d, 16) for d in dims]
+    mean, block_m, per_sm = sum(widths) / 2, *((64, 2) if max(widths) <= 128 else (128, 1))  # of extend_contiguous.config
+    pairs, slots = heads * float((query * (keys - query) + query * (query + 1) // 2).sum()), num_sms * per_sm
+    pair, program = PAGED.of(mean)
+    tiles = kv_heads * float((-(-query * (heads // kv_heads) // PAGED_ROWS)).sum())
+    codes = QUANTIZED if cache_bytes == 1 else 1.0
+    by_pages = (codes * pair * pairs + program * tiles) * (SPLIT if tiles < num_sms else 1.0)
+    pair, program = CONTIGUOUS.of(mean)
+    by_rows = pair * pairs + program * heads * float((-(-query // block_m)).sum())
+    longest = slots * (pair * block_m * float(keys.max(initial=0)) + program)  # of one program
+    copy = float(keys.sum()) * kv_heads * (sum(dims) * cache_bytes + sum(widths) * 2) / COPY_BANDWIDTH
     return by_pages, max(by_rows, longest) + copy + MORE_LAUNCHES
 
 
@@ -103,7 +123,7 @@ def without_graph(sites: Sequence[AttentionSite], device: torch.device, state: N
         pages, contiguous = seconds(query_lens, seq_lens, heads, kv_heads, dims, itemsize, host.num_sms(device))
         fits = _bytes_per_token(kv_heads, dims) * int(seq_lens.sum()) <= config().max_bytes
         paged += layers * pages * 1e6
-        best += layers * (min(pages, contiguous) if fits else pages) * 1e6
+        best += layers * (contiguous if fits and contiguous <= WORTH * pages else pages) * 1e6
     return paged, best
 
 
@@ -135,16 +155,20 @@ def metadata_of(q: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Step, C
     return (step, meta) if same else None
 
 
-def find_route(q: torch.Tensor, caches: Caches, batch: Batch, skip_single: bool) -> Route | None:
+def find_route(q: torch.Tensor, caches: Caches, batch: Batch, window: int | None, chunk: int | None, skip_single: bool
+               ) -> Route | None:
     """The way by contiguous keys for this layer of the step, where it is possible and takes less time; else None. Worked out
     once per step for alike layers."""
     found = metadata_of(q, batch.query_start_loc)
     if found is None or found[1].seq_lens.data_ptr() != batch.seq_lens.data_ptr():
         return None
     step, meta = found
-    key = ("contiguous keys", q.shape[1], caches.k.shape[2:], caches.v.shape[3], caches.k.dtype, skip_single)
+    key = ("contiguous keys", q.shape[1], caches.k.shape[2:], caches.v.shape[3], q.dtype, caches.k.dtype, window, chunk,
+           skip_single)
     if key not in step.notes:
-        step.notes[key] = _route(meta, batch, q.shape[1], caches, skip_single)
+        dims = caches.k.shape[3], caches.v.shape[3]
+        step.notes[key] = _route(meta, batch, q.shape[1], caches, skip_single) if possible(
+            dims, q.dtype, window, chunk, q.device) else None
     return step.notes[key]
 
 
@@ -160,7 +184,7 @@ def _route(meta: CommonAttentionMetadata, batch: Batch, heads: int, caches: Cach
     device = batch.seq_lens.device
     if now.mode != "always":
         paged, contiguous = seconds(query_lens, seq_lens, heads, kv_heads, dims, caches.k.dtype.itemsize, host.num_sms(device))
-        if contiguous >= paged:
+        if contiguous > WORTH * paged:
             return None
     starts = host.kernel_module("kernels.gather_kv").kv_starts(batch.query_start_loc, batch.seq_lens, fewest)
     return Route(starts, num_keys, skip_single)

@@ -24,7 +24,7 @@ from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import Strides
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kernels.paged import find_block, find_row
-from quire.attn_ops.kernels.softmax import LOG2E
+from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
 
 WORKSPACE = 1 << 25  # most float32 elements of partial results
 
@@ -108,16 +108,8 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, b
         scores = tl.dot(query_rope, tl.trans(rotary), scores, input_precision=PRECISION) * (scale * LOG2E)
         if MASKED:
             scores = tl.where(live[None, :] & (offsets[None, :] <= pos[:, None]), scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        if MASKED:  # rows that have seen no key yet
-            safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        else:
-            safe = new_highest
-        shrink = tl.exp2(highest - safe)
-        weights = tl.exp2(scores - safe[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, MASKED)
         acc = tl.dot(weights.to(latent.dtype), latent, acc * shrink[:, None], input_precision=PRECISION)
-        highest = new_highest
     return highest, total, acc
 
 

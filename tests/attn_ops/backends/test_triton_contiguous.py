@@ -160,10 +160,14 @@ def test_alike_layers_of_a_step_share_one_plan(always, monkeypatch) -> None:
     case, plans = make_case(*MIXED, **SMALL), []
     starts = kernel_module("kernels.gather_kv").kv_starts
     monkeypatch.setattr(kernel_module("kernels.gather_kv"), "kv_starts", lambda *args: plans.append(args) or starts(*args))
-    with running(Step(case.cache, case.metadata)):
+    step = Step(case.cache, case.metadata)
+    with running(step):
         for _ in range(2):
             check_output(BACKEND.op(*case.arguments([]), **case.options), case)
     assert len(plans) == 1
+    other = make_case([2, 2], [5, 2], **SMALL)
+    with running(replace(step, cache=other.cache, metadata=other.metadata)):
+        check_output(BACKEND.op(*other.arguments([]), **other.options), other)
 
 
 def test_kernels_of_both_ways_are_compiled_ahead(always) -> None:

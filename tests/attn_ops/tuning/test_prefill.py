@@ -29,16 +29,19 @@ def test_pairs_are_those_that_the_masks_leave(window, chunk) -> None:
 
 def test_work_counts_heads_and_dims_and_the_longest_sequence() -> None:
     one, two = work(SITE, np.array([4096]), np.array([4096])), work(SITE, np.array([1024] * 8), np.array([5120] * 8))
-    assert one == Work(4096, 2 * 4096 * 4097 / 2 * 32 * 256 / 1e9) and two.keys == 5120
+    assert one == Work(2 * 4096 * 4097 / 2 * 32 * 256 / 1e9, 4096, 4096 * 8 * 256 / 1e6) and two.keys == 5120
+    assert two.mb == pytest.approx(10 * one.mb)
     assert work(dataclasses.replace(SITE, num_heads=16), np.array([4096]), np.array([4096])).operations == one.operations / 2
     assert work(dataclasses.replace(SITE, window=512), np.array([4096]), np.array([4096])).keys == 512
 
 
 def test_a_fit_gives_the_times_that_it_was_made_of() -> None:
-    true = PrefillTime(30.0, 0.002, 2.5)
-    some = [Work(1000, 5), Work(4000, 100), Work(8000, 10), Work(5000, 600)]
+    true = PrefillTime(30.0, 2.5, 0.002)
+    some = [Work(5, 1000, 2), Work(100, 4000, 8), Work(10, 8000, 16), Work(600, 5000, 80)]
     assert fit([(of, true.us(of)) for of in some]) == pytest.approx(true)
     assert fit([(of, true.us(of)) for of in some[:3]]) is None, "three points fit anything"
+    copying, more = true._replace(per_mb=0.5), [*some, Work(3000, 32000, 60), Work(1e4, 32000, 500)]
+    assert fit([(of, copying.us(of)) for of in more]) == pytest.approx(copying)
     falling = fit([(of, 100.0 - of.keys / 100) for of in some])
     assert falling is not None and min(falling) >= 0, "no time falls with work"
 
@@ -67,6 +70,12 @@ def test_the_rule_takes_the_measured_class_or_the_nearest(monkeypatch) -> None:
     for far in (dict(num_heads=256), dict(dtype=torch.float16), dict(window=512), dict(sinks=True)):
         assert rule(one, two, dataclasses.replace(SITE, **far), **where) is None
     assert rule(one, two, SITE, device=torch.device("cpu"), page_size=32) is None
+    rows[1] = dataclasses.replace(rows[1], extend_us=rows[1].extend_us | {
+        f"{name} without a graph": us * 0.8 for name, us in rows[1].extend_us.items()})
+    faster = rule(one, two, SITE, **where)
+    assert faster is not None and (faster.prefill, faster.graph) == (found.prefill, found.rest)
+    assert faster.rest == pytest.approx([0.8 * term for term in found.rest]), "in steps without a graph"
+    rows[1] = dataclasses.replace(rows[1], extend_us={k: v for k, v in rows[1].extend_us.items() if "graph" not in k})
     other = rule(two, one, SITE, **where)
     assert other is not None and not other.ever
 
@@ -76,4 +85,4 @@ def test_the_rule_takes_the_measured_class_or_the_nearest(monkeypatch) -> None:
     assert spared(960, 960) == 0 == spared(64, 8192), "a short prompt, and a short chunk of a long one"
     assert spared(8192, 8192) > 400 and spared(8192, 16384) > 1200
     assert spared(100, 100) == 0
-    assert PrefillRule(PrefillTime(0, 0, 1.0), PrefillTime(0, 0, 1.01)).spared(Work(0, 1e6)) == 0, "within the fit's error"
+    assert PrefillRule(PrefillTime(0, 1.0, 0), PrefillTime(0, 1.01, 0)).spared(Work(1e6, 0, 0)) == 0, "within the fit's error"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from quire.passes.fx import copy_graph, placeholders, value
@@ -64,6 +65,22 @@ def hidden(number: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda ids, p: torch.zeros(p.shape[1], p.shape[1]).masked_fill(p[0][None] > p[0][:, None], number)
 
 
+torch.library.define("quire_tests::show_all", "(Tensor(a!) mask) -> ()")
+torch.library.impl("quire_tests::show_all", ("CompositeExplicitAutograd", "Meta"), lambda mask: [None, mask.fill_(True)][0])
+
+
+def written_by_a_library(ids: Tensor, p: Tensor) -> Tensor:
+    mask = p[0][None] <= p[0][:, None]
+    torch.ops.quire_tests.show_all(mask)
+    return mask
+
+
+def written_in_vmap(ids: Tensor, p: Tensor) -> Tensor:
+    mask = p[0][None] <= p[0][:, None]
+    torch.vmap(lambda row: row.logical_or_(p[0] == 2))(mask)
+    return mask
+
+
 KINDS = {
     "causal": (of(lambda i, j: j >= 0), MaskKind()),
     "window": (of(lambda i, j: i - j < 8), MaskKind(window=8)),
@@ -72,8 +89,14 @@ KINDS = {
     "all": (lambda ids, p: p[0][None] + p[0][:, None] >= 0, MaskKind(causal=False)),
     "transposed": (lambda ids, p: (p[0][None] >= p[0][:, None]).mT, MaskKind()),
     "-inf": (hidden(-math.inf), MaskKind()),
+    "in place, by position": (lambda ids, p: F.relu(p[0][None] - p[0][:, None], True) == 0, MaskKind()),
+    "itself": (lambda ids, p: F.relu(p[0][None] - p[0][:, None] + 1, True) == 1, MaskKind(window=1)),
 }
 REFUSED = {
+    "the bits of a float": (of(lambda i, j: (i - j).float().view(torch.int32) < 8), "it reads the bytes of"),
+    "indexed by a truth": (of(lambda i, j: j[True][0] < 9), "it is indexed with a truth"),
+    "written by an operation of a library": (written_by_a_library, "which is not known to keep to positions"),
+    "written in vmap": (written_in_vmap, "a tensor that it is made of is changed in place"),
     "bits of positions": (of(lambda i, j: (i ^ j) < 2), "it combines the bits of positions"),
     "some bits": (of(lambda i, j: (j & 5) < 6), "it combines the bits of positions"),
     "roots": (of(lambda i, j: i.double().sqrt() - j.double().sqrt() < 8), "it takes sqrt of positions"),

@@ -216,6 +216,19 @@ def written_by_an_op(x: Tensor, p: Tensor) -> Tensor:
     return x + y
 
 
+def written_in_vmap(x: Tensor, p: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    torch.vmap(lambda a, b: b.add_(a.mean()), 2, 2)(x, y)
+    return y
+
+
+def shared_memory(x: Tensor, p: Tensor) -> Tensor:
+    """Rows begin 1 apart and are WIDTH long."""
+    y = x.new_empty_strided((1, x.shape[1], WIDTH), (0, 1, 1))
+    y.copy_(x)
+    return y
+
+
 REFUSED = {
     "adapters of rows in another order": (lambda x, p: adapted(x[0][routed(x)][None]), "an adapter's rows are not the tokens"),
     "adapters that follow from the tokens": (
@@ -277,7 +290,17 @@ REFUSED = {
     "an operation named as a harmless one": (lambda x, p: less_the_mean(x), "no rule for quire_tests"),
     "an operation that calls itself elementwise": (lambda x, p: torch.ops.quire_tests.pointwise(x), "no rule for quire_tests"),
     "an operation that writes": (written_by_an_op, "what quire_tests.fill_with_mean.default writes"),
-    "an operator of higher order": (lambda x, p: torch.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)(x[0]), "vmap"),
+    "vmap over features": (lambda x, p: torch.vmap(lambda c: c - c.mean(), 1, 1)(x[0]), "it is taken over the tokens"),
+    "vmap in vmap over features": (lambda x, p: torch.vmap(torch.vmap(lambda c: c.cumsum(-1), 1, 1), 1, 1)(
+        x[0].unflatten(-1, (2, 4))), "it goes along the tokens"),
+    "vmap that draws": (lambda x, p: torch.vmap(lambda t: t + torch.rand(WIDTH), randomness="same")(x[0]), "random numbers"),
+    "vmap that writes": (written_in_vmap, "writes into a tensor from outside"),
+    "a derivative": (lambda x, p: torch.func.grad(lambda y: (y.cumsum(1) ** 2).sum())(x), "does not look into torch.func"),
+    "an operator of higher order": (lambda x, p: torch.cond(p.sum() > 5, lambda y: y * 2, lambda y: y - y.mean(1, True), (x,)),
+                                    "it is taken over the tokens"),
+    "rows that share memory": (shared_memory, "tokens share memory in it"),
+    "instance norm with weights": (
+        lambda x, p: F.batch_norm(x, None, None, x[0, :, 0], training=True), "it normalizes over the tokens"),
     "written mean": (mean_written, "is written into another tensor"),
     "written columns": (columns_written, "to the rows of others"),
     "written by position": (rows_written_by_position, "to the rows of others"),
@@ -366,6 +389,10 @@ SERVED = {
     "convolution": lambda x, p: F.conv1d(x.mT, POINTWISE).mT,
     "batch norm": lambda x, p: F.batch_norm(x[0], TABLE[0], TABLE[1].exp()),
     "place": lambda x, p: (x + TABLE[p], x * p[..., None], x[:, torch.arange(x.shape[1])]),
+    "vmap": lambda x, p: (torch.vmap(lambda t, i: t - t.mean() + TABLE[i])(x[0], p[0]), torch.vmap(lambda w: x @ w)(EXPERTS)),
+    "bilinear": lambda x, p: F.bilinear(x, x[..., :3].tanh(), KERNEL),
+    "instance norm": lambda x, p: F.instance_norm(x[0].view(-1, 2, 4)).view(x.shape),
+    "its own memory": lambda x, p: x.new_empty_strided((1, x.shape[1], WIDTH), (0, WIDTH, 1)).copy_(x),
     "order": sorted_and_back,
     "stored": stored_per_row,
     "unused": lambda x, p: x if x.mean(1) is not None else p,
