@@ -71,6 +71,7 @@ class State:
         parts: the parts' states, by name.
         rules: of the layers that PREFILL may serve, by kind: one of the sites, their number, the rule.
         split: whether decodes at the head of a batch stay with REST.
+        given: what PREFILL's state will be made of; None: it is made.
         serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
         prepared: what REST prepared for the decodes, by the address of their block table.
@@ -79,6 +80,7 @@ class State:
     parts: dict[str, Any]
     rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]]
     split: bool
+    given: tuple[Any, PagedKVCache, StepLimits] | None
     serving: frozenset[Kind] = frozenset()
     decodes: int = 0
     starts: int = 0
@@ -126,11 +128,13 @@ class LongPrefill(Composite):
     """Args:
         parts: REST, PREFILL.
         rule: (PREFILL, REST, site, device=, page_size=, kv_dtype=, layout=) -> the rule for a site, None without times.
+        logged: reasons that are in the log.  failed: why PREFILL failed, by device.  known: rules by kind and cache.
     """
 
     rule: Callable[..., PrefillRule | None] = tuning.rule
     logged: set[str] = field(default_factory=set)
     failed: dict[torch.device, str] = field(default_factory=dict)
+    known: dict[Any, PrefillRule | None] = field(default_factory=dict)
 
     @property
     def rest(self) -> AttentionBackend:
@@ -186,27 +190,49 @@ class LongPrefill(Composite):
                             softcap=site.softcap, chunk=site.chunk)
 
     def make_state(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits) -> Any:
-        device = cache.device
+        """The state. An engine's has PREFILL's workspaces at once, that of a step by hand only if PREFILL serves the step."""
         of_cache: dict[str, Any] = {"page_size": cache.page_size, "kv_dtype": cache.dtype, "layout": cache.layout}
         rules: dict[Kind, tuple[AttentionSite, int, PrefillRule]] = {}
-        why = self.ready(sites, device)
-        for site in () if why else self._able(sites, device, **of_cache):
+        for site in self._able(sites, cache.device, **of_cache):
             kind = Kind.of(site)
             if kind in rules:
                 rules[kind] = (site, rules[kind][1] + 1, rules[kind][2])
-            elif (found := self.rule(self.prefill, self.rest, site, device=device, **of_cache)) is not None and found.ever:
+            elif (found := self._rule(site, cache.device, of_cache)) is not None and found.ever:
                 rules[kind] = (site, 1, found)
-        if why and why not in self.logged:
-            self.logged.add(why)
-            logger.warning("attention %s: all steps run on %s: %s", self.name, self.rest.name, why)
         parts = {}
         if self.rest.make_state is not None:
             parts[self.rest.name] = self.rest.make_state(sites, cache, limits)
         part = self.prefill.prefill
+        state = State(parts, rules, part is not None and self.rest.any_batch, (sites, cache, limits))
+        if current_step() is None:
+            self._complete(state)
+        return state
+
+    def _rule(self, site: AttentionSite, device: torch.device, of_cache: dict[str, Any]) -> PrefillRule | None:
+        key = (Kind.of(site), device, *of_cache.values())
+        if key not in self.known:
+            self.known[key] = self.rule(self.prefill, self.rest, site, device=device, **of_cache)
+        return self.known[key]
+
+    def _complete(self, state: State) -> bool:
+        """Make PREFILL's state, once. False: its kernels are not ready, and it has no layers any more."""
+        if state.given is None or not state.rules:
+            return bool(state.rules)
+        (sites, cache, limits), state.given = state.given, None
+        if why := self.ready(sites, cache.device):
+            self._give_up(state, why)
+            return False
+        part = self.prefill.prefill
         make = part.make_state if part is not None else self.prefill.make_state
-        if rules and make is not None:
-            parts[self.prefill.name] = make([s for s in sites if Kind.of(s) in rules], cache, limits)
-        return State(parts, rules, split=part is not None and self.rest.any_batch)
+        if make is not None:
+            state.parts[self.prefill.name] = make([s for s in sites if Kind.of(s) in state.rules], cache, limits)
+        return True
+
+    def _give_up(self, state: State, why: str) -> None:
+        state.rules.clear()
+        if why not in self.logged:
+            self.logged.add(why)
+            logger.warning("attention %s: all steps run on %s: %s", self.name, self.rest.name, why)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -221,11 +247,16 @@ class LongPrefill(Composite):
             return
         query_lens = metadata.query_lens_cpu.numpy()
         serving = state.won(query_lens, metadata.seq_lens_cpu.numpy())
-        if not serving:
+        if not serving or not self._complete(state):
             return
-        state.serving, state.decodes = serving, leading_ones(query_lens) if state.split else 0
+        step.states.update(state.parts)
         if self.prefill.plan is not None:
-            self.prefill.plan(metadata, step)
+            try:
+                self.prefill.plan(metadata, step)
+            except Exception as error:  # nothing has run yet: REST can serve the step
+                self._give_up(state, f"planning for {self.prefill.name} failed: {type(error).__name__}: {error}")
+                return
+        state.serving, state.decodes = serving, leading_ones(query_lens) if state.split else 0
         state.starts, state.step = metadata.query_start_loc.data_ptr(), weakref.ref(step)
 
     def _state(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> State | None:
@@ -278,17 +309,23 @@ class LongPrefill(Composite):
             plans_windows=self.prefill.plan is None or self.prefill.plans_windows, warm_up=self.warm_up,
             begin_warm_up=self.begin_warm_up,
             takes_other_batches=rest.plan is None and rest.make_state is None,
-            without_graph=self.times, scratch_bytes=rest.scratch_bytes)
+            without_graph=self.without_graph, scratch_bytes=rest.scratch_bytes)
 
-    def times(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
-              seq_lens: np.ndarray) -> tuple[float, float]:
+    def without_graph(self, sites: Sequence[AttentionSite], device: torch.device, state: State, query_lens: np.ndarray,
+                      seq_lens: np.ndarray) -> tuple[float, float]:
         """``AttentionBackend.without_graph``: REST may have a way of its own for what PREFILL does not serve."""
-        if self.rest.without_graph is None or state.won(query_lens, seq_lens):
-            return state.times(query_lens, seq_lens)
-        return self.rest.without_graph(sites, device, state.parts.get(self.rest.name), query_lens, seq_lens)
+        won = bool(state.won(query_lens, seq_lens))
+        with_graph, without = state.times(query_lens, seq_lens) if won else (0.0, 0.0)
+        others = [site for site in sites if not won or Kind.of(site) not in state.rules]
+        if self.rest.without_graph is not None and others:
+            more = self.rest.without_graph(others, device, state.parts.get(self.rest.name), query_lens, seq_lens)
+            with_graph, without = with_graph + more[0], without + more[1]
+        return with_graph, without
 
     def route(self, site: AttentionSite) -> str:
-        return f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"
+        device = torch.device(min(self.prefill.capabilities.devices))
+        prompts = f", long prompts {self.prefill.serves(site)}" if self._able([site], device) else ""
+        return self.rest.serves(site) + prompts
 
 
 def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Callable[..., PrefillRule | None] = tuning.rule

@@ -11,7 +11,9 @@
 # long      long prompts with attention="auto" and with triton alone, $LONG_MODELS (llama-8b qwen3-0.6b) x $LONG_CELLS; compiles
 #           FlashInfer's prefill kernels first (long_build.log has the seconds) while triton is measured on the first model
 # start     cold and warm
-# attention the attention kernels alone, and the times for attention="auto"
+# attention the attention kernels alone, of $HEADS (such as 32/8x128,16/8x128; default: $MODEL), and the times for attention="auto" as
+#           $OUT/attention.json. To ship those: python -c 'from pathlib import Path; from quire.attn_ops.tuning import attention
+#           as t; print(t.save(t.load(Path("results/attention.json")), t.STORE.shipped))'
 # kv        decode with int8 and fp8 KV caches; weights: decode with torchao's int8, fp8 and int4 weights
 # linears   launch parameters for int8 and fp8 weights
 # kernels   attention kernels over the whole grid, beside rivals: SYSTEMS=triton,vllm-fa3 GPUS=4 GRID='--dims 64,128';
@@ -143,7 +145,8 @@ for part in "$@"; do
                        ${ADAPTERS:---model $MODEL --attention triton} ;;
         evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --deadline "$(deadline)" \
                        ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --ways QuireLM,HFLM,HFLM-paged} ;;
-        attention) bench h200_attention attention --attention triton,flashinfer --save ;;
+        attention) QUIRE_CACHE_DIR="$OUT" bench h200_attention attention --attention triton,flashinfer --save \
+                       ${HEADS:+--heads "$HEADS"} ;;
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
                        > "$OUT/linears.log" 2>&1; tail -"${LINES_SHOWN:-60}" "$OUT/linears.log" ;;

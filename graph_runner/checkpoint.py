@@ -12,6 +12,10 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+#: Settings of a config that weights alone do not show, and that the forward computes with.
+_FORWARD = ("rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads", "hidden_act",
+            "hidden_activation", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping",
+            "final_logit_softcapping", "query_pre_attn_scalar", "num_experts_per_tok", "norm_topk_prob")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -73,17 +77,28 @@ def read_checkpoint(path: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
             held_by[name] = file.name
         values |= own
     names = set(model.state_dict())
-    _check_quantization(path, model)
+    _check_config(path, model)
     if values.keys() <= names or not hasattr(type(model), "from_pretrained"):
         return values
     return _converted(path, model)
 
 
-def _check_quantization(path: Path, model: Any) -> None:
-    """Refuse a quantized checkpoint for a model that is not quantized: its codes would be taken for weights."""
-    config = path / "config.json"
-    quantization = json.loads(config.read_text()).get("quantization_config") if config.is_file() else None
-    if quantization and getattr(getattr(model, "config", None), "quantization_config", None) is None:
+def _check_config(path: Path, model: Any) -> None:
+    """Refuse a quantized checkpoint for a model that is not quantized, whose codes would be taken for weights, and one of a
+    model that computes otherwise, such as with another rope."""
+    file = path / "config.json"
+    own: Any = getattr(model, "config", None)
+    if not file.is_file() or not hasattr(type(own), "from_pretrained"):
+        return
+    saved = json.loads(file.read_text())
+    quantization = saved.get("quantization_config")
+    if saved.get("model_type") == own.model_type:
+        theirs = type(own).from_pretrained(str(path)).to_dict()
+        for name in _FORWARD:
+            if name in theirs and theirs[name] != (here := own.to_dict().get(name)):
+                raise CheckpointError(f"its config has {name}={theirs[name]}, the model that is served {here}: the same "
+                                      "weights give other logits. Make an engine from that path")
+    if quantization and getattr(own, "quantization_config", None) is None:
         raise CheckpointError(f"it is quantized ({quantization.get('quant_method', 'unknown method')}), and the model that is "
                               "served is not. Give a checkpoint in the model's own dtype, or make an engine from that path")
 

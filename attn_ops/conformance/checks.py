@@ -345,4 +345,4 @@ class Kit:
             raise Skip(f"a {self.device.type} has none")
 
 
-__all__ = ["DECODE", "DIMS", "FEATURES", "Kit", "MIXED", "PAGE_SIZES", "PREFILL", "Rows", "Skip"]
+__all__ = ["DECODE", "DIMS", "FEATURES", "Kit", "MIXED", "PAGE_SIZES", "PREFILL", "REFUSED", "Rows", "Skip"]

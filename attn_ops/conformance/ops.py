@@ -16,7 +16,7 @@ from quire.attn_ops.conformance.sweeps import SHAPES
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.ops.cross import cross_attention
 from quire.attn_ops.ops.merge_state import merge_state, merge_states
-from quire.attn_ops.ops.varlen import IMPLEMENTATIONS, varlen_attention, varlen_attention_eager
+from quire.attn_ops.ops.varlen import IMPLEMENTATIONS, varlen_attention, varlen_attention_cuda, varlen_attention_eager
 from quire.attn_ops.registry import all_backends
 
 #: (lengths of queries, lengths of keys) of encoders, with empty and single-token sequences, and of cross attention.
@@ -133,9 +133,10 @@ class OpKit:
         return out, total
 
     def providers(self) -> list[str]:
-        """Backends with attention over ragged sequences that are usable here."""
-        return [n for n, b in all_backends().items() if b.varlen is not None and self.dtype in b.capabilities.dtypes
-                and self.device.type in b.capabilities.devices and b.available(self.device) is None]
+        """Backends with attention over ragged sequences that are usable here, besides that of the op itself."""
+        return [n for n, b in all_backends().items() if b.varlen not in (None, varlen_attention_cuda)
+                and self.dtype in b.capabilities.dtypes and self.device.type in b.capabilities.devices
+                and b.available(self.device) is None]
 
     def varlen(self, implementation: str) -> str | None:
         if implementation == "kernel" and self.device.type == "cpu":

@@ -31,7 +31,7 @@ def make_local_attention_virtual_batches(attn_chunk_size: int, common_attn_metad
         ValueError: chunks that do not consist of whole pages.
     """
     meta = common_attn_metadata
-    page = meta.page_size if block_size is None else block_size
+    page = block_size or meta.page_size
     if attn_chunk_size < 1 or attn_chunk_size % page:
         raise ValueError(f"a chunk of {attn_chunk_size} tokens is not a multiple of the page size {page}: chunks would share "
                          "pages. Choose a page_size that divides the chunk")

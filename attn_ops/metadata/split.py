@@ -6,7 +6,7 @@ Users: backends with one kernel for decodes and another for prefills. The engine
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -78,8 +78,9 @@ def decode_first_order(num_scheduled: Sequence[int] | np.ndarray, num_computed: 
     """(B,) int64: the row that belongs at each position, for the order decodes, short extends, long extends, prefills.
 
     A prefill has nothing in the cache; an extend is longer than the threshold, or still inside its prompt where ``num_prompt``
-    is known (short: at most the threshold); all others are decodes. Without ``num_computed`` only the length counts. Rows that
-    are in their region already do not move, so that caches of per-row state stay valid.
+    is known (short: at most the threshold); all others are decodes. Without ``num_computed`` only the length counts: decodes
+    change places with prefills, the last with the first. Rows that are in their region already do not move, so that caches of
+    per-row state stay valid.
     """
     scheduled = np.asarray(num_scheduled, dtype=np.int64)
     computed = np.ones_like(scheduled) if num_computed is None else np.asarray(num_computed, dtype=np.int64)
@@ -88,6 +89,9 @@ def decode_first_order(num_scheduled: Sequence[int] | np.ndarray, num_computed: 
     target = np.repeat(np.arange(4), np.bincount(region, minlength=4))
     order = np.arange(len(scheduled))
     moved = np.flatnonzero(region != target)
+    if num_computed is None and num_prompt is None:  # two regions, so as many move back as forward: vLLM's first version
+        order[moved] = moved[::-1]
+        return order
     order[moved] = moved[np.argsort(region[moved], kind="stable")]
     return order
 
@@ -96,7 +100,6 @@ class InputBatch(Protocol):
     """What ``reorder_batch_to_split_decodes_and_prefills`` needs of an engine's batch."""
 
     req_ids: Sequence[str]
-    num_computed_tokens_cpu: Any
 
     def swap_states(self, i1: int, i2: int) -> None:
         """Swap rows i1 and i2 of everything that the batch holds per row, ``req_ids`` included."""
@@ -112,13 +115,14 @@ def reorder_batch_to_split_decodes_and_prefills(input_batch: InputBatch, schedul
                                                 decode_threshold: int = 1) -> bool:
     """Bring an engine's batch into ``decode_first_order`` by swaps. Returns whether a row moved; a second call moves none.
 
-    For engines whose batch has rows of persistent state. ``input_batch.num_prompt_tokens`` counts too, if there is one.
+    For engines whose batch has rows of persistent state. Of ``input_batch``, ``num_computed_tokens_cpu`` and
+    ``num_prompt_tokens`` count too, if they are there; see ``decode_first_order``.
     """
     scheduled = [scheduler_output.num_scheduled_tokens[request_id] for request_id in input_batch.req_ids]
     rows = len(scheduled)
-    prompt = getattr(input_batch, "num_prompt_tokens", None)
-    order = decode_first_order(scheduled, np.asarray(input_batch.num_computed_tokens_cpu)[:rows],
-                               None if prompt is None else np.asarray(prompt)[:rows], decode_threshold)
+    computed, prompt = (None if given is None else np.asarray(given)[:rows] for given in (
+        getattr(input_batch, name, None) for name in ("num_computed_tokens_cpu", "num_prompt_tokens")))
+    order = decode_first_order(scheduled, computed, prompt, decode_threshold)
     at = np.arange(rows)  # where each row is now
     holds = np.arange(rows)  # which row each position holds
     moved = np.flatnonzero(order != at).tolist()

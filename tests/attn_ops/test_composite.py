@@ -131,6 +131,7 @@ def test_refusals_name_the_part() -> None:
     ("hybrid:fast_part", "write hybrid:PREFILL"), ("hybrid", "write hybrid:PREFILL"), ("hybrid:a+b+c", "write hybrid:PREFILL"),
     ("hybrid:fast_part+nobody", "unknown attention backend 'nobody'; there are: auto, fast_part"),
     ("full=fast_part,full=plain_part", "at most once"), ("half=fast_part", "write full=NAME"), ("full=", "write full=NAME"),
+    ("full=auto,window=fast_part", "name a backend for each kind"),
     ({"half": "fast_part"}, "'half' is none"), ({}, "give a backend for some"), ("nobody", "hybrid:PREFILL"),
 ])
 def test_bad_names(name, message: str) -> None:

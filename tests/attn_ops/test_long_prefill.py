@@ -116,7 +116,20 @@ def test_the_gain_must_pay_for_planning() -> None:
     for layers, gains in ((1, False), (2, True)):
         state = backend.make_state([dataclasses.replace(case.site, layer=i) for i in range(layers)], case.cache, None)
         lens = np.array([9]), np.array([9])
-        assert backend.without_graph([case.site], CPU, state, *lens) == (300.0 * layers, 0.0 if gains else 300.0 * layers)
+        assert backend.without_graph([case.site], CPU, state, *lens) == ((600.0, 0.0) if gains else (0.0, 0.0))
+
+
+def test_layers_of_the_rest_may_leave_graphs_too() -> None:
+    """REST has faster kernels there itself, for layers that PREFILL lacks, and for all while PREFILL is not compiled."""
+    rest = dataclasses.replace(REST, without_graph=lambda sites, *args: (100.0 * len(sites), 10.0 * len(sites)))
+    rule = PrefillRule(PrefillTime(0, 0, 0), PrefillTime(600, 0, 0), graph=PrefillTime(700, 0, 0))
+    lacking = dataclasses.replace(PROMPTS, prefill=PrefillPart(lambda *args: "no compiler here", PROMPTS.make_state))
+    cache = SimpleNamespace(device=CPU, page_size=16, dtype=torch.float32, layout="NHD")
+    sites = [SITE, dataclasses.replace(SITE, layer=1, chunk=8)]
+    for name, prompts, expected in (("able", PROMPTS, (800.0, 10.0)), ("lacking", lacking, (200.0, 20.0))):
+        backend = long_prefill.make(f"long_with_{name}", prompts, rest, rule=lambda *args, **where: rule)
+        state = backend.make_state(sites, cache, None)
+        assert backend.without_graph(sites, CPU, state, np.array([9]), np.array([9])) == expected
 
 
 def test_a_layer_on_a_part_of_the_batch_is_served_by_the_rest() -> None:
@@ -163,12 +176,29 @@ def test_kernels_that_are_not_compiled(caplog) -> None:
 
 
 def test_kernels_that_fail(caplog) -> None:
+    """On a short prompt when an engine starts, or when a step is planned: REST serves all, and the log says why."""
     def fail(metadata, step):
         raise RuntimeError("invalid device function")
 
     backend = made(prompts=dataclasses.replace(PROMPTS, plan=fail))
     assert "prompts failed on a short prompt: RuntimeError: invalid device function" in backend.warm_up([SITE], CPU, 30.0)
     assert run(backend, [5], [5]) == [("rest", 5)] and "invalid device function" in caplog.text
+    assert run(made(prompts=dataclasses.replace(PROMPTS, plan=fail)), [5], [5]) == [("rest", 5)]
+    assert "planning for prompts failed: RuntimeError: invalid device function" in caplog.text
+
+
+def test_a_step_by_hand_asks_and_reserves_only_if_it_gains() -> None:
+    """Each such step makes its states: a loop of short ones would ask ninja, and allocate workspaces, at every step."""
+    states: list[int] = []
+    prompts = dataclasses.replace(PROMPTS, prefill=PrefillPart(is_ready, lambda *args: states.append(0)))
+    run(made(NEVER, prompts), [5], [5])
+    run(made(ALWAYS, prompts), [1, 1], [5, 7])
+    assert not states and not asked
+    run(made(ALWAYS, prompts), [5], [5])
+    assert len(states) == len(asked) == 1
+    case = make_case([5], [5], num_heads=8, num_kv_heads=2, head_dim=64, page_size=4)
+    made(ALWAYS, prompts).make_state([case.site], case.cache, None)
+    assert len(states) == 2, "an engine sizes its KV cache beside the workspaces"
 
 
 def test_it_declares_what_the_rest_does() -> None:
@@ -179,6 +209,7 @@ def test_it_declares_what_the_rest_does() -> None:
             assert getattr(backend.capabilities, field.name) == getattr(REST.capabilities, field.name), field.name
     assert backend.same_in_graphs and not backend.plans_graphs and backend.state_op is REST.state_op
     assert backend.serves(SITE) == "rest_paged_attention, long prompts prompts_paged_attention"
+    assert backend.serves(dataclasses.replace(SITE, chunk=8)) == "rest_paged_attention"
     assert select_backend(backend, [dataclasses.replace(SITE, chunk=8)], device=CPU, page_size=4).backend is backend
 
 

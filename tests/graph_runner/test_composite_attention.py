@@ -58,16 +58,22 @@ def test_an_engine_with_two_backends(gemma2) -> None:
     assert {window for _, _, window in calls} == {5}
 
 
+def long_for_test() -> str:
+    """The name of a backend whose prompts are second_part's, which gains by them."""
+    if "long_for_test" not in all_backends():
+        rule = PrefillRule(PrefillTime(1e5, 0, 0), PrefillTime(1e6, 0, 0))
+        part = PrefillPart(lambda *args: None, lambda *args: None)
+        prompts = dataclasses.replace(all_backends()["second_part"], prefill=part)
+        register_backend(long_prefill.make("long_for_test", prompts, torch_native.BACKEND, rule=lambda *args, **where: rule))
+    return "long_for_test"
+
+
 def test_long_prompts_by_another_backend(gemma2) -> None:
     """Prompts that gain are served by it, out of their graphs too; decodes beside them and all other steps are not: the same
     tokens."""
-    rule = PrefillRule(PrefillTime(1e5, 0, 0), PrefillTime(1e6, 0, 0))
-    register_backend(long_prefill.make("long_for_test", dataclasses.replace(
-        all_backends()["second_part"], prefill=PrefillPart(lambda *args: None, lambda *args: None)),
-        torch_native.BACKEND, rule=lambda *args, **where: rule))
-    expected = generate(gemma2, "torch_native")
+    name, expected = long_for_test(), generate(gemma2, "torch_native")
     for options in ({}, dict(cudagraph_capture_sizes=[1, 2, 4], cudagraph_token_sizes=[8, 16, 32])):
-        assert generate(gemma2, "long_for_test", **options) == expected
+        assert generate(gemma2, name, **options) == expected
         assert calls and not any(decode for _, decode, _ in calls), options
 
 
@@ -94,6 +100,8 @@ def test_compiled(gemma2) -> None:
     """Through torch.compile and Inductor, whose graph holds what both parts prepare."""
     expected = generate(gemma2, "torch_native")
     assert generate(gemma2, "hybrid:second_part+torch_native", compiler="inductor", fusions="all") == expected
+    assert generate(gemma2, long_for_test(), compiler="inductor", fusions="all") == expected
+    assert calls and not any(decode for _, decode, _ in calls)
 
 
 @pytest.mark.slow

@@ -28,12 +28,10 @@ from quire.graph_runner.pool_sizes import MemoryPlan
 from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import (
     GREEDY,
-    PROMPTS,
     check_padded_bucket,
     decode_batch,
     hf_greedy,
     load_model,
-    load_tokenizer,
     run_batch,
     tokens,
 )
@@ -163,12 +161,6 @@ def test_clear() -> None:
 @pytest.fixture(scope="module")
 def model():
     return load_model(num_layers=2)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    tokenizer = load_tokenizer()
-    return [tokenizer(p)["input_ids"] for p in PROMPTS]
 
 
 @pytest.fixture(scope="module", params=["NHD", "HND"])

@@ -20,11 +20,6 @@ TEXTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer()
-
-
 def pieces(tokenizer, prompt: list[int], ids: list[int], step: int = 1, **options) -> list[str]:
     d = Detokenizer(tokenizer, prompt, options.pop("skip_special_tokens", True), **options)
     found = []

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import quire
-from tests.tiny import PROMPTS, assert_idle, generated, load_model, load_tokenizer, small_llama
+from tests.tiny import PROMPTS, assert_idle, generated, load_model, small_llama
 
 NEW = 16
 SMALL = dict(num_pages=40, max_num_seqs=2, cudagraph_capture_sizes=[])
@@ -28,11 +28,6 @@ OPTIONS = dict(num_pages=80, max_num_seqs=8, max_model_len=300, cudagraph_captur
 
 def small() -> nn.Module:
     return small_llama(0.3, eos_token_id=None, pad_token_id=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer()
 
 
 @pytest.fixture(scope="module")

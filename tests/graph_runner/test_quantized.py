@@ -17,7 +17,7 @@ import quire
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
-from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_tokenizer, small_llama, tokens
+from tests.tiny import GREEDY, hf_greedy, small_llama, tokens
 from tests.tiny import load_model as load_shipped
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
@@ -128,12 +128,6 @@ def assert_same(model: nn.Module, before: dict[str, Any]) -> None:
     assert list(entries) == list(before["entries"])
     assert not [k for k, v in entries.items() if not torch.equal(v, before["entries"][k])]
     assert after == {k: v for k, v in before.items() if k != "entries"}
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer()
-    return [tokenizer(p).input_ids for p in PROMPTS]
 
 
 @pytest.mark.parametrize("way", [

@@ -8,14 +8,8 @@ import torch
 
 from quire.graph_runner.prompts import as_prompts, pairs_of, params_of, token_ids_of
 from quire.graph_runner.sampling_params import SamplingParams
-from tests.tiny import load_tokenizer
 
 IDS = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer()
 
 
 def served(prompts) -> list[list[int]]:

@@ -220,7 +220,10 @@ def test_checkpoints_with_more_than_the_model_has(engine, tmp_path) -> None:
     fails(codes, f"it holds the parameter '{scale}', which LlamaForCausalLM has not. Give the parameters")
     fails({**saved, UP.replace("weight", "bias"): torch.ones(len(saved[UP]))}, "up_proj.bias', which LlamaForCausalLM has not")
     fails({**saved, UP.replace("layers.0", "layers.1"): saved[UP].clone()}, "holds the parameter 'model.layers.1.mlp.up_proj")
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    own = json.loads(config.read_text())
+    config.write_text(json.dumps({**own, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}))
+    fails(saved, "its config has rope_parameters=.*500000.*, the model that is served .*10000.* Make an engine from that path")
+    config.write_text(json.dumps({**own, "quantization_config": {"quant_method": "fp8"}}))
     fails(codes, r"it is quantized \(fp8\), and the model that is served is not")
 
 

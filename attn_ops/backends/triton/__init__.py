@@ -32,6 +32,7 @@ from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales
 from quire.attn_ops.library import define_op
 from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
 from quire.attn_ops.ops.rope import PLAIN, RopeForm, rope_kv_write
+from quire.attn_ops.ops.varlen import varlen_attention_cuda
 
 
 def available(device: torch.device) -> str | None:
@@ -213,6 +214,7 @@ BACKEND = AttentionBackend(
     rope_op=define_paged_op("triton", rope_paged_attention, rope=True, launches=True),
     mla_op=define_mla_op("triton", mla_paged_attention, launches=True),
     state_op=define_state_op("triton", attention_state, launches=True),
+    varlen=varlen_attention_cuda,
     rope_forms=True,
     same_in_graphs=True,
     without_graph=without_graph,

@@ -21,7 +21,7 @@ from quire.attn_ops import registry
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.backends import aiter, ascend, cudnn, flash_attention, intel_amx, trtllm_mha, wave
 from quire.attn_ops.conformance.batches import check
-from quire.attn_ops.conformance.checks import DECODE, MIXED, Kit
+from quire.attn_ops.conformance.checks import DECODE, MIXED, REFUSED, Kit
 from quire.attn_ops.conformance.ops import ENCODERS, OpKit
 from quire.attn_ops.conformance.sweeps import ignored, last_tokens
 from quire.attn_ops.ops.varlen import varlen_attention, varlen_attention_eager
@@ -357,6 +357,7 @@ def test_what_is_not_declared_raises(kit, module, which, calls) -> None:
             ignored(k, name, **{name: value})
             with pytest.raises(UnsupportedAttention, match=f"the {module.NAME} backend has"):
                 check(k.backend, k.batch(DECODE, **{name: value}))
+    assert k.quantized(torch.int8) == k.quantized(torch.float8_e4m3fn) == REFUSED
 
 
 @pytest.mark.parametrize("module", [trtllm_mha, flash_attention, aiter, ascend, intel_amx, cudnn, wave])

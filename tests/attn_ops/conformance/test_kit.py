@@ -411,6 +411,17 @@ def test_a_backend_that_cannot_be_checked_fails(change, dtype, detail) -> None:
     assert result.status == "FAIL" and detail in result.detail
 
 
+def test_codes_read_as_numbers_are_seen() -> None:
+    """An op that takes a quantized cache it does not declare, and ignores the scales, is caught where it is called."""
+    def no_scales(given):
+        k_cache, v_cache = (given[n].float() for n in ("k_cache", "v_cache"))
+        return torch_native.paged_attention(**{**given, "k": None, "v": None, "k_cache": k_cache, "v_cache": v_cache,
+                                               "k_scale": None, "v_scale": None})
+
+    (result,) = check_backend(broken(no_scales, kv_dtypes=frozenset()), only="KV cache int8")
+    assert result.status == "FAIL" and "a cache of int8 is not declared, and the op ignores it" in result.detail
+
+
 def test_batches_are_reproducible() -> None:
     kit = Kit(NATIVE, torch.device("cpu"), torch.float32)
     first, second = (kit.batch(MIXED, pad=(2, 1)) for _ in range(2))

@@ -129,6 +129,22 @@ def test_reorder_examples_of_which_only_the_regions_are_fixed(lens, threshold, p
     assert sum(i != j for i, j in enumerate(order)) == sum(i != j for i, j in enumerate(page))
 
 
+@pytest.mark.parametrize(("lens", "threshold", "want"), [
+    ([100, 1, 200, 1], 1, [3, 1, 2, 0]), ([1, 1, 100, 200], 1, [0, 1, 2, 3]), ([100, 200, 1, 1], 1, [3, 2, 1, 0]),
+    ([7, 1, 1], 1, [2, 1, 0]), ([5, 1, 1, 1], 1, [3, 1, 2, 0]), ([1, 7, 1, 7, 1, 7, 1], 1, [0, 6, 2, 4, 3, 5, 1]),
+    ([2, 3, 5, 6], 4, [0, 1, 2, 3]), ([], 1, []),
+])
+def test_reorder_of_a_batch_that_knows_no_computed_tokens(lens, threshold, want) -> None:
+    """The examples of vLLM's page, whose batch has lengths only."""
+    batch = Batch([str(i) for i in range(len(lens))], np.zeros(0, int))
+    del batch.num_computed_tokens_cpu, batch.num_prompt_tokens
+    batch.swap_states = lambda a, b: batch.req_ids.__setitem__(slice(None), [
+        batch.req_ids[{a: b, b: a}.get(i, i)] for i in range(len(lens))])
+    output = Output({str(i): n for i, n in enumerate(lens)})
+    moved = reorder_batch_to_split_decodes_and_prefills(batch, output, threshold)
+    assert [int(i) for i in batch.req_ids] == want and moved == (want != list(range(len(lens))))
+
+
 def test_the_last_token_of_a_prompt_is_no_decode() -> None:
     """Its state is that of a prompt in progress; vLLM's newer versions say so."""
     assert reorder([(1, 10), (1, 20)], prompts=[30, 20]) == [1, 0]

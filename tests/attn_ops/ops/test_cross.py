@@ -41,6 +41,8 @@ def test_inside_a_paged_step(name: str) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(quire.UnsupportedAttention, match="torch_native plans on the host"):
         call(dataclasses.replace(NATIVE, plan=lambda metadata, step: None))
+    with pytest.raises(quire.UnsupportedAttention, match="double_sparsity:4:0:all keeps data about the keys of self-attention"):
+        call(get_backend("double_sparsity:4:0:all"))
     narrow = dataclasses.replace(NATIVE.capabilities, head_dims=lambda d, dv: d == 64, head_dims_note="64")
     with pytest.raises(quire.UnsupportedAttention, match=r"head dims 16/16 \(has 64\)"):
         call(dataclasses.replace(NATIVE, capabilities=narrow))

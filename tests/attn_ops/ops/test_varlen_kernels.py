@@ -45,6 +45,12 @@ def test_a_nan_stays_in_its_state(kit: ops.OpKit) -> None:
     assert merged[0].isnan().all() and total[0].isnan().all() and merged[1].isfinite().all()
 
 
+def test_backends_by_name(kit: ops.OpKit, monkeypatch) -> None:
+    """implementation="triton" is the op's own kernel, also where the op would not choose it."""
+    monkeypatch.undo()
+    kit.check_varlen(kit.inputs([3, 0, 9], [5, 2, 9], dims=(16, 16)), "triton")
+
+
 def test_bad_input() -> None:
     x, lse, cu = torch.randn(3, 4, 8), torch.randn(3, 4), torch.tensor([0, 3], dtype=torch.int32)
     for arguments, message in (((x, lse.double()), "float32 lse"), ((x, lse[:2]), "float32 lse")):

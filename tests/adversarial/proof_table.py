@@ -1,0 +1,190 @@
+"""Writes ``docs/proof.md``: what quire promises never to serve wrongly, case by case, and the test that shows each.
+
+    python -m tests.adversarial.proof_table
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROUTES = ("engine", "decorator", "compile")
+PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
+
+
+class Row(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        case: what a model or a user does.
+        outcome: what happens on every route.
+        tests: ids of tests without ``tests/`` and ``.py``; ``-*`` stands for each of ROUTES.
+    """
+
+    case: str
+    outcome: str
+    tests: tuple[str, ...]
+
+
+def _masks(*names: str, outcome: str = "refused") -> tuple[str, ...]:
+    return tuple(f"adversarial/test_masks::test_{outcome}[{name}-*]" for name in names)
+
+
+def _mixers(*names: str) -> tuple[str, ...]:
+    return tuple(f"adversarial/test_mixers::test_mixing_is_refused[{name}-*]" for name in names)
+
+
+_UNCOMPILED = "adversarial/test_mixers::test_uncompiled_mixers"
+SECTIONS = {
+    "Masks": [
+        Row("depends on token ids: compared, looked up in a table, hashed", "refused", _masks(
+            "ids above 40", "kinds by id", "hash of ids")),
+        Row("a window in a buffer of 0 to 3 dimensions", "exact", _masks(
+            "window, 0-d buffer", "window, 2-d buffer", "window, 3-d buffer", outcome="exact")),
+        Row("a window per head: other ones; all the same", "refused; exact", (
+            *_masks("window per head"), *_masks("window per head, all the same", outcome="exact"))),
+        Row("a 1-D table by `position_ids`: hides positions; numbers chunks", "refused; exact", (
+            *_masks("positions hidden by a table"), *_masks("chunk, 1-d table of positions", outcome="exact"))),
+        Row("numbers far out, in one head or one cell of a stored mask", "refused", _masks(
+            "prefix far out", "one head another window", "stored triangle with a hole", "stored, one head with a hole")),
+        Row("bits of floats, an index that is a truth, writes by ops of others", "refused", (
+            "passes/verify/test_masks::test_refused[the bits of a float]",
+            "passes/verify/test_masks::test_refused[indexed by a truth]",
+            "passes/verify/test_masks::test_refused[written by an operation of a library]")),
+        Row("random masks", "never wrong", ("adversarial/test_masks::test_many_random_masks",)),
+        Row("an uncompiled forward with a mask of its own", "refused", (
+            "graph_runner/test_users_code::test_masks_that_would_be_lost",
+            "passes/capture/test_retrace::test_kinds_of_tokens_are_refused_in_an_uncompiled_step")),
+    ],
+    "Tokens meet in attention and nowhere else": [
+        Row("linear attention, `einsum`, `bmm`, `baddbmm` over tokens", "refused", (*_mixers(
+            "linear attention", "einsum over T", "bmm over T", "baddbmm"), _UNCOMPILED)),
+        Row("group and instance norm, `normalize(dim=1)`, pooling, `vector_norm`", "refused", (*_mixers(
+            "group norm", "instance norm", "normalize over T", "average pool", "vector_norm"), _UNCOMPILED)),
+        Row("`x[..., 0, :]`, `select`, `index_select`, `narrow`", "refused", (*_mixers(
+            "first row", "select", "index_select", "narrow"), _UNCOMPILED)),
+        Row("`topk`, `kthvalue`, `quantile`, `any`, `count_nonzero`", "refused", (*_mixers(
+            "topk over T", "kthvalue", "quantile", "any", "count_nonzero"), _UNCOMPILED)),
+        Row("integer `sum`, `argsort`, `amin`; `bincount`", "refused", (*_mixers(
+            "integer sum", "integer argsort", "integer amin", "bincount"), _UNCOMPILED)),
+        Row("rare events", "refused", (
+            *_mixers("rare gate", "rare any"), "adversarial/test_mixers::test_uncompiled[rare event]",
+            "graph_runner/test_packing_check::test_what_only_a_sequence_of_large_numbers_shows")),
+        Row("a branch below the trial's rounding", "refused", ("graph_runner/test_packing_check::test_leaks_below_rounding",)),
+        Row("unknown operators, functions that Dynamo does not look into, NumPy, `torch.func`", "refused", (
+            *_mixers("an op that is named clone", "an op that writes", "hidden from the tracer"),
+            "adversarial/test_practice::test_mixing_is_refused[counted by a function of the graph-decorator]",
+            "adversarial/test_practice::test_mixing_is_refused[counted in NumPy-engine]",
+            "passes/verify/test_tokens::test_refused_for_what_it_does[a derivative]")),
+        Row("`torch.vmap`, checkpoints, bilinear layers, norms and sorts within a token", "exact", (
+            "adversarial/test_practice::test_harmless_is_served[vmap over heads-decorator]",
+            "adversarial/test_practice::test_harmless_is_served[checkpoint in a checkpoint-engine]",
+            "adversarial/test_practice::test_harmless_is_served[bilinear-decorator]")),
+        Row("the longest position of a batch (dynamic NTK), also of wrapped models", "refused", (
+            *_mixers("longest position"), "adversarial/test_positions::test_every_config_in_the_module_tree_is_checked")),
+        Row("longrope: engine; by hand; uncompiled", "exact; exact; refused", (
+            "adversarial/test_positions::test_longrope_on_the_engine", "adversarial/test_positions::test_longrope_by_hand",
+            "adversarial/test_positions::test_longrope_uncompiled_is_refused")),
+        Row("random modules", "never wrong", ("adversarial/test_mixers::test_many_random_modules",)),
+    ],
+    "What the user chose": [
+        Row("an attention or mask function of the user's", "refused", (
+            "passes/capture/test_hf_interface::test_functions_of_the_users_are_refused",
+            "graph_runner/test_users_code::test_attention_functions_that_would_be_replaced")),
+        Row("`set_attn_implementation` on an open engine", "traced again, or refused", (
+            "graph_runner/test_model_guard::test_another_attention_implementation",)),
+        Row("a class's own `generate`, `_get_logits_processor`, `prepare_inputs_for_generation`", "its own path", (
+            "graph_runner/test_paged::test_methods_of_the_models_own_count",
+            "graph_runner/test_users_code::test_generate_falls_back")),
+        Row("hooks: that record; that change outputs", "refused; exact", (
+            "passes/capture/test_paged_model::test_hooks_that_record_are_refused",
+            "passes/capture/test_paged_model::test_hooks_that_change_outputs_are_not_refused")),
+        Row("models and checkpoints without a language-model head", "refused", (
+            "passes/capture/test_paged_model::test_models_without_a_head",
+            "passes/capture/test_paged_model::test_checkpoints_without_a_head")),
+        Row("refusals say what is wrong", "", (
+            "passes/capture/test_paged_model::test_refusals_of_forwards_say_what_is_wrong",
+            "passes/capture/test_paged_model::test_eager_attention_written_by_hand_names_the_way_out",
+            "graph_runner/test_users_code::test_reasons")),
+        Row("steps of one token by hand", "exact", ("passes/test_step::test_steps_of_one_token",
+                                                    "zoo/test_zoo::test_greedy_by_hand")),
+        Row("uncompiled steps of models with positions of their own", "refused", (
+            "adversarial/test_positions::test_uncompiled_steps_of_models_with_own_positions_are_refused",)),
+        Row("masks with holes on window models; odd numbers of `generate`", "transformers' own path", (
+            "graph_runner/test_paged::test_masks_with_holes_and_windows",
+            "graph_runner/test_paged::test_numbers_as_transformers_reads_them")),
+        Row("`logits_to_keep` that the model ignores", "exact", (
+            "passes/capture/test_paged_model::test_logits_to_keep_that_is_ignored",)),
+    ],
+    "The model and the engine": [
+        Row("hidden states, checkpointing, `enable_input_require_grads`, training", "the engine goes on", (
+            "graph_runner/test_live_model::test_ordinary_calls_do_not_concern_the_engine",
+            "graph_runner/test_live_model::test_training_with_checkpointing")),
+        Row("a change of what the trace read", "traced again", (
+            "graph_runner/test_live_model::test_what_changes_the_forward_is_traced_again",
+            "graph_runner/test_live_model::test_a_patched_class")),
+        Row("a change that cannot be served", "named: module, attribute, before, after", (
+            "graph_runner/test_live_model::test_a_change_that_cannot_be_served",)),
+        Row("a mask's buffer in place; `generation_config` while open", "noticed", (
+            "graph_runner/test_live_model::test_a_mask_updated_in_place",
+            "graph_runner/test_live_model::test_end_tokens_set_while_open")),
+        Row("memory that parameters share", "kept", ("passes/fusions/test_base::test_what_a_closed_model_gets_back",)),
+        Row("threads", "each request equals its run alone", (
+            "graph_runner/test_engine_lock::test_no_step_comes_before_a_request_is_registered",
+            "graph_runner/test_engine_lock::test_a_row_that_is_aborted_is_an_error", "graph_runner/test_soak::test_soak")),
+        Row("a dropped stream", "aborted at once", (
+            "graph_runner/test_engine_lock::test_an_idle_engine_drops_an_abandoned_stream_at_once",)),
+        Row("a bad request", "raised, or logged", ("graph_runner/test_engine::test_raise_on_error",)),
+    ],
+}
+
+
+def node_ids() -> Iterator[str]:
+    """Each test of the table, as pytest names it."""
+    for row in itertools.chain.from_iterable(SECTIONS.values()):
+        for test in row.tests:
+            file, _, name = test.partition("::")
+            for route in ROUTES if "-*]" in name else ("",):
+                yield f"tests/{file}.py::{name.replace('-*]', f'-{route}]')}"
+
+
+def collected(node_id: str) -> bool:
+    """Whether there is such a test, by the parameters of its marks."""
+    file, _, name = node_id.removesuffix("]").partition(".py::")
+    name, _, parameter = name.partition("[")
+    function = getattr(importlib.import_module(file.replace("/", ".")), name, None)
+    marks = [m for m in getattr(function, "pytestmark", ()) if m.name == "parametrize"]
+    if function is None or not parameter:
+        return function is not None
+    each = [[getattr(v, "id", None) or "-".join(map(str, getattr(v, "values", v if isinstance(v, tuple) else (v,))))
+             for v in mark.args[1]] for mark in marks]
+    return parameter in ("-".join(ids) for ids in itertools.product(*reversed(each)))
+
+
+def render() -> str:
+    """The page."""
+    lines = [
+        "# Never silently wrong: the cases", "",
+        "Written by `python -m tests.adversarial.proof_table`. A case is exact (logits equal a forward of each sequence",
+        "alone, in float32) or refused, on four routes: `quire.Engine`, the decorator `quire.paged`,",
+        "`torch.compile(backend=\"quire\")`, and an uncompiled forward in `quire.step`. Tests with `-*` run on each of the first",
+        "three. The fourth runs the same proof of the operations (`test_uncompiled`), and only transformers models run so. More",
+        "cases, random ones, and a mutant of each rule: [tests/adversarial](../tests/adversarial/README.md).", ""]
+    for section, rows in SECTIONS.items():
+        lines += [f"## {section}", "", "| case | outcome | tests, in `tests/` |", "|---|---|---|"]
+        for row in rows:
+            by_file: dict[str, list[str]] = {}
+            for test in row.tests:
+                where, _, name = test.partition("::")
+                by_file.setdefault(where, []).append(name)
+            tests = "; ".join(f"`{where}.py`: " + ", ".join(f"`{n}`" for n in names) for where, names in by_file.items())
+            lines.append(f"| {row.case} | {row.outcome} | {tests} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
