@@ -97,8 +97,8 @@ def window(args: argparse.Namespace, record: Record, device: torch.device, dtype
 
 
 def decode(engine: quire.Engine, args: argparse.Namespace, vocab_size: int) -> tuple[float, list[float]]:
-    """Seconds for the prompts, then milliseconds of each of STEPS steps; the requests still run after that. A first prompt, of one
-    step, is not timed: kernels are loaded in it."""
+    """Seconds for the prompts, then milliseconds of each of STEPS steps; the requests still run after that. A first prompt is
+    not timed: kernels are loaded in it."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(vocab_size, (min(args.context, engine.config.max_num_batched_tokens),), generator=generator)
     engine.generate([first.tolist()], quire.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
