@@ -680,7 +680,7 @@ MODEL_MUTANTS = [
     Mutant("graph_runner/engine.py", "requests are registered under the lock", "    @locked\n    def _add(", "    def _add(",
            _in("graph_runner", "test_engine_lock", "test_no_step_comes_before_a_request_is_registered")),
     Mutant("graph_runner/calls.py", "a failed request is raised: refused at once",
-           "                    if strict:\n                        raise\n",
+           "                            if strict:\n                                raise\n",
            "", _in("graph_runner", "test_engine", "test_raise_on_error")),
     Mutant("graph_runner/calls.py", "a failed request is raised: on its way",
            "                        raise RuntimeError(message)",
