@@ -162,8 +162,7 @@ def test_changes_between_uncompiled_steps_are_seen() -> None:
     """What the forward reads elsewhere, and training modes, may change in what was proved."""
     model = build(SERVED_BY_TRANSFORMERS["llama"])
     drop = torch.nn.Dropout(0.5).eval()
-    model.model.layers[1].mlp = Behind(model.model.layers[1].mlp, lambda x: drop(switched(x)))
-    model.model.layers[1].drop = drop
+    model.model.layers[1].mlp = torch.nn.Sequential(Behind(model.model.layers[1].mlp, switched), drop)
     quire.paged(model)
     kv = cache(layers=2, kv_heads=model.config.num_key_value_heads, head_dim=model.config.head_dim)
 
