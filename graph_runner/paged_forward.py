@@ -18,7 +18,7 @@ from quire.graph_runner.model_guard import ModelGuard
 from quire.graph_runner.on_instance import OnInstance, restore_attribute
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
-from quire.passes.capture.paged_model import find_sites
+from quire.passes.capture.paged_model import prove_uncompiled
 from quire.passes.verify.sites import check_config
 
 
@@ -26,6 +26,7 @@ class PagedForward(OnInstance):
     """Replaces ``model.__dict__["forward"]``; a forward patched on the instance before runs inside it."""
 
     _proved: ModelGuard | None = None  # of the model, as it was when it was verified
+    _modes: list[bool] | None = None  # ``training`` of its modules then
 
     def __init__(self, model: torch.nn.Module, attention: str | Mapping[str, str]) -> None:
         self.model, self.attention = model, attention_name(attention)
@@ -38,11 +39,12 @@ class PagedForward(OnInstance):
         Raises:
             UnsupportedAttention: an uncompiled step would be wrong, or the model cannot be traced.
         """
-        if self._proved is not None and self._proved.change() is None:
+        modes = [m.training for m in self.model.modules()]
+        if self._proved is not None and self._modes == modes and self._proved.change() is None:
             return
         with own_forward(self.model), torch._dynamo.config.patch(assume_static_by_default=True):
-            contextvars.Context().run(find_sites, self.model, uncompiled=True)  # with no step in progress
-        self._proved = ModelGuard(self.model, addresses=False)
+            reads = contextvars.Context().run(prove_uncompiled, self.model)  # with no step in progress
+        self._proved, self._modes = ModelGuard(self.model, addresses=False, elsewhere=reads.values), modes
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without the attributes of the wrapped function."""

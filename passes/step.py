@@ -44,8 +44,9 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
                          f"{cache.num_pages - 1}; use pages of the cache, or make it with num_pages={metadata.max_page + 1}")
     current = Step(cache, metadata, "auto" if attention == "auto" else get_backend(attention), by_hand=True)
     # Sizes of traces in a step are dynamic from the start: a static trace cannot tell a window from plain causal. Numbers
-    # that modules hold, such as a scale, stay constants.
-    sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True)
+    # that modules hold, such as a scale, stay constants. And hooks that are registered later make a trace of their own.
+    sizes = torch._dynamo.config.patch(assume_static_by_default=False, specialize_int=True, specialize_float=True,
+                                       skip_nnmodule_hook_guards=False)
     with sizes, running(current):
         yield current
     missing = [layer for layer in cache.layer_ids if layer not in current.served]

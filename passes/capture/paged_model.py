@@ -64,6 +64,7 @@ class PagedModel:
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
         adapters: names of PEFT's LoRA adapters, of which each token has its own (``passes/capture/lora.py``); None: those that
             are active, for all.
+        as_it_is: modules in training mode are traced in it, as they will run.
 
     Raises:
         UnsupportedAttention: the model cannot be served; the message names the site and the reason.
@@ -71,7 +72,7 @@ class PagedModel:
     """
 
     def __init__(self, model: torch.nn.Module, options: QuireOptions | None = None, *, draws: bool = False,
-                 ahead: CompileAhead | None = None, adapters: Sequence[str] | None = None) -> None:
+                 ahead: CompileAhead | None = None, adapters: Sequence[str] | None = None, as_it_is: bool = False) -> None:
         self.adapters = adapters
         self.options = options or QuireOptions()
         if self.options.attention != "auto":
@@ -103,7 +104,7 @@ class PagedModel:
         self._mode: InFloat32 | None = None
         self._graph: TracedGraph | None = None
         try:
-            with timed("trace"), evaluating(model):
+            with timed("trace"), contextlib.nullcontext() if as_it_is else evaluating(model):
                 self._compiled = self._trace()
         except BaseException as error:
             self.close()
@@ -346,16 +347,24 @@ def _restore(graph: TracedGraph) -> None:
 
 
 @register_site_finder
-def find_sites(model: torch.nn.Module, *, uncompiled: bool = False) -> list[AttentionSite]:
-    """The attention sites of ``model``, found by tracing it; nothing is compiled or computed. ``uncompiled``: refuse a model
-    that is right only when it is compiled."""
+def find_sites(model: torch.nn.Module) -> list[AttentionSite]:
+    """The attention sites of ``model``, found by tracing it; nothing is compiled or computed."""
     paged = PagedModel(model, QuireOptions(compiler="eager"))
     try:
-        if uncompiled:
-            check_uncompiled(paged.graph.raised)
         return paged.sites
     finally:
         paged.close()
 
 
-__all__ = ["PagedKVCache", "PagedModel", "find_sites"]  # PagedKVCache: with it ``for_model`` has its site finder
+def prove_uncompiled(model: torch.nn.Module) -> Reads:
+    """Refuse a model that would be wrong in paged steps uncompiled, in the modes its modules are in. Returns what its forward
+    read: while that is unchanged, so is the proof."""
+    paged = PagedModel(model, QuireOptions(compiler="eager"), as_it_is=True)
+    try:
+        check_uncompiled(paged.graph.raised)
+        return paged.reads
+    finally:
+        paged.close()
+
+
+__all__ = ["PagedKVCache", "PagedModel", "find_sites", "prove_uncompiled"]  # with PagedKVCache ``for_model`` has its finder

@@ -113,6 +113,9 @@ SECTIONS = {
                                                     "zoo/test_zoo::test_greedy_by_hand")),
         Row("uncompiled steps of models with positions of their own", "refused", (
             "adversarial/test_positions::test_uncompiled_steps_of_models_with_own_positions_are_refused",)),
+        Row("what an uncompiled forward reads changes between steps; so do hooks, by hand", "proved again", (
+            "adversarial/test_mixers::test_changes_between_uncompiled_steps_are_seen",
+            "adversarial/test_mixers::test_a_hook_between_steps_by_hand_is_seen")),
         Row("masks with holes on window models; odd numbers of `generate`", "transformers' own path", (
             "graph_runner/test_paged::test_masks_with_holes_and_windows",
             "graph_runner/test_paged::test_numbers_as_transformers_reads_them")),
@@ -170,9 +173,9 @@ def render() -> str:
         "# Never silently wrong: the cases", "",
         "Written by `python -m tests.adversarial.proof_table`. A case is exact (logits equal a forward of each sequence",
         "alone, in float32) or refused, on four routes: `quire.Engine`, the decorator `quire.paged`,",
-        "`torch.compile(backend=\"quire\")`, and an uncompiled forward in `quire.step`. Tests with `-*` run on each of the first",
-        "three. The fourth runs the same proof of the operations (`test_uncompiled`), and only transformers models run so. More",
-        "cases, random ones, and a mutant of each rule: [tests/adversarial](../tests/adversarial/README.md).", ""]
+        "`torch.compile(backend=\"quire\")`, and an uncompiled forward in `quire.step`. Tests with `-*` run on each of the",
+        "first three. The fourth runs the same proof of the operations (`test_uncompiled`), for transformers models.",
+        "More cases, random ones, and a mutant of each rule: [tests/adversarial](../tests/adversarial/README.md).", ""]
     for section, rows in SECTIONS.items():
         lines += [f"## {section}", "", "| case | outcome | tests, in `tests/` |", "|---|---|---|"]
         for row in rows:

@@ -150,6 +150,61 @@ def test_uncompiled(name: str) -> None:
         serve(call, ids, STEPS, PAGE)
 
 
+SWITCH = {"mixes": False}
+
+
+def switched(x: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True) if SWITCH["mixes"] else x
+
+
+@pytest.mark.slow
+def test_changes_between_uncompiled_steps_are_seen() -> None:
+    """What the forward reads elsewhere, and training modes, may change in what was proved."""
+    model = build(SERVED_BY_TRANSFORMERS["llama"])
+    drop = torch.nn.Dropout(0.5).eval()
+    model.model.layers[1].mlp = torch.nn.Sequential(Behind(model.model.layers[1].mlp, switched), drop)
+    quire.paged(model)
+    kv = cache(layers=2, kv_heads=model.config.num_key_value_heads, head_dim=model.config.head_dim)
+
+    def run() -> None:
+        serve(call, sequences(lengths=(3,)), [(3,)], PAGE)
+
+    def call(part: Tensor, meta: Any) -> Tensor:
+        with step(kv, meta):
+            return model(part[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+
+    run()
+    drop.train()
+    with pytest.raises(UnsupportedAttention, match="it draws random numbers"):
+        run()
+    drop.eval()
+    SWITCH["mixes"] = True
+    try:
+        with pytest.raises(UnsupportedAttention, match="it is taken over the tokens"):
+            run()
+    finally:
+        SWITCH["mixes"] = False
+    run()
+
+
+def test_a_hook_between_steps_by_hand_is_seen() -> None:
+    model = Model(lambda m, x, p: m.point(x.mT).mT)
+    torch._dynamo.reset()
+    compiled, kv = torch.compile(model, backend="quire", options={"compiler": "eager"}), cache()
+
+    def run() -> None:
+        serve(call, sequences(lengths=(3,)), [(3,)], PAGE)
+
+    def call(part: Tensor, meta: Any) -> Tensor:
+        with step(kv, meta), torch.no_grad():
+            return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
+
+    run()
+    model.point.register_forward_hook(lambda module, args, out: out.flip(2))
+    with pytest.raises(Exception, match="it goes along the tokens"):
+        run()
+
+
 #: Some of ``MIXES`` that need no positions, in the place of an MLP: each is refused by another rule.
 OF_STATES = ("linear attention", "attention by hand", "bmm over T", "instance norm", "max pool", "first row", "quantile",
              "bincount")
