@@ -110,6 +110,9 @@ class Proof(TorchDispatchMode):
             found = elementwise(call)
         elif constant:
             found = [CONST] * len(outputs)
+        elif torch.Tag.dynamic_output_shape in op.tags:
+            raise Mixes(f"how many results {op} has depends on the tokens. If it loops over the tokens of each expert: give "
+                        "every expert all tokens and weight them by the router, or use transformers' grouped experts")
         else:
             raise Mixes(f"quire has no rule for {op}")
         if name not in LENGTHS and (name in RULES or not _is_elementwise(op)):

@@ -234,6 +234,9 @@ REFUSED = {
     "adapters that follow from the tokens": (
         lambda x, p: lora_rows(x @ WEIGHT, x, [x[0]], [x[0].T], [0.5], [1]), "its rows are not tokens"),
     "adapters of sorted rows": (lambda x, p: adapted(x[0][routed(x)][None])[0][routed(x).argsort()], "an adapter's rows"),
+    "a loop over an expert's tokens": (
+        lambda x, p: x.index_add(1, (found := torch.where(x[0, :, 0] > 0)[0]), 2 * x[:, found]),
+        "depends on the tokens.*grouped experts"),
     "reduction": (lambda x, p: x - x.mean(1, keepdim=True), "it is taken over the tokens"),
     "reduction of all": (lambda x, p: x / x.amax(), "it is taken over the tokens"),
     "reduction of positions": (lambda x, p: x * (p.max() + 1).log(), "it is taken over the tokens"),
