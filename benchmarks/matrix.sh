@@ -19,7 +19,7 @@ set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-results} PY=${PY:-python3} NAME=${NAME:-matrix} DEADLINE=${DEADLINE:-540} VLLM=${VLLM:-}
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')}
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 QUIRE_KERNEL_BUILD_SECONDS=${QUIRE_KERNEL_BUILD_SECONDS:-180}  # kernels of a later start, not of a first
 mkdir -p "$OUT"
 "$PY" -m pip install -q --no-index --no-deps --no-build-isolation -e . || exit
 arguments=(--gpus "$((GPUS > 0 ? GPUS : 1))" --out "$OUT/$NAME.json" --deadline "$((DEADLINE - SECONDS))")
