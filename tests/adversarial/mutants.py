@@ -415,7 +415,7 @@ RAISE, OWN, LENGTHS = (f"passes/rewrite/{n}.py" for n in ("raise_sdpa", "own_pos
 _PAGED, _AGREES, _CONFIGS = ("test_refused", "test_what_was_found_must_agree_with_the_config",
            "test_configs_refused_before_tracing")
 _CAPTURE = "passes/capture"
-_GROUPS = "tests/passes/rewrite/test_raise_sdpa.py::test_heads_that_do_not_fit_are_refused"
+_GROUPS = "tests/passes/rewrite/test_raise_sdpa.py::test_calls_that_are_refused[heads_that_do_not_fit]"
 
 #: Sites, breaks, positions, quantized weights, and rows that fusions leave out.
 SITE_MUTANTS = [
@@ -482,17 +482,17 @@ SITE_MUTANTS = [
            _in("passes/verify", "test_row_wise", "test_several_sequences")),
     Mutant(RAISE, "dropout", "    if dropout:\n", "    if False:\n", _in(_CAPTURE, "test_paged_model", _PAGED)),
     Mutant(RAISE, "as many keys as queries", "if str(q_shape[2]) != str(k_shape[2]):", "if False:",
-           _in("passes/rewrite", "test_raise_sdpa", "test_keys_longer_than_queries_are_refused")),
+           _in("passes/rewrite", "test_raise_sdpa", "test_calls_that_are_refused[keys_longer_than_queries]")),
     Mutant(RAISE, "queries of four dimensions", "    if missing < 0 or any(", "    if any(",
-           _in("passes/rewrite", "test_raise_sdpa", "test_queries_of_five_dimensions_are_refused")),
+           _in("passes/rewrite", "test_raise_sdpa", "test_calls_that_are_refused[five_dimensions]")),
     Mutant(RAISE, "heads in groups", "if kv_heads != v_heads or heads % kv_heads:", "if False:", _GROUPS),
     Mutant(RAISE, "heads in groups by enable_gqa", "    if kv_heads not in (1, heads) and k is arg",
            "    if False and k is arg", _GROUPS, "F.sdpa itself, in the trace: such heads do not broadcast"),
     Mutant(RAISE, "repeated keys that are changed in place", "or is_changed(at) or is_changed(data)", "",
-           _in("passes/rewrite", "test_raise_sdpa", "test_a_changed_copy_is_not_peeled") + "\n" +
+           _in("passes/rewrite", "test_raise_sdpa", "test_repeated_keys_are_peeled_and_others_are_not") + "\n" +
            _in("adversarial", "test_masks", "test_a_repeat_that_is_changed_in_place_stays")),
     Mutant(RAISE, "keys that are tiled, not repeated", "and bool((env[end] == expected).all())", "",
-           _in("passes/rewrite", "test_raise_sdpa", "test_tiled_keys_are_not_peeled")),
+           _in("passes/rewrite", "test_raise_sdpa", "test_repeated_keys_are_peeled_and_others_are_not")),
     Mutant("passes/pipeline.py", "the interface and F.sdpa in one model", "    if emitted and len(sites) > emitted:",
            "    if False:",
            _in("passes", "test_backend", "test_a_mixture_of_routes_is_refused")),
@@ -502,7 +502,7 @@ SITE_MUTANTS = [
     Mutant("passes/fx.py", "paths by length: compared at every length", "sizes = range(2, last + 1)",
            "sizes = [2, 3, 31, 257]", _in("passes", "test_fx", "test_shape_conditions_are_not_sampled")),
     Mutant("passes/pipeline.py", "paths for some lengths only", "    elif conditions:\n", "    elif False:\n",
-           _in("passes/rewrite", "test_raise_sdpa", "test_mask_chosen_by_token_count_is_refused")),
+           _in("passes/rewrite", "test_raise_sdpa", "test_masks_that_are_refused[by_token_count]")),
     Mutant("passes/pipeline.py", "sizes that the compiler settles", "        if _settled(size):\n", "        if False:\n",
            _in("passes/compile", "test_size_guards", "test_a_size_that_becomes_a_constant")),
     Mutant(OWN, "numbers of tokens: one use", "if picks or start != 0", "if start != 0",
@@ -633,10 +633,10 @@ MODEL_MUTANTS = [
     Mutant(FUSED, "close gives parameters memory of their own", "p.data = p.detach().clone()", "pass",
            _in("passes/fusions", "test_base", "test_what_a_closed_model_gets_back")),
     Mutant(PACKING, "trial: exact where no rows are gathered", "what != _PLACE and exact()", "False",
-           _in("graph_runner", "test_packing_check", "test_leaks_below_float32_rounding")),
+           _in("graph_runner", "test_packing_check", "test_what_kind[below_float32_rounding]")),
     Mutant(PACKING, "trial: a neighbour with rare numbers",
            "torch.maximum(_gap(two, two_beside_changed), _gap(two, two_beside_rare))", "_gap(two, two_beside_changed)",
-           _in("graph_runner", "test_packing_check", "test_what_only_a_sequence_of_large_numbers_shows")),
+           _in("graph_runner", "test_packing_check", "test_what_kind[rarer]")),
     Mutant(PACKING, "trial: on either side", "_PLACE: _gap(two, two_in_front)", "_PLACE: two.new_zeros(1)",
            _in("graph_runner", "test_packing_check", "test_leaks_are_found", "test_what_kind")),
     Mutant(PACKING, "trial: tokens after", '"tokens after it": _gap(one, one_changed)[:_SAME]',

@@ -72,7 +72,7 @@ SECTIONS = {
             "integer sum", "integer argsort", "integer amin", "bincount"), _UNCOMPILED)),
         Row("rare events", "refused", (
             *_mixers("rare gate", "rare any"), "adversarial/test_mixers::test_uncompiled[rare event]",
-            "graph_runner/test_packing_check::test_what_only_a_sequence_of_large_numbers_shows")),
+            "graph_runner/test_packing_check::test_what_kind[rarer]")),
         Row("a branch below the trial's rounding", "refused", ("graph_runner/test_packing_check::test_leaks_below_rounding",)),
         Row("unknown operators, functions that Dynamo does not look into, NumPy, `torch.func`", "refused", (
             *_mixers("an op that is named clone", "an op that writes", "hidden from the tracer"),
@@ -162,8 +162,9 @@ def collected(node_id: str) -> bool:
     marks = [m for m in getattr(function, "pytestmark", ()) if m.name == "parametrize"]
     if function is None or not parameter:
         return function is not None
-    each = [[getattr(v, "id", None) or "-".join(map(str, getattr(v, "values", v if isinstance(v, tuple) else (v,))))
-             for v in mark.args[1]] for mark in marks]
+    each = [mark.kwargs.get("ids") or [
+        getattr(v, "id", None) or "-".join(map(str, getattr(v, "values", v if isinstance(v, tuple) else (v,))))
+        for v in mark.args[1]] for mark in marks]
     return parameter in ("-".join(ids) for ids in itertools.product(*reversed(each)))
 
 

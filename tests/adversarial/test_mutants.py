@@ -2,6 +2,7 @@
 
 from tests.adversarial.mutants import MUTANTS
 from tests.adversarial.mutations import ROOT, Seen, problem, text_of
+from tests.adversarial.proof_table import collected
 
 
 def test_each_mutant_is_still_in_its_file_once() -> None:
@@ -18,3 +19,9 @@ def test_what_is_an_error() -> None:
     assert problem(red, some) is problem(second, none) is None
     assert problem(red, none) == "no test goes red" and "second line" in (problem(second, some) or "")
     assert "is broken" in (problem(red, Seen("tests/x.py::test", "NameError: name 'x' is not defined", 1.0)) or "")
+
+
+def test_the_tests_of_each_mutant_are_there() -> None:
+    """Else ``make mutations`` is the first to find a test renamed."""
+    named = {line.partition("[")[0] for mutant in MUTANTS for line in mutant.tests.splitlines() if "::" in line}
+    assert [name for name in sorted(named) if not collected(name)] == []

@@ -120,6 +120,7 @@ def test_a_backend_that_plans_finds_the_table_up_to_date(model, monkeypatch) -> 
     with Engine(model, num_pages=40, page_size=4, max_num_seqs=4, cudagraph_capture_sizes=[4]) as engine:
         runner, order = engine.runner, []
         monkeypatch.setattr(runner, "plans", True)
+        monkeypatch.setattr(runner, "plans_graphs", True)
         for owner, name in ((runner.buffers, "update_table"), (runner, "forward")):
             monkeypatch.setattr(owner, name, noted(getattr(owner, name), name, order))
         output = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8))[0]
