@@ -498,7 +498,7 @@ SITE_MUTANTS = [
            _in("passes", "test_backend", "test_a_mixture_of_routes_is_refused")),
     Mutant("passes/pipeline.py", "paths up to a length: for sequences up to it",
            "if longest is not None and step.metadata.max_seq_len > longest:", "if False:",
-           "tests/adversarial/test_practice.py::test_mixing_is_refused[branch on twice the length-decorator]"),
+           "tests/adversarial/test_practice.py::test_mixing_is_refused[branch on twice the length-compile]"),
     Mutant("passes/fx.py", "paths by length: compared at every length", "sizes = range(2, last + 1)",
            "sizes = [2, 3, 31, 257]", _in("passes", "test_fx", "test_shape_conditions_are_not_sampled")),
     Mutant("passes/pipeline.py", "paths for some lengths only", "    elif conditions:\n", "    elif False:\n",
