@@ -18,6 +18,9 @@ _KEY = "quire_broken"
 _OPERATIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
                type, torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator,
                torch._library.custom_ops.CustomOpDef)
+#: torch's functions of two functions, which it makes when it is imported: ``F.max_pool2d`` with indices and without.
+_DISPATCHED = frozenset(f for module in (torch.functional, torch.nn.functional) for f in vars(module).values()
+                        if isinstance(f, types.FunctionType) and "<locals>" in f.__qualname__ and is_code_of(f, "torch"))
 
 
 def check_whole(graph: fx.Graph) -> None:
@@ -45,7 +48,8 @@ def check_names(graph: fx.Graph) -> None:
     for target in {n.target for n in graph.nodes if n.op == "call_function"}:
         if isinstance(target, types.FunctionType):
             own = not is_code_of(target, "torch", "quire", "transformers")
-            if own or "<locals>" in target.__qualname__:  # in torch's own closures Dynamo holds functions of others
+            # In closures of torch's that are made later Dynamo holds functions of others.
+            if own or ("<locals>" in target.__qualname__ and target not in _DISPATCHED):
                 name = f"{target.__module__}.{target.__qualname__}" if own else "a function of the model's"
                 raise UnsupportedAttention(
                     f"{name} is one operation of the graph (torch.compiler.allow_in_graph, nonstrict_trace), so that what it "
