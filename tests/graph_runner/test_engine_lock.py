@@ -160,8 +160,12 @@ def test_no_step_comes_before_a_request_is_registered(engine: Engine, prompts: l
 
     monkeypatch.setattr(engine.scheduler, "add", add_and_wait)
     assert tokens(engine.generate(prompts[0], replace(SHORT, max_tokens=1))) == [expected[0][:1]]
-    for thread in threads:
-        thread.join()
+    threads[0].join()
+    stepped.clear()
+    engine.add_request(prompts[0], replace(SHORT, max_tokens=1))
+    threads[1].join()
+    while engine.has_unfinished:
+        engine.step()
 
 
 def test_an_idle_engine_drops_an_abandoned_stream_at_once(engine: Engine, prompts: list[list[int]]) -> None:
