@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from transformers.models.longcat_flash import modeling_longcat_flash
@@ -42,7 +44,29 @@ def test_another_computation_keeps_its_loop(monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(Experts, "forward", doubled)
         with experts_active(model):
             assert Experts.forward is doubled
+    wrapped = functools.wraps(Experts.forward)(lambda self, *given: doubled(self, *given))
+    with monkeypatch.context() as patch:
+        patch.setattr(Experts, "forward", wrapped)
+        with experts_active(model):
+            assert Experts.forward is wrapped
     model, own = build(SERVED["longcat_flash"]), Experts.forward
     experts_of(model).forward = lambda *given: given[0]
     with experts_active(model):
         assert Experts.forward is own
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: setattr(m, "act_fn", torch.nn.GELU()), lambda m: m.act_fn.register_forward_hook(lambda *args: None),
+    lambda m: setattr(m.identity_expert, "forward", torch.zeros_like),
+    lambda m: setattr(m, "identity_expert", torch.nn.Dropout()), lambda m: setattr(m.down_proj, "__class__", Scaled)],
+    ids=["activation", "hook", "identity", "other module", "weights"])
+def test_what_the_loop_calls_counts(change) -> None:
+    """Also where a few tokens would give the same numbers."""
+    model, own = build(SERVED["longcat_flash"]), Experts.forward
+    change(experts_of(model))
+    with experts_active(model):
+        assert Experts.forward is own
+
+
+class Scaled(torch.nn.Parameter):
+    """Weights that a library has put there."""
