@@ -38,7 +38,7 @@ from quire.attn_ops.tuning import prefill as tuning
 from quire.attn_ops.tuning.prefill import PrefillRule, work
 
 logger = logging.getLogger(__name__)
-BUILD_SECONDS = 180.0  # a module of FlashInfer took 82 s on 16 cores
+BUILD_SECONDS = 180.0  # a module of FlashInfer took 75 s on 16 cores (benchmarks/measure.sh long)
 #: Microseconds that a step must gain: planning on the host can take that long, and is not always hidden.
 PLAN_US = 500.0
 

@@ -12,6 +12,9 @@ import torch
 
 #: Counters per forward. Kernels that merge partial results take one per slot; see NOTE [Last one merges].
 NUM_COUNTERS = 16384
+#: Bytes, at most, of the contiguous keys and values of a layer (attn_ops/kernels/gather_kv.py); and of the copy per second,
+#: read and written: estimated.
+MAX_GATHERED, GATHER_BANDWIDTH = 512 * 2**20, 1.9e12
 #: Largest number of tokens in a step whose kernels use programmatic dependent launch (attn_ops/kernels/pdl.py).
 PDL_MAX_TOKENS = 1
 

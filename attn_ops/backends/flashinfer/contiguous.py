@@ -1,8 +1,8 @@
 """Prompts of many queries per key, by keys and values copied to contiguous memory.
 
-On Hopper GPUs FlashInfer's kernel loads contiguous keys with the tensor memory accelerator, and pages without it: 675 and 560
-TFLOP/s on an H200 at 128 dims (``benchmarks/extend.py --flashinfer``). The copy takes time per key, so what counts is how many
-queries read each.
+On Hopper GPUs FlashInfer's kernel loads contiguous keys with the tensor memory accelerator, and pages without it. Four prompts
+of 32704 tokens took qwen3-0.6b 1,055 instead of 1,189 ms (``h200_long_contiguous.json``, ``h200_long.json``). The copy takes
+time per key, so what counts is how many queries read each.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.tuning.prefill import pairs
 
-SAVED = 1 / 560e12 - 1 / 675e12  # seconds per operation of the two products
-COPY_BANDWIDTH = 1.9e12  # bytes per second, read and written
-MORE_LAUNCHES = 15e-6  # seconds, of the copy
-MAX_BYTES = 512 * 2**20  # of keys and values; what triton's own copy takes at most, for which engines leave room
+#: Seconds per operation of the two products that contiguous keys spare. Estimated from those two files;
+#: ``benchmarks/extend.py --flashinfer`` measures both ways, and has not run yet.
+SAVED = 0.3e-15
+MORE_LAUNCHES = 15e-6  # seconds, of the copy; estimated
+DIM = 128  # the head dim of both files: others stay with the pages until they are measured
 
 
 class Contiguous:
@@ -46,10 +48,9 @@ class Contiguous:
 
 def spares(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: int, dim: int) -> bool:
     """Whether sequences of (B,) lengths take less time this way, and their keys little enough memory."""
-    query, keys = query_lens.astype(np.int64), seq_lens.astype(np.int64)
-    pairs = int((query * (keys - query) + query * (query + 1) // 2).sum())
-    copied = 4 * kv_heads * dim * int(keys.sum())
-    return copied <= MAX_BYTES and 4 * heads * dim * pairs * SAVED > 2 * copied / COPY_BANDWIDTH + MORE_LAUNCHES
+    copied = 4 * kv_heads * dim * int(seq_lens.sum(dtype=np.int64))
+    saved = 4 * heads * dim * pairs(query_lens, seq_lens, None, None) * SAVED
+    return dim == DIM and copied <= host.MAX_GATHERED and saved > 2 * copied / host.GATHER_BANDWIDTH + MORE_LAUNCHES
 
 
 def lengths(metadata: CommonAttentionMetadata, first: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -42,7 +42,6 @@ PAGED = Rates((0.755e-12, 1.163e-12, 3.08e-12), (17e-9, 35e-9, 54e-9))
 CONTIGUOUS = Rates((0.589e-12, 0.930e-12, 1.69e-12), (10e-9, 17e-9, 93e-9))
 QUANTIZED = 1.56  # how much longer the kernel of pages takes for codes and scales
 SPLIT = 1.4  # and where it has too few tiles for the GPU, divides keys among programs and merges: of one point, 512 after 16384
-COPY_BANDWIDTH = 1.9e12  # bytes per second, read and written
 MORE_LAUNCHES = 10e-6  # of the copy, and of the end of one kernel before the next
 PAGED_ROWS = 128  # of a tile: tokens x heads of a group
 WORTH = 0.95  # of the time by pages: estimates of short steps are off by more than of long ones
@@ -69,7 +68,7 @@ class Route(NamedTuple):
 
 
 def config() -> RouteConfig:
-    return tuned(RouteConfig(_default_mode(), 512 * 2**20))
+    return tuned(RouteConfig(_default_mode(), host.MAX_GATHERED))
 
 
 @functools.cache
@@ -111,7 +110,7 @@ def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: 
     pair, program = CONTIGUOUS.of(mean)
     by_rows = pair * pairs + program * heads * float((-(-query // block_m)).sum())
     longest = slots * (pair * block_m * float(keys.max(initial=0)) + program)  # of one program
-    copy = float(keys.sum()) * kv_heads * (sum(dims) * cache_bytes + sum(widths) * 2) / COPY_BANDWIDTH
+    copy = float(keys.sum()) * kv_heads * (sum(dims) * cache_bytes + sum(widths) * 2) / host.GATHER_BANDWIDTH
     return by_pages, max(by_rows, longest) + copy + MORE_LAUNCHES
 
 

@@ -50,6 +50,11 @@ def test_keys_that_take_too_much_memory_stay_in_pages() -> None:
         assert contiguous.spares(np.array([65536]), np.array([keys]), 32, 8, 128) == wins
 
 
+def test_other_head_dims_stay_in_pages_until_they_are_measured() -> None:
+    for dim in (64, 128, 256):
+        assert contiguous.spares(np.array([8192]), np.array([16384]), 32, 8, dim) == (dim == 128)
+
+
 def test_lengths_of_sequences_without_queries() -> None:
     case = make_case([2, 0, 3], [5, 9, 3], **SMALL)
     query, keys = contiguous.lengths(dataclasses.replace(case.metadata), 1, 3)
