@@ -230,7 +230,7 @@ class LongPrefill(Composite):
 
     def _give_up(self, state: State, why: str) -> None:
         state.rules.clear()
-        if why not in self.logged:
+        if current_step() is None or why not in self.logged:  # each engine says it, of steps by hand the first
             self.logged.add(why)
             logger.warning("attention %s: all steps run on %s: %s", self.name, self.rest.name, why)
 
