@@ -22,7 +22,7 @@
 # against   decode with triton, compared with benchmarks/results/h200_decode_triton.json (or $BEFORE); exits with 1 if slower
 # pieces    flashinfer's steps of decodes and a prompt, captured in pieces and not
 # backends  attention kernels of the backends side by side (backend_kernels.py); mla: on the latent cache; composite: hybrid,
-#           cascade and two_batch beside their parts; sparse: approximate decoding at 32k. Each ends after 150 seconds,
+#           cascade and two_batch beside their parts; sparse: approximate decoding at 32k. Each ends before LIMIT,
 #           and a call with RESUME='earlier.json ...' goes on with it; $KERNELS: more arguments
 # engines   decode steps with cascades and two half batches, and approximate ones at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
@@ -64,7 +64,7 @@ deadline() {  # [at most]: the same for a script that ends by itself and writes 
 KIT=all,hybrid:flashinfer+triton,cascade:triton@1,two_batch:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
 
 kernels_of() {  # a piece of backend_kernels.py
-    run "h200_$1" benchmarks/backend_kernels.py "$1" --json "$OUT/h200_$1.json" --deadline "$(deadline 150)" \
+    run "h200_$1" benchmarks/backend_kernels.py "$1" --json "$OUT/h200_$1.json" --deadline "$(deadline)" \
         --resume ${RESUME:-} ${KERNELS:-}
 }
 
