@@ -52,11 +52,11 @@ pieces() {
     piece pieces 150 measure pieces
     piece mixed_windows 120 measure mixed_windows
     piece cast 110 measure cast
-    piece kits 330 more kits
-    piece backends 180 more kernels backends
-    piece mla 180 more mla
-    piece composite 180 more composite
-    piece sparse 180 more sparse
+    piece kits 530 more kits
+    piece backends 340 more kernels backends
+    piece mla 210 more mla
+    piece composite 210 more composite
+    piece sparse 100 more sparse
     piece engines 400 measure engines
     piece grid 500 grid
     piece profile 240 measure profile
