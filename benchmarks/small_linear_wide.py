@@ -43,13 +43,14 @@ MODELS = {
 }
 SMS, GROUP = 132, 128
 SHARED = 227 * 1024  # bytes per multiprocessor
-#: Tokens per tile -> (rows, columns, warps, stages), for one byte per code.
+#: Tokens per tile -> (rows, columns, warps, stages), for one byte per code; and their orders of columns (``Config.turned``).
 TILES = {
     16: [(64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (64, 256, 4, 3)],
     32: [(64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 128, 4, 4), (64, 256, 4, 3)],
     64: [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 5), (128, 128, 8, 4), (128, 64, 8, 6), (256, 64, 8, 4),
          (256, 64, 16, 5)],
-    128: [(64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 4), (256, 64, 8, 4), (256, 64, 16, 5)],
+    128: [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 4), (256, 64, 8, 4),
+          (256, 64, 16, 5)],
     256: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 2)],
 }
 #: The same for int4: (rows, warps, stages); tiles have 128 columns.
@@ -60,8 +61,11 @@ TILES_INT4 = {
     128: [(64, 4, 3), (128, 8, 4), (128, 4, 4), (256, 16, 4), (256, 8, 4)],
     256: [(64, 4, 3), (128, 8, 3)],
 }
-#: Tiles that also run with other orders of columns (``Config.turned``).
-OTHER_ORDERS = {(128, 64, 8, 4): (0, 2), (64, 128, 4, 4): (0,), (256, 64, 16, 5): (2,)}
+
+
+def orders(tile: tuple[int, ...], block_m: int) -> tuple[int, ...]:
+    """Gathering takes registers: an address per pair of columns and token."""
+    return (1, 0) if block_m <= 32 else (2, 0, 1) if tile[2] == 16 else (2, 0)
 
 
 def tiles(m: int, kind: str) -> Iterator[Config]:
@@ -72,7 +76,7 @@ def tiles(m: int, kind: str) -> Iterator[Config]:
             yield from (Config(n, INT4_COLUMNS, warps, stages, 1, block_m) for n, warps, stages in TILES_INT4[block_m])
         else:
             for tile in TILES[block_m]:
-                yield from (Config(*tile, 1, block_m, turned) for turned in (1, *OTHER_ORDERS.get(tile, ())))
+                yield from (Config(*tile, 1, block_m, turned) for turned in orders(tile, block_m))
 
 
 def splits(config: Config, m: int, n: int, k: int) -> Iterator[int]:
@@ -102,8 +106,8 @@ def compile_share(job: tuple[int, int, list[tuple[str, Config]]]) -> None:
     """Launch one process's share once, on a small weight."""
     which, of, work = job
     for kind, config in work[which::of]:
-        x = torch.zeros(16, 1024, dtype=torch.bfloat16, device="cuda")
-        weight, scale = weights(kind, 256, 1024, "cuda")
+        x = torch.zeros(16, 4096, dtype=torch.bfloat16, device="cuda")
+        weight, scale = weights(kind, 256, 4096, "cuda")
         try:
             launch_wide(x, weight, scale, 256, None, None, config, False)
         except Exception:  # too much shared memory: the timing run reports it
