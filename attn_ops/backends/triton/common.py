@@ -46,6 +46,32 @@ def first_key(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def merge_partials(partial, lse, slot, splits, active, ROWS: tl.constexpr, ROWS_P2: tl.constexpr, DV: tl.constexpr,
+                   DV_P2: tl.constexpr, STEP: tl.constexpr):
+    """Merge the partial results of a slot's ROWS heads, STEP splits at a time: (ROWS_P2, DV_P2), normalized."""
+    rows = tl.arange(0, ROWS_P2)
+    columns = tl.arange(0, DV_P2)
+    highest = tl.full([ROWS_P2], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS_P2], tl.float32)
+    merged = tl.zeros([ROWS_P2, DV_P2], tl.float32)
+    for begin in range(0, active, STEP):
+        split = begin + tl.arange(0, STEP)
+        index = (slot.to(tl.int64) * splits + split[:, None]) * ROWS + rows[None, :]
+        live = (split < active)[:, None] & (rows < ROWS)[None, :]
+        part = tl.load(partial + index[:, :, None] * DV + columns[None, None, :],
+                       mask=live[:, :, None] & (columns < DV)[None, None, :], other=0.0, cache_modifier=".cg")
+        part_lse = tl.load(lse + index, mask=live, other=float("-inf"), cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(part_lse, 0))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of padding
+        weight = tl.exp2(part_lse - safe[None, :])
+        shrink = tl.exp2(highest - safe)
+        total = total * shrink + tl.sum(weight, 0)
+        merged = merged * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        highest = new_highest
+    return merged / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
 def merge_rows(partial, lse, first, step, active, live, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr):
     """Merge ``active`` partial results of ROWS rows, number i of them at index first + i * step: (ROWS, DIM_P2), and their
     log-sum-exp of base 2 (ROWS,). See NOTE [Partial results]."""

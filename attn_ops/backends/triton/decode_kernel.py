@@ -8,39 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import arrived_last, first_key
+from quire.attn_ops.backends.triton.common import arrived_last, first_key, merge_partials
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.kv_quant import code_format, encode, joined, store_rows, unpack, widen
 from quire.attn_ops.kernels.paged import find_row, load_keys, load_scales
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
 from quire.attn_ops.kernels.rope import rotated
 from quire.attn_ops.kernels.softmax import LOG2E, logits, softmax_step
-
-
-@triton.jit
-def merge_partials(partial, lse, slot, splits, active, ROWS: tl.constexpr, ROWS_P2: tl.constexpr, DV: tl.constexpr,
-                   DV_P2: tl.constexpr, STEP: tl.constexpr):
-    """Merge the partial results of a slot's ROWS heads, STEP splits at a time: (ROWS_P2, DV_P2), normalized."""
-    rows = tl.arange(0, ROWS_P2)
-    columns = tl.arange(0, DV_P2)
-    highest = tl.full([ROWS_P2], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS_P2], tl.float32)
-    merged = tl.zeros([ROWS_P2, DV_P2], tl.float32)
-    for begin in range(0, active, STEP):
-        split = begin + tl.arange(0, STEP)
-        index = (slot.to(tl.int64) * splits + split[:, None]) * ROWS + rows[None, :]
-        live = (split < active)[:, None] & (rows < ROWS)[None, :]
-        part = tl.load(partial + index[:, :, None] * DV + columns[None, None, :],
-                       mask=live[:, :, None] & (columns < DV)[None, None, :], other=0.0, cache_modifier=".cg")
-        part_lse = tl.load(lse + index, mask=live, other=float("-inf"), cache_modifier=".cg")
-        new_highest = tl.maximum(highest, tl.max(part_lse, 0))
-        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of padding
-        weight = tl.exp2(part_lse - safe[None, :])
-        shrink = tl.exp2(highest - safe)
-        total = total * shrink + tl.sum(weight, 0)
-        merged = merged * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        highest = new_highest
-    return merged / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit

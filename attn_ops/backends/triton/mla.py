@@ -3,8 +3,8 @@
 ``write`` stores the step's latent vectors, ``attend`` serves prefill, decode and mixed batches: a program has a *tile* of
 BLOCK_M rows (BLOCK_Q consecutive tokens of one sequence x a block of the heads) and one of ``splits`` ranges of the tile's
 keys, and loads each latent vector once, for scores and values. Partial results (float32: first all outputs, then all lse; by
-split, token and head) are merged by a kernel of their own, with a program per token and block of heads: a result is ``rank``
-numbers wide, too much for the last program of a tile alone.
+token, head and split) are merged by a kernel of their own, with a program per token and head: a result is ``rank`` numbers
+wide, too much for the last program of a tile alone.
 
 Tiles are numbered as in ``extend.py``. Every grid follows from shapes alone; lengths are read on the device.
 """
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attn_ops.backends.triton.common import merge_rows
+from quire.attn_ops.backends.triton.common import merge_partials
 from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
@@ -30,7 +30,11 @@ WORKSPACE = 1 << 25  # most float32 elements of partial results
 
 
 class MlaConfig(NamedTuple):
-    """Tuning parameters: rows and keys per tile, warps, loop stages, fewest keys per split, bound on splits."""
+    """Tuning parameters: rows and keys per tile, warps, loop stages, fewest keys per split, bound on splits.
+
+    A tile's keys are cut into ``wave`` parts, which fill the GPU once, unless a part would have more than ``chunk_max`` keys or
+    fewer than ``chunk_min``.
+    """
 
     block_m: int
     block_n: int
@@ -38,6 +42,17 @@ class MlaConfig(NamedTuple):
     stages: int
     chunk_min: int
     max_splits: int
+    chunk_max: int
+    wave: int
+
+
+class Parts(NamedTuple):
+    """Into how many parts a tile's keys are cut: at most ``splits``; the other fields as in MlaConfig."""
+
+    splits: int
+    chunk_min: int
+    chunk_max: int
+    wave: int
 
 
 class MlaTile(NamedTuple):
@@ -114,14 +129,15 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, b
 
 
 @triton.jit
-def split_size(num_keys, splits, chunk_min, TILE: tl.constexpr):
+def split_size(num_keys, splits, chunk_min, chunk_max, wave, TILE: tl.constexpr):
     """Keys per split of a tile with ``num_keys``: a multiple of block_n."""
-    return tl.cdiv(tl.maximum(tl.cdiv(num_keys, splits), chunk_min), TILE.block_n) * TILE.block_n
+    size = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, wave), chunk_max))
+    return tl.cdiv(tl.maximum(size, chunk_min), TILE.block_n) * TILE.block_n
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "stride_table"])
-def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, splits, chunk_min, scale, strides,
-                  stride_table, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "wave", "stride_table"])
+def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, splits, chunk_min, chunk_max, wave, scale,
+                  strides, stride_table, TILE: tl.constexpr):
     """One tile and one range of its keys. q (T, H, rank), q_rope (T, H, R): absorbed queries, with ``strides`` of tokens and
     heads of both; batch: Batch; partial: None where keys are not split."""
     BLOCK_M: tl.constexpr = TILE.block_m  # local constants: Triton takes no plain integer in a shape
@@ -166,7 +182,7 @@ def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, s
     begin = stop * 0
     active = 1
     if TILE.split:
-        size = split_size(stop, splits, chunk_min, TILE)
+        size = split_size(stop, splits, chunk_min, chunk_max, wave, TILE)
         active = tl.cdiv(stop, size)
         if split >= active:
             return
@@ -193,7 +209,7 @@ def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, s
     acc = acc / seen[:, None]
     if TILE.split:
         if active > 1:
-            index = out_row + num_tokens.to(tl.int64) * TILE.heads * split
+            index = out_row * splits + split
             lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
             tl.store(partial + index[:, None] * RANK + columns[None, :], acc, mask=out_live)
             tl.store(lse + index, highest + tl.log2(seen), mask=live)
@@ -203,35 +219,34 @@ def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, s
         tl.store(out + out_row[:, None] * RANK + columns[None, :], acc, mask=out_live)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min"])
-def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """Merge the partial results of HEADS heads of one token, if its tile's keys were split."""
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "wave"])
+def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, chunk_max, wave, TILE: tl.constexpr,
+                 STEP: tl.constexpr):
+    """Merge the partial results of one head of one token, STEP at a time, if its tile's keys were split."""
     RANK: tl.constexpr = TILE.rank
+    RANK_P2: tl.constexpr = next_power_of_2(RANK, 16)
     BLOCK_Q: tl.constexpr = TILE.block_q
     token = tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     row = find_row(batch.query_start_loc, num_reqs, token)
     if row == num_reqs:
         return
     start = tl.load(batch.query_start_loc + row)
     end = tl.load(batch.query_start_loc + row + 1)
     stop = tl.minimum(start + (token - start) // BLOCK_Q * BLOCK_Q + BLOCK_Q, end) - end + tl.load(batch.seq_lens + row)
-    active = tl.cdiv(stop, split_size(stop, splits, chunk_min, TILE))
+    active = tl.cdiv(stop, split_size(stop, splits, chunk_min, chunk_max, wave, TILE))
     if active <= 1:
         return
-    RANK_P2: tl.constexpr = next_power_of_2(RANK, 16)
     columns = tl.arange(0, RANK_P2)
-    live = head < TILE.heads
-    out_row = token.to(tl.int64) * TILE.heads + head
+    out_row = token.to(tl.int64) * TILE.heads + tl.program_id(1)
     lse = partial + num_tokens.to(tl.int64) * splits * (TILE.heads * RANK)
-    merged, _ = merge_rows(partial, lse, out_row, num_tokens.to(tl.int64) * TILE.heads, active, live, HEADS, RANK, RANK_P2)
-    tl.store(out + out_row[:, None] * RANK + columns[None, :], merged, mask=live[:, None] & (columns < RANK)[None, :])
+    merged = merge_partials(partial, lse, out_row, splits, active, 1, 1, RANK, RANK_P2, STEP)
+    tl.store(out + out_row * RANK + columns[None, :], merged, mask=(columns < RANK)[None, :])
 
 
 def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device) -> MlaConfig:
-    """The parameters: not tuned on a GPU yet. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Page numbers and
-    then vectors are loaded ahead, so that three stages hold one such block in flight and five hold two; compiled for an H200,
-    64 rows take 145 of its 227 KiB, and 16 rows less than half of it."""
+    """The parameters. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Page numbers and then vectors are loaded
+    ahead, so that three stages hold one such block in flight and five hold two; compiled for an H200, 64 rows take 145 of its
+    227 KiB, and 16 rows less than half of it. So one or two programs fit on a multiprocessor."""
     sms = host.num_sms(device)
     if itemsize == 4:
         block_m, block_n, warps, stages = 16, 16, 8, 1
@@ -240,17 +255,16 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
     else:
         block_m, block_n, warps, stages = host.next_power_of_2(heads, 16), 32, 4, 5
     tiles = num_tokens * -(-heads // block_m)
-    chunk = 2048 if tiles >= sms else min(1024, host.next_power_of_2(max(512 * tiles // sms, 64)))
-    return tuned(MlaConfig(block_m, block_n, warps, stages, chunk, 128))
+    wave = max(1, min(128, (1 if block_m > 32 else 2) * sms // tiles))
+    return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048, wave))
 
 
 class MlaPlan(NamedTuple):
-    """Tiles of a launch, and its constants; splits and the workspace as in plan.Plan."""
+    """Tiles of a launch, and its constants; the workspace as in plan.Plan."""
 
     tiles: int
     warps: int
-    splits: int
-    chunk_min: int
+    parts: Parts
     workspace: int
     tile: MlaTile
 
@@ -264,11 +278,13 @@ def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dt
     tiles = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs + 1
     page = cache_shape[1]
     room = WORKSPACE // (num_tokens * heads * (rank + 1))
-    splits = max(1, min(params.max_splits, -(-table_width * page // params.chunk_min), room, 8192 // (tiles * blocks)))
+    capacity = table_width * page
+    splits = max(1, min(params.max_splits, max(params.wave, -(-capacity // params.chunk_max)), -(-capacity // params.chunk_min),
+                        room, 8192 // (tiles * blocks)))
     tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, splits > 1, rank,
                    cache_shape[3] - rank, page, Strides(*cache_strides[:3]))
-    return MlaPlan(tiles, params.warps, splits, params.chunk_min, num_tokens * heads * splits * (rank + 1) if splits > 1 else 0,
-                   tile)
+    return MlaPlan(tiles, params.warps, Parts(splits, params.chunk_min, params.chunk_max, params.wave),
+                   num_tokens * heads * splits * (rank + 1) if splits > 1 else 0, tile)
 
 
 def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch,
@@ -281,13 +297,13 @@ def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Te
     launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0), plan.tile,
            num_warps=4)
     partial: Any = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
-    sizes = (num_tokens, num_reqs, plan.splits, plan.chunk_min)
-    launch(attend_kernel, (plan.tiles * plan.tile.blocks * plan.splits,), q, q_rope, cache, batch, out, partial, *sizes, scale,
+    sizes = (num_tokens, num_reqs, *plan.parts)
+    splits = plan.parts.splits
+    launch(attend_kernel, (plan.tiles * plan.tile.blocks * splits,), q, q_rope, cache, batch, out, partial, *sizes, scale,
            (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), plan.tile, num_warps=plan.warps)
-    if plan.splits > 1:
-        per_program = 4
-        launch(merge_kernel, (num_tokens, -(-heads // per_program)), batch, out, partial, *sizes, plan.tile, per_program,
-               num_warps=4)
+    if splits > 1:
+        step = max(1, min(16, 8192 // host.next_power_of_2(rank)))
+        launch(merge_kernel, (num_tokens, heads), batch, out, partial, *sizes, plan.tile, step, num_warps=4)
     return out
 
 
