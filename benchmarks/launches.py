@@ -147,7 +147,8 @@ def programs(model: torch.nn.Module, *, small: bool, attention: str = "triton", 
         paged = PagedModel(model, QuireOptions(compiler="eager", fusions=fusions), draws=True)
     try:
         with mock.patch("quire.passes.fusions.routing.DEVICES", ("cpu",)):
-            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size), fusions, small)
+            latent = any(site.latent is not None for site in paged.graph.sites)
+            lowered, _ = paged.graph.lowered(LoweringTarget(get_backend(attention), page_size, latent=latent), fusions, small)
         with collecting() as found, torch.no_grad():
             compile_by_regions(lowered, generate)
     finally:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from quire.passes.fusions.base import FusedInputs, FusedWeights, Fusion
+from quire.passes.fusions.complex_product import real_products
 from quire.passes.fusions.last_tokens import last_tokens
 from quire.passes.fusions.lora import fuse_lora
 from quire.passes.fusions.lora_group import group_lora
@@ -51,6 +52,7 @@ FUSIONS = (
     FusionPass("lora_group", group_lora, batches="small"),
     FusionPass("small_linear", fuse_small_linear, batches="small"),
     FusionPass("rope", fuse_rope, stage="lowered"),
+    FusionPass("complex", real_products, stage="lowered"),
 )
 
 
