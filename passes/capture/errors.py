@@ -13,9 +13,6 @@ from quire.attn_ops.backend import UnsupportedAttention
 #: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
 _MEANS = {
     r"logging\.Logger|LoggingLogger": "it writes to a log. Remove the logging, or what it warns of",
-    r"(?s)_WITH.*output_capturing": (
-        "it asks for hidden states or attentions, for which transformers installs hooks in a first call. Run the model once, "
-        "then give it to quire"),
     r"torch\.jit": "it calls a TorchScript module. Put the Python module in its place",
     r"qualname: disable|marked as skipped|skip_dynamo|in skipfiles": (
         "it calls a function that is kept out of torch.compile (torch.compiler.disable, as in accelerate's hooks for offloaded "
@@ -97,8 +94,10 @@ def _adapters_hint(model: torch.nn.Module) -> str:
 
 
 def is_first_read(error: Exception) -> bool:
-    """Whether Dynamo met a ``functools.cached_property`` that was never read: it cannot trace its lock, in Python 3.11."""
-    return "RLock" in str(error) and "SETUP_WITH" in str(error)
+    """Whether Dynamo met a lock that a first call of the model takes, and cannot trace: of a ``functools.cached_property`` that
+    was never read (Python 3.11), or of the hooks that transformers installs for hidden states, attentions or router logits."""
+    text = str(error)
+    return ("RLock" in text and "SETUP_WITH" in text) or ("_WITH" in text and "output_capturing" in text)
 
 
 def _reason(text: str, means: str = "") -> str:

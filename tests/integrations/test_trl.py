@@ -15,6 +15,7 @@ pytest.importorskip("trl", reason="pip install 'quire[integrations]'")
 
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import MixtralConfig, MixtralForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -32,20 +33,24 @@ def share_of_e(completions: list[str], **_: Any) -> list[float]:
 
 
 def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4, layers: int = 1, lora: bool = False,
-            paged: dict[str, Any] | None = None, **options: Any) -> tuple[Any, list[int]]:
+            paged: dict[str, Any] | None = None, moe: bool = False, **options: Any) -> tuple[Any, list[int]]:
     """A trainer after some steps with its default settings, and the number of requests of each call of its engine. No call may
     fall back to transformers."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = quire.paged(load_model(num_layers=layers), num_pages=400, max_num_seqs=32, max_model_len=128, **(paged or {}))
+    sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    base: Any = load_model(num_layers=layers)
+    if moe:
+        base = MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **sizes))
+    model = quire.paged(base, num_pages=400, max_num_seqs=32, max_model_len=128, **(paged or {}))
     trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
                                    "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig)}[kind]
-    sizes = {"max_new_tokens": 12} if kind == "online_dpo" else {"max_completion_length": 12, "num_generations": 4}
+    lengths = {"max_new_tokens": 12} if kind == "online_dpo" else {"max_completion_length": 12, "num_generations": 4}
     rollout = {"rollout_func": options.pop("rollout_func")} if "rollout_func" in options else {}
     config = {
         "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 8, "logging_steps": 1,
-        "max_steps": steps, "learning_rate": rate, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, **sizes,
+        "max_steps": steps, "learning_rate": rate, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, **lengths,
         **options}
     trainer = trainer_class(
         model=model, args=config_class(**config), train_dataset=Dataset.from_dict({"prompt": PROMPTS * 32}),
@@ -62,8 +67,8 @@ def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4,
 
 @pytest.mark.parametrize("options", [
     {}, dict(lora=True), dict(kind="rloo"), dict(kind="online_dpo"), dict(use_transformers_continuous_batching=True),
-    dict(rollout_func=rollout_func), dict(paged=dict(dtype=torch.bfloat16)),
-], ids=["grpo", "lora", "rloo", "online dpo", "continuous batching", "rollout_func", "bf16 rollouts"])
+    dict(rollout_func=rollout_func), dict(paged=dict(dtype=torch.bfloat16)), dict(moe=True),
+], ids=["grpo", "lora", "rloo", "online dpo", "continuous batching", "rollout_func", "bf16 rollouts", "experts"])
 @pytest.mark.slow
 def test_every_rollout_is_paged(options, tmp_path, monkeypatch) -> None:
     """Defaults: training mode, gradient checkpointing, accelerate, bf16 autocast in the forward."""
