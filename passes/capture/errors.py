@@ -70,6 +70,8 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
                                     f"{said[:200]}. It must run on these before it can be traced")
     first = text.strip().splitlines()[0] if text.strip() else ""
     hint = _adapters_hint(model) if isinstance(model, torch.nn.Module) else ""
+    if means is None and "ParamWrapper" in {type(m).__name__ for m in (model.modules() if hint else ())}:
+        return UnsupportedAttention(f"{name} could not be traced into one graph{hint}")  # Dynamo's text says nothing more
     if means is None:
         met = type(error).__name__
         means = f"torch.compile does not support this: {first}" if met == "Unsupported" else f"{met}: {first}"
