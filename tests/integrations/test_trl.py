@@ -6,6 +6,7 @@ import runpy
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,27 @@ def test_log_probabilities_are_the_trainers(tmp_path) -> None:
         ids = torch.tensor([prompt + completion])
         of_trainer = trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), len(completion))[0]
         assert (of_trainer[0] - torch.tensor(logprobs)).abs().max() < 1e-4
+
+
+def test_options_of_a_rollout() -> None:
+    """Those of the trainer's config, and of SamplingParams in generation_kwargs, as TRL has it with vLLM."""
+    model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=4, max_model_len=64, cudagraph_capture_sizes=[])
+
+    def rolled(**more: Any) -> list[int]:
+        args = dict(max_completion_length=8, temperature=1.0, top_p=1.0, top_k=1, min_p=None, repetition_penalty=1.0,
+                    generation_kwargs=None)
+        trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+                                  args=SimpleNamespace(**{**args, **more}), processing_class=load_tokenizer())
+        return rollout_func(PROMPTS[:1], trainer)["completion_ids"][0]
+
+    plain = rolled()
+    assert rolled(repetition_penalty=5.0) == rolled(generation_kwargs={"repetition_penalty": 5.0}) != plain
+    assert plain[0] not in rolled(generation_kwargs={"logit_bias": {plain[0]: -100.0}})
+    with pytest.raises(ValueError, match="rollout_func sets n itself; leave it out of generation_kwargs"):
+        rolled(generation_kwargs={"n": 2})
+    with pytest.raises(TypeError, match="no_repeat_ngram_size"):
+        rolled(generation_kwargs={"no_repeat_ngram_size": 2})
+    model.generate.close()
 
 
 def test_a_rollout_of_a_model_that_is_not_paged() -> None:
