@@ -114,6 +114,9 @@ class Manager:
         params, refused = from_generation_config(config, 0)
         if params.stop:
             refused.append("stop_strings")
+        if "repetition_penalty" in refused:
+            refused.remove("repetition_penalty")
+            params = replace(params, repetition_penalty=config.repetition_penalty)
         if refused:
             raise ValueError(f"quire does not have {', '.join(refused)} in continuous batching; model.generate does")
         own = self._config
@@ -213,8 +216,8 @@ class Manager:
 
     def add_request(self, input_ids: Sequence[int], request_id: str | None = None, max_new_tokens: int | None = None,
                     streaming: bool = False, record_timestamps: bool = False, eos_token_id: int | list[int] | None = None,
-                    **logit_processor_kwargs: Any) -> str:
-        """Queue a request; returns its id. A prompt that cannot be served gives a failed output.
+                    **logit_processor_kwargs: Any) -> str | None:
+        """Queue a request; returns its id, or None after ``stop``. A prompt that cannot be served gives a failed output.
 
         Raises:
             ValueError: an id in use, or parameters that quire does not have.
@@ -225,6 +228,10 @@ class Manager:
         params = self._of_request(max_new_tokens, eos_token_id, logit_processor_kwargs)
         engine, prompt = self._get_engine(), [int(token) for token in input_ids]
         with self._changed:
+            if self._stop:  # nothing would run it
+                logger.warning("the manager was stopped and takes no requests until start(): one of %d tokens is dropped",
+                               len(prompt))
+                return None
             if request_id is None:
                 request_id, self._count = f"req_{self._count}", self._count + 1
             if any(output.request_id == request_id for output, _ in self._outputs.values()):
@@ -249,7 +256,7 @@ class Manager:
         return request_id
 
     def add_requests(self, inputs: Sequence[Sequence[int]], max_new_tokens: int | None = None, streaming: bool = False,
-                     record_timestamps: bool = False, **logit_processor_kwargs: Any) -> list[str]:
+                     record_timestamps: bool = False, **logit_processor_kwargs: Any) -> list[str | None]:
         """Queue several; returns their ids. See ``add_request``."""
         with self._changed:
             return [self.add_request(ids, None, max_new_tokens, streaming, record_timestamps, **logit_processor_kwargs)

@@ -126,6 +126,9 @@ class Engine(EngineCalls, WeightUpdates):
     @property
     def limits(self) -> Limits:
         """What a request may have."""
+        if not (self.requests or self._closed) and loading.vocab_size(self.model) != self.runner.vocab_size:
+            with self.lock.hold():  # resize_token_embeddings: before a request is measured by the old size
+                self._trace_again(self._live.change() or "its vocabulary has another size")
         return Limits(self.runner.vocab_size, self.runner.paged.num_logits, self.max_model_len, self.config.max_logprobs)
 
     def abort(self, request_id: int | str) -> None:

@@ -36,14 +36,32 @@ def reads_inputs(model: torch.nn.Module, own_forward: Any) -> str | None:
 
 def _passed_on(function: types.FunctionType, name: str, model: torch.nn.Module) -> bool:
     """Whether a function does nothing with a variable but to give it to a module or to another forward."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    try:  # of its code: a function that wraps another one has the other's source
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
     except (OSError, SyntaxError, TypeError):
         return False
-    passed = {id(value) for call in ast.walk(tree) if isinstance(call, ast.Call) and _is_forward(call.func, function, model)
+    nodes = [node for statement in _run_by_default(tree.body[0]) for node in ast.walk(statement)]
+    passed = {id(value) for call in nodes if isinstance(call, ast.Call) and _is_forward(call.func, function, model)
               for value in (*call.args, *(keyword.value for keyword in call.keywords))}
-    return all(id(node) in passed for node in ast.walk(tree)
+    return all(id(node) in passed for node in nodes
                if (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Constant) and node.value == name))
+
+
+def _run_by_default(function: ast.stmt) -> list[ast.stmt]:
+    """The statements of a function up to ``if not option: ... return ...``, where ``option`` is a keyword of its own that is
+    False by default: TRL's forward does more only where a trainer asks for it, and ``generate`` does not."""
+    if not isinstance(function, ast.FunctionDef):
+        return [function]
+    off = {argument.arg for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+           if isinstance(default, ast.Constant) and default.value is False}
+    for i, statement in enumerate(function.body):
+        stored = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        off -= stored
+        if isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return) and isinstance(
+                statement.test, ast.UnaryOp) and isinstance(statement.test.op, ast.Not) and isinstance(
+                statement.test.operand, ast.Name) and statement.test.operand.id in off:
+            return function.body[: i] + statement.body
+    return function.body
 
 
 def _is_forward(called: ast.expr, function: types.FunctionType, model: torch.nn.Module) -> bool:

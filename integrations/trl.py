@@ -20,7 +20,8 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
 
     Args:
         prompts: texts or chats (lists of messages).
-        trainer: whose ``args`` have max_completion_length, temperature, top_p, top_k and min_p.
+        trainer: whose ``args`` have max_completion_length, temperature, top_p, top_k, min_p, repetition_penalty and
+            generation_kwargs, which are those of SamplingParams, as with vLLM.
 
     Returns:
         ``prompt_ids`` and ``completion_ids``, token ids of each prompt and completion (its end token included), and
@@ -28,23 +29,24 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         processed_logprobs; without top_k, top_p and min_p that is log_softmax of logits / temperature, as the trainer has it).
 
     Raises:
-        ValueError: the model is not paged, or an option that a rollout does not have.
+        ValueError, TypeError: the model is not paged, or an option that a rollout does not have; names it.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     engine, args = engine_of(model), trainer.args
     if engine is None:
         raise ValueError("the trainer's model is not paged; make the trainer with model=quire.paged(model)")
-    if args.repetition_penalty not in (None, 1.0) or args.generation_kwargs:
-        raise ValueError("rollout_func has no repetition_penalty and no generation_kwargs; without rollout_func the trainer's "
-                         "own rollout has them, paged too")
+    more = args.generation_kwargs or {}
+    if own := sorted(more.keys() & {"n", "seed", "logprobs", "logprobs_mode"}):
+        raise ValueError(f"rollout_func sets {', '.join(own)} itself; leave it out of generation_kwargs")
     tokenizer = trainer.processing_class
     template = getattr(args, "chat_template_kwargs", None) or {}
     ids = [tokenizer(text=prompt)["input_ids"] if isinstance(prompt, str) else tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template)["input_ids"] for prompt in prompts]
-    params = [SamplingParams(
-        max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0,
-        min_p=args.min_p or 0.0, logprobs=0, logprobs_mode="processed_logprobs", detokenize=False,
-        stop_token_ids=[tokenizer.eos_token_id], seed=int(torch.randint(2**62, ()).item())) for _ in ids]
+    options = dict(max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k or 0,
+                   min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty or 1.0, logprobs=0,
+                   logprobs_mode="processed_logprobs", detokenize=bool(more.get("stop")),
+                   stop_token_ids=[tokenizer.eos_token_id]) | more
+    params = [SamplingParams(**options, seed=int(torch.randint(2**62, ()).item())) for _ in ids]
     outputs = engine.generate(ids, params, use_tqdm=False, raise_on_error=True)
     return {"prompt_ids": ids, "completion_ids": [o.token_ids for o in outputs],
             "logprobs": [[next(iter(of.values())).logprob for of in o.logprobs or ()] for o in outputs]}

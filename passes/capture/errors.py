@@ -13,9 +13,6 @@ from quire.attn_ops.backend import UnsupportedAttention
 #: What Dynamo's text says of a forward that it cannot trace, and what that means to its author.
 _MEANS = {
     r"logging\.Logger|LoggingLogger": "it writes to a log. Remove the logging, or what it warns of",
-    r"(?s)_WITH.*output_capturing": (
-        "it asks for hidden states or attentions, for which transformers installs hooks in a first call. Run the model once, "
-        "then give it to quire"),
     r"torch\.jit": "it calls a TorchScript module. Put the Python module in its place",
     r"qualname: disable|marked as skipped|skip_dynamo|in skipfiles": (
         "it calls a function that is kept out of torch.compile (torch.compiler.disable, as in accelerate's hooks for offloaded "
@@ -73,6 +70,8 @@ def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None 
                                     f"{said[:200]}. It must run on these before it can be traced")
     first = text.strip().splitlines()[0] if text.strip() else ""
     hint = _adapters_hint(model) if isinstance(model, torch.nn.Module) else ""
+    if means is None and "ParamWrapper" in {type(m).__name__ for m in (model.modules() if hint else ())}:
+        return UnsupportedAttention(f"{name} could not be traced into one graph{hint}")  # Dynamo's text says nothing more
     if means is None:
         met = type(error).__name__
         means = f"torch.compile does not support this: {first}" if met == "Unsupported" else f"{met}: {first}"
@@ -97,8 +96,10 @@ def _adapters_hint(model: torch.nn.Module) -> str:
 
 
 def is_first_read(error: Exception) -> bool:
-    """Whether Dynamo met a ``functools.cached_property`` that was never read: it cannot trace its lock, in Python 3.11."""
-    return "RLock" in str(error) and "SETUP_WITH" in str(error)
+    """Whether Dynamo met a lock that a first call of the model takes, and cannot trace: of a ``functools.cached_property`` that
+    was never read (Python 3.11), or of the hooks that transformers installs for hidden states, attentions or router logits."""
+    text = str(error)
+    return ("RLock" in text and "SETUP_WITH" in text) or ("_WITH" in text and "output_capturing" in text)
 
 
 def _reason(text: str, means: str = "") -> str:

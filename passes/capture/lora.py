@@ -81,7 +81,8 @@ def _unknown(layer: Any) -> str | None:
     from peft.tuners.lora.layer import Linear
 
     if type(layer) is not Linear:
-        return f"is a {type(layer).__name__}, and quire knows LoRA and rsLoRA on linear layers"
+        return (f"is a {type(layer).__module__}.{type(layer).__name__}, and of those in one batch quire knows LoRA, rsLoRA and "
+                "DoRA of linear layers")
     if layer.merged_adapters:
         return f"has merged {', '.join(layer.merged_adapters)} into its weight (unmerge_adapter takes it out)"
     if other := {name: v for name, v in layer.lora_variant.items() if name not in _dora_layers(layer)}:

@@ -144,7 +144,7 @@ class PagedModel:
                 except Exception as error:
                     if not is_first_read(error):
                         raise
-                    self.by_itself(ids[0], positions[0])  # reads it
+                    self.by_itself(ids[0], positions[0])  # the first call
                     compiled(ids, positions, keep, *sampling)
             except Traced:
                 pass

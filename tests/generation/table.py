@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import ContinuousBatchingConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "generation.md"
 SAME, DIFFERENT, FALLS_BACK = "same", "different", "falls back"
 #: The first token of the shipped model's continuation of "Once upon a time", and the one after it.
 FIRST, SECOND = 12, 358
+ENDS = [FIRST, 335]  # at different steps of beams
 SCORES = dict(return_dict_in_generate=True, output_scores=True)
+ONE_TOKEN = dict(input_ids=torch.tensor([[523], [283]]), attention_mask=torch.tensor([[1], [1]]))  # of each prompt
 
 
 class Row(NamedTuple):
-    """``acts``: the options change the tokens of the test's prompts, so that ignoring them would be seen."""
+    """``acts``: beside the row's other options, its own changes the tokens or scores, so that ignoring it would be seen. False:
+    options that must not change them, or that cannot be left out."""
 
     status: str
     options: dict[str, Any] | None = None
@@ -61,43 +65,42 @@ FIELDS: dict[str, Row] = {
     "max_new_tokens": same("", True, max_new_tokens=3),
     "min_length": same("", True, min_length=16, eos_token_id=FIRST),
     "min_new_tokens": same("", True, min_new_tokens=4, eos_token_id=FIRST),
-    "early_stopping": same("acts with num_beams only", early_stopping=True, num_beams=3, length_penalty=0.1,
-                           eos_token_id=[FIRST, 9], **SCORES),
-    "max_time": same("checked once a step", max_time=60.0),
+    "early_stopping": same("acts with num_beams only", True, early_stopping=True, num_beams=3, eos_token_id=ENDS, **SCORES),
+    "max_time": same("checked once a step", True, max_time=1e-9),
     "stop_strings": same("needs tokenizer=", True, stop_strings=["e"], tokenizer=...),
     "do_sample": Row(DIFFERENT, dict(do_sample=True, top_k=1), (
         "the same distribution, and torch.manual_seed decides, but other random numbers: each request draws its own, whatever "
         "else is in the batch. With a processor, a criterion or scores asked for, transformers' own numbers, token for token")),
     "num_beams": same("transformers' own search over the engine's pages, which beams share; sampled beams too", True,
-                      num_beams=3, num_return_sequences=2, **SCORES),
+                      num_beams=3, **SCORES),
     "use_mtp": same(_ASSISTED, use_mtp=False),
     "use_cache": same("the engine caches in any case", use_cache=False),
     "cache_implementation": same(f"{_SPEED}; \"paged\" goes to generate_batch, which runs on the engine",
                                  cache_implementation="dynamic"),
-    "cache_config": same(_SPEED),
+    "cache_config": same(_SPEED, cache_config={"backend": "quanto"}),
     "max_cache_len": same(_SPEED, max_cache_len=64),
     "temperature": same("", True, do_sample=True, temperature=3.0, **SCORES),
     "top_k": same("50 by default, as in transformers", True, do_sample=True, top_k=3, temperature=3.0, **SCORES),
     "top_p": same("", True, do_sample=True, top_p=0.5, temperature=3.0, **SCORES),
     "min_p": same("", True, do_sample=True, min_p=0.2, temperature=3.0, **SCORES),
     "top_h": same("", True, do_sample=True, top_h=0.4, temperature=2.0),
-    "typical_p": same("", True, do_sample=True, typical_p=0.5, temperature=2.0),
-    "epsilon_cutoff": same("", True, do_sample=True, epsilon_cutoff=0.05, temperature=2.0),
-    "eta_cutoff": same("", True, do_sample=True, eta_cutoff=0.1, temperature=2.0),
+    "typical_p": same("", True, do_sample=True, typical_p=0.3, temperature=4.0),
+    "epsilon_cutoff": same("", True, do_sample=True, epsilon_cutoff=0.1, temperature=4.0),
+    "eta_cutoff": same("", True, do_sample=True, eta_cutoff=0.2, temperature=4.0),
     "repetition_penalty": same("", True, repetition_penalty=3.0),
-    "encoder_repetition_penalty": same("", encoder_repetition_penalty=0.01),
-    "length_penalty": same("acts with num_beams only", True, length_penalty=-9.0, num_beams=3, eos_token_id=[FIRST, 9]),
+    "encoder_repetition_penalty": same("", True, encoder_repetition_penalty=0.01),
+    "length_penalty": same("acts with num_beams only", True, length_penalty=-9.0, num_beams=3, eos_token_id=ENDS),
     "no_repeat_ngram_size": same("", True, no_repeat_ngram_size=1),
     "bad_words_ids": same("", True, bad_words_ids=[[FIRST]]),
-    "renormalize_logits": same("", renormalize_logits=True, **SCORES),
-    "forced_bos_token_id": same("acts on prompts of one token", forced_bos_token_id=5),
+    "renormalize_logits": same("", True, renormalize_logits=True, do_sample=True, temperature=2.0, **SCORES),
+    "forced_bos_token_id": same("acts on prompts of one token", True, forced_bos_token_id=5, **ONE_TOKEN),
     "forced_eos_token_id": same("", True, forced_eos_token_id=7),
-    "remove_invalid_values": same("", remove_invalid_values=True),
+    "remove_invalid_values": same("", True, remove_invalid_values=True, sequence_bias=[[[7], float("inf")]], **SCORES),
     "exponential_decay_length_penalty": same("", True, exponential_decay_length_penalty=(1, 50.0)),
     "suppress_tokens": same("", True, suppress_tokens=[FIRST, SECOND]),
     "begin_suppress_tokens": same("", True, begin_suppress_tokens=[FIRST]),
     "sequence_bias": same("", True, sequence_bias=[[[FIRST], -50.0]]),
-    "token_healing": same("needs tokenizer=, and a bos and a pad token"),
+    "token_healing": same("needs tokenizer=, and a bos and a pad token", token_healing=True, tokenizer=...),
     "guidance_scale": same("the processor's own forward of the model is not paged", True, guidance_scale=8.0),
     "watermarking_config": same("", True, watermarking_config={"bias": 30.0}),
     "num_return_sequences": same("", True, num_return_sequences=2, do_sample=True, temperature=3.0, **SCORES),
@@ -105,30 +108,30 @@ FIELDS: dict[str, Row] = {
                               return_dict_in_generate=True),
     "output_hidden_states": back("the engine's graphs keep no hidden states", output_hidden_states=True,
                                  return_dict_in_generate=True),
-    "output_scores": same("", **SCORES),
-    "output_logits": same("", return_dict_in_generate=True, output_logits=True),
+    "output_scores": same("", True, **SCORES),
+    "output_logits": same("", True, return_dict_in_generate=True, output_logits=True),
     "return_dict_in_generate": Row(DIFFERENT, dict(return_dict_in_generate=True), (
         "past_key_values is None: keys and values are in the engine's pages")),
     "pad_token_id": same("", True, pad_token_id=9, eos_token_id=FIRST),
     "bos_token_id": same("used without a prompt, which falls back", bos_token_id=4),
     "eos_token_id": same("one, several, None or a tensor", True, eos_token_id=[FIRST, 9]),
-    "encoder_no_repeat_ngram_size": same("", encoder_no_repeat_ngram_size=1),
+    "encoder_no_repeat_ngram_size": same("", True, encoder_no_repeat_ngram_size=1),
     "decoder_start_token_id": same("of encoder-decoders, which quire does not serve", decoder_start_token_id=3),
     "is_assistant": back("stops early, at an uncertain token"),
     "num_assistant_tokens": same(_ASSISTED, num_assistant_tokens=5),
     "num_assistant_tokens_schedule": same(_ASSISTED, num_assistant_tokens_schedule="constant"),
     "assistant_confidence_threshold": same(_ASSISTED, assistant_confidence_threshold=0.4),
-    "prompt_lookup_num_tokens": same(f"{_ASSISTED}; with do_sample by other random numbers. Batches too", True,
+    "prompt_lookup_num_tokens": same(f"{_ASSISTED}; with do_sample by other random numbers. Batches too",
                                      prompt_lookup_num_tokens=2, repetition_penalty=3.0, **SCORES),
     "max_matching_ngram_size": same(_ASSISTED, max_matching_ngram_size=2),
     "assistant_early_exit": same(_ASSISTED, assistant_early_exit=1),
     "assistant_lookbehind": same(_ASSISTED, assistant_lookbehind=10),
     "target_lookbehind": same(_ASSISTED, target_lookbehind=10),
     "assistant_ensemble_weight": back("speculation that changes the distribution"),
-    "speculation_type": same(_ASSISTED),
-    "compile_config": same(_SPEED),
+    "speculation_type": same(_ASSISTED, speculation_type="mtp"),
+    "compile_config": same(_SPEED, compile_config=CompileConfig()),
     "disable_compile": same(_SPEED, disable_compile=True),
-    "continuous_batching_config": same("read by generate_batch"),
+    "continuous_batching_config": same("read by generate_batch", continuous_batching_config=ContinuousBatchingConfig()),
     "low_memory": same(f"{_SPEED}; with beams transformers' error", low_memory=True),
     "penalty_alpha": back(f"contrastive search: {_GONE}"),
     "dola_layers": back(_GONE),
@@ -137,7 +140,7 @@ FIELDS: dict[str, Row] = {
     "constraints": back(_GONE),
     "force_words_ids": back(_GONE),
     "prefill_chunk_size": same(f"{_SPEED}; the engine's own option has the same name", prefill_chunk_size=4),
-    "transformers_version": same("no effect"),
+    "transformers_version": same("no effect", transformers_version="5.0"),
 }
 
 ARGUMENTS: dict[str, Row] = {
@@ -147,8 +150,8 @@ ARGUMENTS: dict[str, Row] = {
         "padding on the left, holes, and 3 forms of dtype: same. Padding on the right: the row goes on where its prompt ends, "
         "with a warning; transformers goes on from the padding. Holes in models with windows, and values beside 0 "
         "and 1, fall back")),
-    "position_ids": same("those of the mask; others fall back"),
-    "generation_config": same(""),
+    "position_ids": same("those of the mask; others fall back", position_ids=torch.tensor([[0], [0]]), **ONE_TOKEN),
+    "generation_config": same("", True, generation_config=GenerationConfig(repetition_penalty=3.0)),
     "logits_processor": same("gets the whole batch, once a step; an error in it is the caller's, other requests go on", True,
                              logits_processor=LogitsProcessorList([lambda ids, scores: -scores])),
     "stopping_criteria": same("gets the whole batch and the scores, once a step", True,
@@ -159,7 +162,8 @@ ARGUMENTS: dict[str, Row] = {
     "streamer": same("batches too; with beams transformers' error", streamer=...),
     "negative_prompt_ids": same("with guidance_scale", True, negative_prompt_ids=torch.tensor([[5, 6], [7, 8]]),
                                 guidance_scale=8.0),
-    "negative_prompt_attention_mask": same("with guidance_scale"),
+    "negative_prompt_attention_mask": same("with guidance_scale", negative_prompt_attention_mask=torch.tensor([[1, 1], [1, 1]]),
+                                           negative_prompt_ids=torch.tensor([[5, 6], [7, 8]]), guidance_scale=8.0),
     "custom_generate": back("the caller's own loop runs", custom_generate=lambda model, input_ids, **kwargs: input_ids),
     "tokenizer": same("for stop_strings and token_healing"),
     "inputs_embeds": back("a prompt is token ids"),

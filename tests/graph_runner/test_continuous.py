@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import quire
 from quire.graph_runner.continuous import engine_options
-from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
+from tests.tiny import PROMPTS, assert_idle, hf_greedy, load_model, load_tokenizer
 
 GREEDY = dict(max_new_tokens=9, eos_token_id=0, pad_token_id=0)
 
@@ -113,8 +113,29 @@ def test_a_hard_stop_fails_what_is_left(model, ids) -> None:
     assert_idle(model.generate.engine)
 
 
+def test_after_a_stop_nothing_is_queued(model, ids, caplog) -> None:
+    """A request that nothing runs would hold its place in the engine."""
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
+    manager.start()
+    manager.stop()
+    assert manager.add_requests(ids[:2]) == [None, None] and "takes no requests until start()" in caplog.text
+    assert_idle(model.generate.engine)
+    manager.start()
+    assert manager.get_result(manager.add_request(ids[0]), timeout=20).error is None
+    manager.stop()
+
+
+def test_repetition_penalty(model, ids) -> None:
+    """TRL's trainers have it as an option of their own; transformers' continuous batching drops it."""
+    config = GenerationConfig(**GREEDY, repetition_penalty=3.0)
+    got = model.generate_batch(ids[:2], config)
+    for prompt, output in zip(ids[:2], got.values(), strict=True):
+        assert output.generated_tokens == hf_greedy(load_model(num_layers=1), prompt, 9, repetition_penalty=3.0, eos_token_id=0)
+        assert output.generated_tokens != hf_greedy(load_model(num_layers=1), prompt, 9, eos_token_id=0)
+
+
 @pytest.mark.parametrize(("generation", "config", "message"), [
-    (dict(repetition_penalty=1.2), {}, "quire does not have repetition_penalty in continuous batching; model.generate does"),
+    (dict(no_repeat_ngram_size=2), {}, "quire does not have no_repeat_ngram_size in continuous batching; model.generate does"),
     (dict(stop_strings=["a"]), {}, "quire does not have stop_strings in continuous batching"),
     ({}, dict(scheduler_type="prefill_first"), "quire has no scheduler_type='prefill_first'; leave them at their defaults"),
     ({}, dict(cpu_offload_space=1.0, safety_margin=0.2), "quire has no safety_margin=0.2, cpu_offload_space=1.0"),

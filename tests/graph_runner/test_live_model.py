@@ -273,6 +273,18 @@ def test_a_closed_engine_leaves_its_model_alone(model: Any, caplog: pytest.LogCa
     assert not caplog.messages
 
 
+def test_a_vocabulary_of_another_size(engine: Engine, model: Any) -> None:
+    """As trainers make it for tokens of their own: by the old size, prompts would be refused, or read beyond the rows."""
+    size = engine.limits.vocab_size
+    model.resize_token_embeddings(size + 2, mean_resizing=False)
+    ids = [size + 1, 5]
+    assert tokens(engine.generate(ids, SHORT)) == [hf_greedy(model, ids, 8, eos_token_id=None)]
+    model.resize_token_embeddings(size)
+    with pytest.raises(ValueError, match=f"outside the vocabulary of {size} tokens"):
+        engine.generate(ids, SHORT)
+    assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
+
+
 def test_dynamo_reset(engine: Engine, model: Any) -> None:
     torch._dynamo.reset()
     assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import types
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -289,14 +292,13 @@ class Value(nn.Module):
 
 @pytest.mark.parametrize(("change", "reason"), [
     (Reward, "Reward has no language-model head: it gives 1 logits per token, and its vocabulary has 64 tokens"),
-    (Value, "asks for hidden states or attentions, for which transformers installs hooks in a first call. Run the model once"),
     (lambda m: m.to("meta"), "model.embed_tokens.weight is on the meta device, so it has no values"),
     (nn.Sequential, "takes no input_ids and no position_ids.*Its module '0' is a LlamaForCausalLM: give quire that one"),
     (nn.DataParallel, "Its module 'module' is a LlamaForCausalLM: give quire that one"),
     (no_head, "own forward fails on token ids and positions: TypeError: 'NoneType' object is not callable"),
     (scripted, "could not be traced into one graph: it calls a TorchScript module. Put the Python module in its place"),
     (logs, "could not be traced into one graph: it writes to a log. Remove the logging"),
-], ids=["reward", "value", "meta", "sequential", "parallel", "no head", "script", "logs"])
+], ids=["reward", "meta", "sequential", "parallel", "no head", "script", "logs"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_reasons(change: Callable[[Any], Any], reason: str, model: Any) -> None:
     """In quire's words, and none of torch.compile's behind them."""
@@ -310,10 +312,9 @@ def test_explain_takes_no_path() -> None:
         quire.explain("some/path")  # type: ignore[arg-type]
 
 
-def test_run_once_before(model: Any) -> None:
-    """As the refusal above advises."""
+def test_hidden_states_are_asked_for(model: Any) -> None:
+    """In a first call transformers installs hooks for them, under a lock."""
     both = Value(model).eval()
-    both(torch.tensor([IDS]))
     with Engine(both, **OPTIONS) as engine:
         assert tokens(engine.generate(IDS, SHORT)) == [expected(model)]
 
@@ -341,6 +342,39 @@ def weighed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def warped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TemperatureLogitsWarper, "__call__", lambda self, ids, scores: -scores)
+
+
+def wrapped_like_trl(model: Any, asks: str) -> None:
+    """A forward that computes a loss where it is asked to, on the instance, with the class's signature."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def asked(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return original(*args, **kwargs)
+        return self.model(*args, **kwargs), kwargs.get("attention_mask")
+
+    @functools.wraps(type(model).forward)
+    def always(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        if kwargs.get("attention_mask") is not None:
+            out.logits = -out.logits
+        return out
+
+    model.forward = types.MethodType({"asked": asked, "always": always}[asks], model)
+
+
+@pytest.mark.parametrize("asks", ["asked", "always"])
+def test_a_forward_that_wraps_the_classs(asks: str, model: Any) -> None:
+    """The mask that its own code reads is seen, not only what the code of the wrapped one does with it."""
+    wrapped_like_trl(model, asks)
+    want = model.generate(**BATCH, max_new_tokens=6, do_sample=False)
+    quire.paged(model, **OPTIONS)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert torch.equal(model.generate(**BATCH, max_new_tokens=6, do_sample=False), want)
+    assert ("reads attention_mask" in "".join(str(w.message) for w in said)) == (asks == "always")
+    model.generate.close()
 
 
 @pytest.mark.parametrize(("change", "options", "reason"), [

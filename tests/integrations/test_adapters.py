@@ -159,10 +159,11 @@ def test_dora_beside_lora() -> None:
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens is a Embedding, and quire knows LoRA"),
-    (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head is a ModulesToSaveWrapper"),
+    (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens is a peft.tuners.lora.layer.Embedding, and .* knows LoRA"),
+    (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head is a peft.utils.other.ModulesToSaveWrapper"),
     (LoraConfig(target_modules=["lm_head", "q_proj"]), "lm_head is the head"),
-    (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "and quire knows LoRA and rsLoRA on linear layers"),
+    (IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+     "k_proj is a peft.tuners.ia3.layer.Linear, and .* knows LoRA"),
 ])
 def test_adapters_that_are_refused(config, message) -> None:
     model = small_llama(tie_word_embeddings=False)

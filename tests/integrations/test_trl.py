@@ -6,6 +6,7 @@ import runpy
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("trl", reason="pip install 'quire[integrations]'")
 
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import MixtralConfig, MixtralForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -32,20 +34,24 @@ def share_of_e(completions: list[str], **_: Any) -> list[float]:
 
 
 def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4, layers: int = 1, lora: bool = False,
-            paged: dict[str, Any] | None = None, **options: Any) -> tuple[Any, list[int]]:
+            paged: dict[str, Any] | None = None, moe: bool = False, **options: Any) -> tuple[Any, list[int]]:
     """A trainer after some steps with its default settings, and the number of requests of each call of its engine. No call may
     fall back to transformers."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = quire.paged(load_model(num_layers=layers), num_pages=400, max_num_seqs=32, max_model_len=128, **(paged or {}))
+    sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    base: Any = load_model(num_layers=layers)
+    if moe:
+        base = MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **sizes))
+    model = quire.paged(base, num_pages=400, max_num_seqs=32, max_model_len=128, **(paged or {}))
     trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
                                    "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig)}[kind]
-    sizes = {"max_new_tokens": 12} if kind == "online_dpo" else {"max_completion_length": 12, "num_generations": 4}
+    lengths = {"max_new_tokens": 12} if kind == "online_dpo" else {"max_completion_length": 12, "num_generations": 4}
     rollout = {"rollout_func": options.pop("rollout_func")} if "rollout_func" in options else {}
     config = {
         "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 8, "logging_steps": 1,
-        "max_steps": steps, "learning_rate": rate, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, **sizes,
+        "max_steps": steps, "learning_rate": rate, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, **lengths,
         **options}
     trainer = trainer_class(
         model=model, args=config_class(**config), train_dataset=Dataset.from_dict({"prompt": PROMPTS * 32}),
@@ -62,8 +68,8 @@ def trained(folder: Any, kind: str = "grpo", steps: int = 1, rate: float = 1e-4,
 
 @pytest.mark.parametrize("options", [
     {}, dict(lora=True), dict(kind="rloo"), dict(kind="online_dpo"), dict(use_transformers_continuous_batching=True),
-    dict(rollout_func=rollout_func), dict(paged=dict(dtype=torch.bfloat16)),
-], ids=["grpo", "lora", "rloo", "online dpo", "continuous batching", "rollout_func", "bf16 rollouts"])
+    dict(rollout_func=rollout_func), dict(paged=dict(dtype=torch.bfloat16)), dict(moe=True),
+], ids=["grpo", "lora", "rloo", "online dpo", "continuous batching", "rollout_func", "bf16 rollouts", "experts"])
 @pytest.mark.slow
 def test_every_rollout_is_paged(options, tmp_path, monkeypatch) -> None:
     """Defaults: training mode, gradient checkpointing, accelerate, bf16 autocast in the forward."""
@@ -112,6 +118,27 @@ def test_log_probabilities_are_the_trainers(tmp_path) -> None:
         ids = torch.tensor([prompt + completion])
         of_trainer = trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), len(completion))[0]
         assert (of_trainer[0] - torch.tensor(logprobs)).abs().max() < 1e-4
+
+
+def test_options_of_a_rollout() -> None:
+    """Those of the trainer's config, and of SamplingParams in generation_kwargs, as TRL has it with vLLM."""
+    model = quire.paged(load_model(num_layers=1), num_pages=40, max_num_seqs=4, max_model_len=64, cudagraph_capture_sizes=[])
+
+    def rolled(**more: Any) -> list[int]:
+        args = dict(max_completion_length=8, temperature=1.0, top_p=1.0, top_k=1, min_p=None, repetition_penalty=1.0,
+                    generation_kwargs=None)
+        trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+                                  args=SimpleNamespace(**{**args, **more}), processing_class=load_tokenizer())
+        return rollout_func(PROMPTS[:1], trainer)["completion_ids"][0]
+
+    plain = rolled()
+    assert rolled(repetition_penalty=5.0) == rolled(generation_kwargs={"repetition_penalty": 5.0}) != plain
+    assert plain[0] not in rolled(generation_kwargs={"logit_bias": {plain[0]: -100.0}})
+    with pytest.raises(ValueError, match="rollout_func sets n itself; leave it out of generation_kwargs"):
+        rolled(generation_kwargs={"n": 2})
+    with pytest.raises(TypeError, match="no_repeat_ngram_size"):
+        rolled(generation_kwargs={"no_repeat_ngram_size": 2})
+    model.generate.close()
 
 
 def test_a_rollout_of_a_model_that_is_not_paged() -> None:
