@@ -196,11 +196,14 @@ class PrefillPart:
         make_state: as of the backend; with this state ``plan`` and ``op`` leave out the sequences of one token at the head of a
             batch: their keys and values are stored, and their rows of the result hold anything.
         begin: (sites, device, seconds) -> None: start to compile in other processes what ``ready`` will wait for; optional.
+        kv_dtypes: quantized caches of layers without a window that it serves by copies of the keys in the dtype of the queries,
+            whatever the backend declares for whole steps.
     """
 
     ready: Callable[[Sequence[AttentionSite], torch.device, float], str | None]
     make_state: Callable[..., Any]
     begin: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
 
 
 @dataclass(frozen=True)

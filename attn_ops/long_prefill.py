@@ -155,7 +155,13 @@ class LongPrefill(Composite):
         return self.failed.get(device) or (part.ready(able, device, seconds) if part and able else None)
 
     def _able(self, sites: Sequence[AttentionSite], device: torch.device, **cache: Any) -> list[AttentionSite]:
+        if self._copies(cache.get("kv_dtype")):
+            sites, cache = [s for s in sites if s.window is None], {**cache, "kv_dtype": None}
         return [s for s in sites if not self.prefill.capabilities.reasons_against(s, device=device, **cache)]
+
+    def _copies(self, kv_dtype: torch.dtype | None) -> bool:
+        """Whether PREFILL reads such a cache by copies in the dtype of the queries."""
+        return self.prefill.prefill is not None and kv_dtype in self.prefill.prefill.kv_dtypes
 
     def begin_warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> None:
         """``AttentionBackend.begin_warm_up``."""
@@ -212,6 +218,8 @@ class LongPrefill(Composite):
         return state
 
     def _rule(self, site: AttentionSite, device: torch.device, of_cache: dict[str, Any]) -> PrefillRule | None:
+        if self._copies(of_cache["kv_dtype"]):  # only caches of the model's dtype are measured, and REST is no faster on these
+            of_cache = {**of_cache, "kv_dtype": None}
         key = (Kind.of(site), device, *of_cache.values())
         if key not in self.known:
             self.known[key] = self.rule(self.prefill, self.rest, site, device=device, **of_cache)
