@@ -97,7 +97,7 @@ class AttentionCapabilities:
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
-        mla: MLA on the latent cache, with ``mla_op``.
+        mla: MLA on the latent cache, with ``mla_op``.  latent_kv_dtypes: of kv_dtypes, those of a latent cache.
         lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         any_batch: the op takes the batch from its tables alone, so that it may be called with another than the step's: at
@@ -126,6 +126,7 @@ class AttentionCapabilities:
     chunk: bool = False
     non_causal: bool = False
     mla: bool = False
+    latent_kv_dtypes: frozenset[torch.dtype] = frozenset()
     lse: bool = False
     batch_invariant: bool = False
     any_batch: bool = False
@@ -155,7 +156,7 @@ class AttentionCapabilities:
                 why.append("no MLA on the latent cache")
             elif not self.mla_dims(*site.latent):
                 why.append(f"MLA of {site.latent.rank}+{site.latent.rope} (has {self.mla_dims_note})")
-            if kv_dtype != site.dtype:
+            if kv_dtype not in (site.dtype, *self.latent_kv_dtypes):
                 why.append(f"no latent cache of {dtype_name(kv_dtype)}")
         elif not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")

@@ -75,7 +75,8 @@ def paged_attention(
     state = None if step is None else step.states.get(NAME)
     if k_scale is not None and not (state is not None and state.prompts_only):
         raise UnsupportedAttention(f"the flashinfer backend has no quantized KV cache: {NO_SCALES}. Use attention='auto' or "
-                                   "kv_cache_dtype='auto'; attention='hybrid:flashinfer+NAME@long' has its kernels for prompts")
+                                   "kv_cache_dtype='auto'; beside another backend (NAME@long of `quire backends`) its kernels "
+                                   "serve long prompts of such a cache")
     if step is None or state is None or state.step is None or state.step() is not step:
         raise RuntimeError("flashinfer_paged_attention needs a paged step that was planned: run the model inside `with "
                            "quire.step(cache, metadata)`, or call plan(metadata, step) first")
