@@ -103,6 +103,14 @@ def test_torch_native_halves(dtype: torch.dtype) -> None:
     assert not failed(get_backend("torch_native"), dtype=dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("check, dtype", [("decode, prefill, mixed", torch.float32), ("KV cache int8", torch.float32),
+                                          ("KV cache float8_e4m3fn", torch.float16)])
+def test_triton(check: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    assert not failed(get_backend("triton"), dtype=dtype, only=f"MLA: {check}")
+
+
 def broken(change: Callable[[dict[str, Any]], Any]) -> AttentionBackend:
     names = ("q", "c", "k_rope", "kv_b", "cache", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "prepared",
              "c_scale", "rope_scale")
