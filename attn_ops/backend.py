@@ -316,7 +316,8 @@ class AttentionBackend:
 
     def serves(self, site: AttentionSite) -> str:
         """What a site becomes, as text."""
-        return f"{self.name}_paged_attention" if self.route is None else self.route(site)
+        own = f"{self.name}_{'mla_' if site.latent is not None else ''}paged_attention"
+        return own if self.route is None else self.route(site)
 
     @property
     def ops(self) -> tuple[Any, ...]:

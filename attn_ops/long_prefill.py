@@ -319,10 +319,10 @@ class LongPrefill(Composite):
     # -- as a backend -----------------------------------------------------------------------------------------------
 
     def long_backend(self) -> AttentionBackend:
-        """The composite as a backend, its ops registered. It declares what REST does, but for MLA."""
+        """The composite as a backend, its ops registered. It declares what REST does, which serves MLA alone."""
         rest = self.rest
         own = {f.name: getattr(rest.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
-        capabilities = CompositeCapabilities(**{**own, "mla": False, "lse": False}, serving=lambda site: (rest,))
+        capabilities = CompositeCapabilities(**{**own, "lse": False}, serving=lambda site: (rest,))
         return replace(
             self.backend(capabilities, self.route), capabilities=replace(capabilities, lse=rest.capabilities.lse),
             state_op=rest.state_op, make_state=self.make_state, plan=self.plan,

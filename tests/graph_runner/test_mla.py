@@ -67,6 +67,7 @@ def test_dense_without_mla(caplog: pytest.LogCaptureFixture) -> None:
     model = build(SERVED["deepseek_v3"])
     shown = str(quire.explain(model))
     assert "MLA 4x24/16 of 16+8" in shown and "latent cache of 96 bytes per token" in shown
+    assert "torch_native_mla_paged_attention, latent" in str(quire.explain(model, attention={"full": "torch_native"}))
     with Engine(model, num_pages=40, page_size=4, max_num_seqs=3, max_model_len=64, compiler="eager",
                 attention="two_batch:torch_native", kv_cache_dtype="int8") as engine:
         assert "no MLA on the latent cache" in engine.runner.selection.not_latent
