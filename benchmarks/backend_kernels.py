@@ -240,14 +240,14 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
 
 
 class Results:
-    """Rows on disk. ``retry``: rows with an error are measured again."""
+    """Rows on disk. ``retry``: systems whose rows with an error are measured again."""
 
-    def __init__(self, path: Path | None, resume: list[Path], retry: bool) -> None:
+    def __init__(self, path: Path | None, resume: list[Path], retry: list[str]) -> None:
         self.path, self.rows, self.env = path, list[dict[str, Any]](), dict[str, Any]()
         known = [path, *resume] if path is not None else resume
         old = [json.loads(file.read_text()).get("rows", []) for file in known if file.is_file()]
         for row in [row for rows in old for row in rows]:
-            if not self.has(row) and not (retry and "error" in row):
+            if not self.has(row) and not (row["system"] in retry and "error" in row):
                 self.rows.append(row)
 
     @staticmethod
@@ -341,10 +341,10 @@ def main() -> int:
     add("--deadline", type=float, default=240.0, metavar="SECONDS", help="default: 240")
     args = parser.parse_args()
     until = time.time() + args.deadline
-    results = Results(args.json, args.resume, args.retry)
+    systems = (args.systems or SYSTEMS[args.piece]).split(",")
+    results = Results(args.json, args.resume, systems if args.retry else [])
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
-    systems = (args.systems or SYSTEMS[args.piece]).split(",")
     left = [(shape, system) for system in systems
             for shape in shapes(args.piece, args.divide, tuple(map(int, args.heads.split(","))))
             if (not shape.shared or system.startswith((systems[0], "cascade:")))
