@@ -97,7 +97,7 @@ class AttentionCapabilities:
         layouts: memory layouts of the cache.
         min_compute_capability: of a CUDA device.
         window, softcap, sinks, chunk, non_causal: features of a site.
-        mla: MLA on the latent cache, with ``mla_op``.
+        mla: MLA on the latent cache, with ``mla_op``.  latent_kv_dtypes: of kv_dtypes, those of a latent cache.
         lse: it has ``state_op``, so that parts of the keys can be attended to apart: shared prefixes, trees of drafts.
         batch_invariant: a sequence's output does not depend, bit for bit, on the rest of its batch.
         any_batch: the op takes the batch from its tables alone, so that it may be called with another than the step's: at
@@ -126,6 +126,7 @@ class AttentionCapabilities:
     chunk: bool = False
     non_causal: bool = False
     mla: bool = False
+    latent_kv_dtypes: frozenset[torch.dtype] = frozenset()
     lse: bool = False
     batch_invariant: bool = False
     any_batch: bool = False
@@ -155,7 +156,7 @@ class AttentionCapabilities:
                 why.append("no MLA on the latent cache")
             elif not self.mla_dims(*site.latent):
                 why.append(f"MLA of {site.latent.rank}+{site.latent.rope} (has {self.mla_dims_note})")
-            if kv_dtype != site.dtype:
+            if kv_dtype not in (site.dtype, *self.latent_kv_dtypes):
                 why.append(f"no latent cache of {dtype_name(kv_dtype)}")
         elif not self.head_dims(site.head_dim, site.head_dim_v):
             why.append(f"head dims {site.head_dim}/{site.head_dim_v} (has {self.head_dims_note})")
@@ -196,11 +197,14 @@ class PrefillPart:
         make_state: as of the backend; with this state ``plan`` and ``op`` leave out the sequences of one token at the head of a
             batch: their keys and values are stored, and their rows of the result hold anything.
         begin: (sites, device, seconds) -> None: start to compile in other processes what ``ready`` will wait for; optional.
+        kv_dtypes: quantized caches of layers without a window that it serves by copies of the keys in the dtype of the queries,
+            whatever the backend declares for whole steps.
     """
 
     ready: Callable[[Sequence[AttentionSite], torch.device, float], str | None]
     make_state: Callable[..., Any]
     begin: Callable[[Sequence[AttentionSite], torch.device, float], None] | None = None
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -312,7 +316,8 @@ class AttentionBackend:
 
     def serves(self, site: AttentionSite) -> str:
         """What a site becomes, as text."""
-        return f"{self.name}_paged_attention" if self.route is None else self.route(site)
+        own = f"{self.name}_{'mla_' if site.latent is not None else ''}paged_attention"
+        return own if self.route is None else self.route(site)
 
     @property
     def ops(self) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.library import define_op
 from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.mla import define_mla_op
 from quire.attn_ops.ops.rope import rope_kv_write
 from quire.attn_ops.step import Step, StepLimits
 
@@ -62,8 +63,8 @@ class CompositeCapabilities(AttentionCapabilities):
 
     def reasons_against(self, site: AttentionSite, **cache: Any) -> list[str]:
         parts = self.serving(site)
-        if getattr(site, "latent", None) is not None:
-            return ["a backend made of backends has no MLA on the latent cache"]
+        if getattr(site, "latent", None) is not None and not self.mla:
+            return ["no MLA on the latent cache, which all its backends must have"]
         if isinstance(parts, str):
             return [parts]
         return [f"{part.name}: {why}" for part in parts for why in part.capabilities.reasons_against(site, **cache)]
@@ -75,17 +76,18 @@ def common_capabilities(parts: Sequence[AttentionBackend], serving: Any, support
     caps = [part.capabilities for part in parts]
     both: dict[str, Any] = {
         f.name: all(getattr(c, f.name) for c in caps) for f in dataclasses.fields(AttentionCapabilities) if f.type == "bool"}
-    for name in ("devices", "dtypes", "kv_dtypes", "layouts"):
+    for name in ("devices", "dtypes", "kv_dtypes", "latent_kv_dtypes", "layouts"):
         both[name] = frozenset.intersection(*(getattr(c, name) for c in caps))
-    for name in ("head_dims_note", "heads_note", "page_sizes_note", "kv_dtypes_note"):
+    for name in ("head_dims_note", "heads_note", "mla_dims_note", "page_sizes_note", "kv_dtypes_note"):
         both[name] = "; ".join(dict.fromkeys(note for c in caps if (note := getattr(c, name)) not in ("", "any"))) or (
             "" if name == "kv_dtypes_note" else "any")
-    both["mla"] = both["lse"] = False
+    both["lse"] = False
     needs = [item for c in caps for item in c.min_kv_compute_capability.items()]
     return CompositeCapabilities(
         **{**both, **features}, min_kv_compute_capability={d: max(n for k, n in needs if k == d) for d, _ in needs},
         head_dims=lambda d, dv: all(c.head_dims(d, dv) for c in caps),
         heads=lambda heads, kv_heads: all(c.heads(heads, kv_heads) for c in caps),
+        mla_dims=lambda rank, rope: all(c.mla_dims(rank, rope) for c in caps),
         page_sizes=lambda p: all(c.page_sizes(p) for c in caps),
         min_compute_capability=max(c.min_compute_capability for c in caps), cudagraph_support=support, serving=serving)
 
@@ -129,6 +131,15 @@ class Composite:
             else:
                 q = rope_kv_write(*rope, *tensors[:5], **form)
                 out = part.op(q, None, None, *tensors, given, **options)
+        return out
+
+    def mla_op(self, q: Any, *args: Any, scale: float) -> torch.Tensor:
+        tensors, prepared, scales = args[:8], args[8], args[9:]
+        chosen = self.choose(q.shape[0], tensors[7].shape[0], None, None)
+        out: Any = None
+        for part in (*self.parts[1:], self.parts[0]) if is_recording() else (chosen,):
+            if part.mla_op is not None:
+                out = part.mla_op(q, *tensors, self._prepared(part, prepared), *scales, scale=scale)
         return out
 
     def _part(self, q: torch.Tensor, tensors: Sequence[Any], options: dict[str, Any]) -> AttentionBackend:
@@ -183,6 +194,7 @@ class Composite:
             op=define_paged_op(name, self.op, launches=launches),
             rope_op=None if all(part.rope_op is None for part in self.parts) else
             define_paged_op(name, self.rope_op, rope=True, launches=launches),
+            mla_op=define_mla_op(name, self.mla_op, launches=launches) if capabilities.mla else None,
             rope_forms=True, make_state=self.make_state if states else None,
             plan=self.plan if states or any(part.plan is not None for part in self.parts) else None,
             prepare=None if all(part.prepare is None for part in self.parts) else

@@ -37,7 +37,7 @@ class PagedKVCache:
     tokens in memory: a kernel reads the scales of one head. Else both lists hold None.
 
     In a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
-    rank of them: ``of_layer`` gives None for it.
+    rank of them: ``of_layer`` gives None for it. Quantized, ``k_scale[i]`` is that of these, and ``v_scale[i]`` of the other R.
 
     Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``). A layer
     that attends to the keys and values of an earlier one has the tensors of that one.
@@ -54,7 +54,7 @@ class PagedKVCache:
 
     Raises:
         ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, a dtype that
-            neither is a quantized one nor can hold keys as they are, a latent layer that is quantized, has more than one
+            neither is a quantized one nor can hold keys as they are, a latent layer that has more than one
             key head, or values longer than keys, or a layer whose source is not an earlier one of the same sizes.
     """
 
@@ -87,9 +87,9 @@ class PagedKVCache:
         self.dtype, self.device = dtype, torch.device(device)
         self.latent = [latent] * num_layers if isinstance(latent, bool) else list(latent)
         for h, d, d_v, is_latent in zip(heads, dims, dims_v, self.latent, strict=True):
-            if is_latent and (dtype in QUANTIZED_KV_DTYPES or h != 1 or d_v > d):
-                raise ValueError("a latent layer has one key head, values that are part of its keys, and no quantized dtype; "
-                                 f"got {h} heads of {d}/{d_v}, {dtype_name(dtype)}")
+            if is_latent and (h != 1 or d_v > d):
+                raise ValueError(f"a latent layer has one key head, and values that are part of its keys; got {h} heads of "
+                                 f"{d}/{d_v}")
         self._index = {layer: i for i, layer in enumerate(self.layer_ids)}
         self.kv_sources = dict(kv_sources or {})
         sizes = list(zip(self.layer_pages, heads, dims, dims_v, self.latent, strict=True))

@@ -155,7 +155,13 @@ class LongPrefill(Composite):
         return self.failed.get(device) or (part.ready(able, device, seconds) if part and able else None)
 
     def _able(self, sites: Sequence[AttentionSite], device: torch.device, **cache: Any) -> list[AttentionSite]:
+        if self._copies(cache.get("kv_dtype")):
+            sites, cache = [s for s in sites if s.window is None], {**cache, "kv_dtype": None}
         return [s for s in sites if not self.prefill.capabilities.reasons_against(s, device=device, **cache)]
+
+    def _copies(self, kv_dtype: torch.dtype | None) -> bool:
+        """Whether PREFILL reads such a cache by copies in the dtype of the queries."""
+        return self.prefill.prefill is not None and kv_dtype in self.prefill.prefill.kv_dtypes
 
     def begin_warm_up(self, sites: Sequence[AttentionSite], device: torch.device, seconds: float) -> None:
         """``AttentionBackend.begin_warm_up``."""
@@ -212,6 +218,8 @@ class LongPrefill(Composite):
         return state
 
     def _rule(self, site: AttentionSite, device: torch.device, of_cache: dict[str, Any]) -> PrefillRule | None:
+        if self._copies(of_cache["kv_dtype"]):  # only caches of the model's dtype are measured, and REST is no faster on these
+            of_cache = {**of_cache, "kv_dtype": None}
         key = (Kind.of(site), device, *of_cache.values())
         if key not in self.known:
             self.known[key] = self.rule(self.prefill, self.rest, site, device=device, **of_cache)
@@ -311,10 +319,10 @@ class LongPrefill(Composite):
     # -- as a backend -----------------------------------------------------------------------------------------------
 
     def long_backend(self) -> AttentionBackend:
-        """The composite as a backend, its ops registered. It declares what REST does, but for MLA."""
+        """The composite as a backend, its ops registered. It declares what REST does, which serves MLA alone."""
         rest = self.rest
         own = {f.name: getattr(rest.capabilities, f.name) for f in dataclasses.fields(AttentionCapabilities)}
-        capabilities = CompositeCapabilities(**{**own, "mla": False, "lse": False}, serving=lambda site: (rest,))
+        capabilities = CompositeCapabilities(**{**own, "lse": False}, serving=lambda site: (rest,))
         return replace(
             self.backend(capabilities, self.route), capabilities=replace(capabilities, lse=rest.capabilities.lse),
             state_op=rest.state_op, make_state=self.make_state, plan=self.plan,

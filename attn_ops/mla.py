@@ -30,14 +30,17 @@ from torch.nn import functional as F
 
 from quire.attn_ops.attention import attention_eager
 from quire.attn_ops.breaks import breakable
+from quire.attn_ops.kv_quant import dequantize, write
 from quire.attn_ops.library import define_op
 
 MLA_SCHEMA = "mla_attention(Tensor q, Tensor c, Tensor k_rope, Tensor kv_b, *, int layer, float scale) -> Tensor"
 #: q (T, H, D), c (T, rank), k_rope (T, R), kv_b (H * (Dn + Dv), rank), cache (pages, page_size, 1, rank + R); metadata and
-#: ``prepared`` as for the paged op (``backend.py``). Stores [c, k_rope], attends causally, returns (T, H, Dv).
+#: ``prepared`` as for the paged op (``backend.py``). Stores [c, k_rope], attends causally, returns (T, H, Dv). A quantized
+#: cache holds codes of both, and c_scale and rope_scale (pages, page_size, 1) float32 their scales (``kv_quant.py``).
 MLA_PAGED_SCHEMA = (
     "(Tensor q, Tensor c, Tensor k_rope, Tensor kv_b, Tensor(a!) cache, Tensor slot_mapping, Tensor block_table, "
-    "Tensor query_start_loc, Tensor seq_lens, Tensor[] prepared, *, float scale) -> Tensor"
+    "Tensor query_start_loc, Tensor seq_lens, Tensor[] prepared, Tensor(b!)? c_scale=None, Tensor(c!)? rope_scale=None, *, "
+    "float scale) -> Tensor"
 )
 
 
@@ -96,13 +99,28 @@ def expand_output(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def write_latent(c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor,
+                 c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None) -> None:
+    """Store c (T, rank) and k_rope (T, R) at their slots of the latent cache, each as codes where there are scales."""
+    if c_scale is None:
+        write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    else:
+        write(cache[..., : c.shape[1]], c_scale, c[:, None], slot_mapping)
+        write(cache[..., c.shape[1] :], rope_scale, k_rope[:, None], slot_mapping)
+
+
+def read_latent(rows: torch.Tensor, rank: int, c_scale: torch.Tensor, rope_scale: torch.Tensor) -> torch.Tensor:
+    """Codes (..., rank + R) and their scales (...) -> (..., rank + R) float32."""
+    return torch.cat([dequantize(rows[..., :rank], c_scale), dequantize(rows[..., rank:], rope_scale)], dim=-1)
+
+
 def define_mla_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
                   launches: bool = False) -> Any:
     """Register ``impl`` as ``quire::<name>_mla_paged_attention`` with MLA_PAGED_SCHEMA and its fake; return the op overload.
 
     Args:
         impl: stores the step's latent vectors at their slots of ``cache``, mutates nothing else, and gives zeros for padding
-            tokens. See NOTE [Padding].
+            tokens. See NOTE [Padding]. It gets scales only where the backend declares ``latent_kv_dtypes``.
         devices: "CPU", "CUDA" or both.
         launches: see ``define_op``.
     """
@@ -118,4 +136,4 @@ def _paged_fake(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: to
 
 
 __all__ = ["MLA_PAGED_SCHEMA", "absorb_query", "define_mla_op", "expand_output", "mla_attention", "mla_attention_eager",
-           "split_weight"]
+           "read_latent", "split_weight", "write_latent"]

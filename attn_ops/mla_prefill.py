@@ -18,9 +18,9 @@ import torch
 from torch.nn import functional as F
 
 from quire.attn_ops.kernels.launch import is_recording
-from quire.attn_ops.kv_quant import write
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.metadata.prefix_chunks import PrefixChunks
+from quire.attn_ops.mla import read_latent, write_latent
 from quire.attn_ops.ops.merge_state import merge_state
 from quire.attn_ops.step import current_step
 
@@ -53,33 +53,44 @@ def _first_expanded(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b
 
 def attend(absorbed: Callable[..., torch.Tensor], q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor,
            cache: torch.Tensor, slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-           seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float) -> torch.Tensor:
+           seq_lens: torch.Tensor, prepared: list[torch.Tensor], c_scale: torch.Tensor | None = None,
+           rope_scale: torch.Tensor | None = None, *, scale: float) -> torch.Tensor:
     """The paged op of MLA: the rows before the first that pays to expand by ``absorbed``, a paged op too, the others expanded.
     Schedule decodes first."""
+    scales = () if c_scale is None or rope_scale is None else (c_scale, rope_scale)
     if is_recording() and q.shape[0] > seq_lens.shape[0]:  # kernels are compiled ahead: those of both forms
         own = _state(q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=True)
         merge_state(*_state(q, c, k_rope, kv_b, query_start_loc, query_start_loc, scale, causal=False), *own)
     found = _first_expanded(q, c, k_rope, kv_b, seq_lens)
     if found is None:
-        return absorbed(q, c, k_rope, kv_b, cache, slot_mapping, block_table, query_start_loc, seq_lens, prepared, scale=scale)
+        return absorbed(q, c, k_rope, kv_b, cache, slot_mapping, block_table, query_start_loc, seq_lens, prepared, *scales,
+                        scale=scale)
     row, meta = found
     token, end = int(meta.query_start_loc_cpu[row]), meta.num_actual_tokens
     # All of the step's tokens first: a sequence may read pages that another one fills in this very step.
-    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    write_latent(c, k_rope, cache, slot_mapping, *scales)
+    page, rank = cache.shape[1], c.shape[1]
+
+    def read(slots: torch.Tensor) -> torch.Tensor:
+        at = slots // page, slots % page, 0
+        if not scales:
+            return cache[at]
+        return read_latent(cache.view(torch.int8)[at].view(cache.dtype), rank, *(s[at] for s in scales)).to(c.dtype)
+
+    if scales:  # every query attends to keys as they read back, its own included
+        c, k_rope = read(slot_mapping.clamp_min(0)).split([rank, k_rope.shape[1]], dim=1)
     out = q.new_zeros(q.shape[0], q.shape[1], kv_b.shape[0] // q.shape[1] - (q.shape[2] - k_rope.shape[1]))
     if token:
         out[:token] = absorbed(q[:token], c[:token], k_rope[:token], kv_b, cache, slot_mapping[:token], block_table[:row],
-                               query_start_loc[: row + 1], seq_lens[:row], [], scale=scale)
+                               query_start_loc[: row + 1], seq_lens[:row], [], *scales, scale=scale)
     new, rows = slice(token, end), slice(row, meta.num_reqs)
     starts = query_start_loc[row : meta.num_reqs + 1] - query_start_loc[row]
     state = _state(q[new], c[new], k_rope[new], kv_b, starts, starts, scale, causal=True)
     computed = meta.num_computed_tokens_cpu.numpy()[rows]
     capacity = max(len(computed), CHUNK_ELEMENTS // (kv_b.shape[0] + q.shape[1] * q.shape[2]))
     chunks = PrefixChunks.build(computed, q.device, capacity, seq_lens[rows] - starts.diff())
-    page, rank = cache.shape[1], c.shape[1]
     for i in range(chunks.num_chunks):
-        slots = chunks.slots(i, block_table[rows], page)
-        latent = cache[slots // page, slots % page, 0]
+        latent = read(chunks.slots(i, block_table[rows], page))
         part = _state(q[new], latent[:, :rank], latent[:, rank:], kv_b, starts, chunks.cu_seq_lens[i], scale, causal=False)
         state = merge_state(*part, *state)
     out[new] = state[0]

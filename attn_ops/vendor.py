@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from quire.attn_ops.backend import AttentionCapabilities, UnsupportedAttention
-from quire.attn_ops.kv_quant import write, write_kv
+from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.library import define_op
-from quire.attn_ops.mla import absorb_query, expand_output, split_weight
+from quire.attn_ops.mla import absorb_query, expand_output, split_weight, write_latent
 from quire.attn_ops.step import current_step
 
 
@@ -178,7 +178,7 @@ def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], 
     ) -> torch.Tensor:
         """Store [c, k_rope], then attend: q (T, H, D) -> (T, H, Dv)."""
         heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
-        write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+        write_latent(c, k_rope, cache, slot_mapping)
         w_uk, w_uv = split_weight(kv_b, heads, nope)
         if not q.shape[0]:
             return q.new_empty(0, heads, w_uv.shape[1])

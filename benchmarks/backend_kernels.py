@@ -19,7 +19,8 @@ and shared-prefix rows the floor is that of dense attention, which reads each ke
 
 Each backend runs in a process of its own, and compiles its kernels in others while the first one is measured. --json is written
 after each row. Rows that are in it, or in the files of --resume, are left out. A row that takes longer than --limit, or whose
-process ends, is an error, and the next one follows. --deadline ends all, with exit code 3.
+process ends, is an error, and the next one follows. --deadline ends all, with exit code 3. `backend_kernels.py table --resume
+FILES` prints them as Markdown.
 """
 
 from __future__ import annotations
@@ -240,14 +241,14 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
 
 
 class Results:
-    """Rows on disk. ``retry``: rows with an error are measured again."""
+    """Rows on disk. ``retry``: systems whose rows with an error are measured again."""
 
-    def __init__(self, path: Path | None, resume: list[Path], retry: bool) -> None:
+    def __init__(self, path: Path | None, resume: list[Path], retry: list[str]) -> None:
         self.path, self.rows, self.env = path, list[dict[str, Any]](), dict[str, Any]()
         known = [path, *resume] if path is not None else resume
         old = [json.loads(file.read_text()).get("rows", []) for file in known if file.is_file()]
         for row in [row for rows in old for row in rows]:
-            if not self.has(row) and not (retry and "error" in row):
+            if not self.has(row) and not (row["system"] in retry and "error" in row):
                 self.rows.append(row)
 
     @staticmethod
@@ -324,10 +325,24 @@ def line(row: dict[str, Any]) -> str:
     return f"{name} {row['us']:10.1f} us  {row['share']:6.1%} of the floor's {row['floor_us']:.1f} us{more}"
 
 
+def table(files: list[Path]) -> str:
+    """Markdown of the rows in files: us and the share of the floor, by shape and system."""
+    found: dict[str, dict[str, str]] = {}
+    systems: dict[str, None] = {}
+    for row in [row for file in files for row in json.loads(file.read_text())["rows"]]:
+        systems[row["system"]] = None
+        found.setdefault(row["shape"], {})[row["system"]] = (
+            f"{row['us']:.1f} ({row['share']:.0%})" if "us" in row else row["error"].partition(":")[0])
+    heads = " | ".join(f"`{system}`" for system in systems)
+    lines = [f"| us (share of the floor) | {heads} |", "|---" * (len(systems) + 1) + "|"]
+    lines += [f"| {shape} | {' | '.join(cells.get(system, '–') for system in systems)} |" for shape, cells in found.items()]
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("piece", choices=SYSTEMS)
+    add("piece", choices=[*SYSTEMS, "table"], help="table: the rows in the files of --resume as Markdown")
     add("--systems", help="backends, in the order in which they are measured (default: " + "; ".join(SYSTEMS.values()) + ")")
     add("--heads", default="16,128", help="of mla (default: 16,128)")
     add("--set", default="", help="of mla: fields of triton's MlaConfig, as block_n=64,stages=2")
@@ -340,11 +355,14 @@ def main() -> int:
     add("--limit", type=float, default=120.0, metavar="SECONDS", help="for one row (default: 120)")
     add("--deadline", type=float, default=240.0, metavar="SECONDS", help="default: 240")
     args = parser.parse_args()
+    if args.piece == "table":
+        print(table(args.resume))
+        return 0
     until = time.time() + args.deadline
-    results = Results(args.json, args.resume, args.retry)
+    systems = (args.systems or SYSTEMS[args.piece]).split(",")
+    results = Results(args.json, args.resume, systems if args.retry else [])
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
-    systems = (args.systems or SYSTEMS[args.piece]).split(",")
     left = [(shape, system) for system in systems
             for shape in shapes(args.piece, args.divide, tuple(map(int, args.heads.split(","))))
             if (not shape.shared or system.startswith((systems[0], "cascade:")))
@@ -386,7 +404,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    began = time.time()
-    code = main()
-    print(f"{time.time() - began:.0f} s")
-    raise SystemExit(code)
+    raise SystemExit(main())

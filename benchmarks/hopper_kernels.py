@@ -148,13 +148,15 @@ def merge(tokens: int, heads: int, dim: int, states: int, dtype: torch.dtype) ->
     merge_state_triton(out[:, 0], lse[:, 0], out[:, 1], lse[:, 1])
 
 
-def mla(heads: int, rank: int, rope: int, tokens: int, rows: int, dtype: torch.dtype) -> None:
-    cache = torch.zeros(2, 16, 1, rank + rope, dtype=dtype)
+def mla(heads: int, rank: int, rope: int, tokens: int, rows: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+        ) -> None:
+    cache = torch.zeros(2, 16, 1, rank + rope, dtype=kv_dtype or dtype)
+    scales = [] if kv_dtype is None else [torch.zeros(2, 1, 16).transpose(1, 2) for _ in range(2)]
     batch = Batch(torch.zeros(tokens, dtype=torch.int64), torch.zeros(rows, 512, **INTS), torch.zeros(rows + 1, **INTS),
                   torch.zeros(rows, **INTS))
     q, q_rope = torch.zeros(heads, tokens, rank, dtype=dtype).transpose(0, 1), torch.zeros(tokens, heads, rope, dtype=dtype)
     c = torch.zeros(tokens, rank + rope, dtype=dtype)
-    host.kernel_module("backends.triton.mla").mla(q, q_rope, c[:, :rank], c[:, rank:], cache, batch, 0.1)
+    host.kernel_module("backends.triton.mla").mla(q, q_rope, c[:, :rank], c[:, rank:], cache, batch, 0.1, *scales)
 
 
 def varlen(tokens: int, heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype, **options: Any) -> None:
@@ -232,6 +234,10 @@ def others() -> Iterator[tuple[str, Callable[[], None]]]:
         if dtype == half or (model, batch) == ("deepseek-v2-lite", "extend"):
             rank = 256 if model == "minicpm3" else 512
             yield f"mla {model} {batch} {dtype}", lambda a=(heads, rank, rope, tokens, rows, dtype): mla(*a)
+    for kv_dtype, heads, tokens, rows in ((torch.float8_e4m3fn, 16, 32, 32), (torch.float8_e4m3fn, 128, 256, 256),
+                                          (torch.int8, 16, 512, 1)):
+        yield (f"quantized mla H={heads} {tokens} of {rows} {kv_dtype}",
+               lambda a=(heads, 512, 64, tokens, rows, half, kv_dtype): mla(*a))
     for name, sizes, options in (
             ("mla prefill", (16, 16, 192, 128), {}), ("mla prefill causal", (16, 16, 192, 128), dict(causal=True)),
             ("mla prefill minicpm3", (40, 40, 96, 64), dict(causal=True)), ("dual_chunk", (32, 8, 128, 128), dict(causal=True)),

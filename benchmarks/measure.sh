@@ -61,7 +61,7 @@ deadline() {  # [at most]: the same for a script that ends by itself and writes 
 }
 
 # Families of backends have no backend of their own in "all"; with room for all keys the approximate ones are exact.
-KIT=all,hybrid:flashinfer+triton,cascade:triton@1,two_batch:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
+KIT=all,hybrid:flashinfer+triton,hybrid:triton+flashinfer_mla,cascade:triton@1,two_batch:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
 
 kernels_of() {  # a piece of backend_kernels.py
     run "h200_$1" benchmarks/backend_kernels.py "$1" --json "$OUT/h200_$1.json" --deadline "$(deadline)" \

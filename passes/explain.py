@@ -69,7 +69,7 @@ class Explanation:
         if self.selection is None:
             return "refused"
         if site.latent is not None:
-            return f"{self.selection.backend.name}_mla_paged_attention, latent cache of {token_bytes(site)} bytes per token"
+            return f"{self.selection.backend.serves(site)}, latent cache of {token_bytes(site)} bytes per token"
         dense = f", {token_bytes(site)} bytes per token" if self.selection.not_latent else ""
         return f"{self.selection.backend.serves(site)}{dense}"
 

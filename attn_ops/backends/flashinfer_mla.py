@@ -19,9 +19,8 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.kv_cache import PagedKVCache
-from quire.attn_ops.kv_quant import write
 from quire.attn_ops.metadata import CommonAttentionMetadata
-from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight, write_latent
 from quire.attn_ops.step import Step, StepLimits, current_step
 from quire.attn_ops.vendor import missing, no_compiler, too_old
 
@@ -126,7 +125,7 @@ def mla_paged_attention(
     num_tokens, heads, nope = q.shape[0], q.shape[1], q.shape[2] - ROPE
     if num_tokens != state.num_tokens:
         raise RuntimeError(f"{NAME}: the step was planned for {state.num_tokens} tokens, q has {num_tokens}")
-    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    write_latent(c, k_rope, cache, slot_mapping)
     w_uk, w_uv = split_weight(kv_b, heads, nope)
     absorbed, pages = absorb_query(q[..., :nope], w_uk), cache[:, :, 0]
     out = torch.zeros_like(absorbed, memory_format=torch.contiguous_format)

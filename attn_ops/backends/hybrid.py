@@ -1,7 +1,8 @@
 """Backends ``hybrid:PREFILL+DECODE``: one backend for prefill, another for decoding, chosen step by step.
 
 Steps of at most one token per sequence go to DECODE, and so does every step that runs as a CUDA graph; all others go to
-PREFILL. Steps too large for a graph are those in which prefill takes the time. The graphs that DECODE allows are captured.
+PREFILL. Steps too large for a graph are those in which prefill takes the time. The graphs that DECODE allows are captured. MLA
+layers are served from latent vectors where both can.
 
 ``hybrid:PREFILL+DECODE@long`` gives PREFILL only the steps in which it was measured faster (``attn_ops/long_prefill.py``).
 """

@@ -17,12 +17,13 @@ import torch
 from quire.attn_ops import mla_prefill
 from quire.attn_ops.attention import visible
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport, define_paged_op, define_state_op
-from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write, write_kv
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, check_scales, dequantize, write_kv
 from quire.attn_ops.library import define_op
-from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, split_weight
+from quire.attn_ops.mla import absorb_query, define_mla_op, expand_output, read_latent, split_weight, write_latent
 
 TILE = 16  # queries per tile when the batch has a prefill; larger wastes work on the decode rows of a mixed batch
 KEYS = 512  # keys per block: bounds the memory of gathered keys and scores
+Scale = torch.Tensor | tuple[int, torch.Tensor, torch.Tensor] | None  # of keys; (rank, of latent vectors, of rotary parts)
 
 
 def _tile_size(num_tokens: int, num_reqs: int) -> int:
@@ -61,11 +62,14 @@ def _prepare_fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_s
     return [long(tiles), long(tiles, size), long(tiles, size)]
 
 
-def _gather(cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+def _gather(cache: torch.Tensor, scale: Scale, pages: torch.Tensor) -> torch.Tensor:
     """The keys or values on ``pages`` (tiles, n), as they read back: (tiles, n * page_size, Hkv, D) float32."""
     if scale is None:
         return cache[pages].flatten(1, 2).float()
-    return dequantize(cache.view(torch.int8)[pages].view(cache.dtype), scale[pages]).flatten(1, 2)
+    codes = cache.view(torch.int8)[pages].view(cache.dtype)
+    if isinstance(scale, tuple):
+        return read_latent(codes, scale[0], scale[1][pages], scale[2][pages]).flatten(1, 2)
+    return dequantize(codes, scale[pages]).flatten(1, 2)
 
 
 def paged_attention(
@@ -92,12 +96,13 @@ def attention_state(
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
+    k_scale: Scale, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, sinks: torch.Tensor | None, prepared: list[torch.Tensor], *,
     scale: float, window: int | None, softcap: float | None, chunk: int | None, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_scales(k_cache, k_scale, v_scale)
-    write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
+    if not isinstance(k_scale, tuple):
+        check_scales(k_cache, k_scale, v_scale)
+        write_kv(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping)
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_tokens, heads, dim = q.shape
     if not prepared:
@@ -160,15 +165,16 @@ def _attend(
 def _absorbed(
     q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], *, scale: float,
+    prepared: list[torch.Tensor], c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None, *, scale: float,
 ) -> torch.Tensor:
     """MLA on the latent cache, absorbed and in float32: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments."""
-    write(cache, None, torch.cat([c, k_rope], dim=-1)[:, None], slot_mapping)
+    write_latent(c, k_rope, cache, slot_mapping, c_scale, rope_scale)
     rank, nope = c.shape[1], q.shape[2] - k_rope.shape[1]
     w_uk, w_uv = (w.float() for w in split_weight(kv_b, q.shape[1], nope))
     absorbed = torch.cat([absorb_query(q[..., :nope].float(), w_uk), q[..., nope:].float()], dim=-1)
-    out = paged_attention(absorbed, None, None, cache, cache[..., :rank], None, None, slot_mapping, block_table,
-                          query_start_loc, seq_lens, None, prepared, scale=scale, window=None, softcap=None, chunk=None)
+    of_keys = None if c_scale is None or rope_scale is None else (rank, c_scale, rope_scale)
+    out, _ = _attend(absorbed, None, None, cache, cache[..., :rank], of_keys, c_scale, slot_mapping, block_table,
+                     query_start_loc, seq_lens, None, prepared, scale=scale, window=None, softcap=None, chunk=None, causal=True)
     return expand_output(out, w_uv).to(q.dtype)
 
 
@@ -181,8 +187,8 @@ BACKEND = AttentionBackend(
     name="torch_native",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True, mla=True, lse=True,
-        any_batch=True, cudagraph_support=CudagraphSupport.ALWAYS,
+        kv_dtypes=QUANTIZED_KV_DTYPES, latent_kv_dtypes=QUANTIZED_KV_DTYPES, window=True, softcap=True, sinks=True, chunk=True,
+        mla=True, lse=True, any_batch=True, cudagraph_support=CudagraphSupport.ALWAYS,
     ),
     available=lambda device: None,
     op=define_paged_op("torch_native", paged_attention),

@@ -136,9 +136,24 @@ class Batch:
         names = ("key", "value", "key scale", "value scale")
         return {n: t for n, t in zip(names, self.cache.of_layer(0), strict=True) if t is not None}
 
+    def stored_new(self, count: int) -> dict[str, torch.Tensor]:
+        """The first ``count`` tokens of the step as the cache must hold them, by the names of ``held``."""
+        found: dict[str, torch.Tensor] = {}
+        for which, new in (("key", self.new_k), ("value", self.new_v)):
+            codes, scale = self.stored(new[:count])
+            found |= {which: codes} | ({} if scale is None else {f"{which} scale": scale})
+        return found
+
     def stored(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys or values as the cache must hold them, and their scales if it is quantized."""
         return quantize(new, self.cache.dtype) if self.cache.quantized else (new, None)
+
+    def pour(self, fill: float | None, generator: torch.Generator) -> None:
+        """Fill the whole cache with ``fill``, or noise."""
+        for tensor in self.held.values():
+            noise = (torch.tensor(fill, device=tensor.device) if fill is not None else
+                     torch.empty(tensor.shape, device=tensor.device).normal_(0, NOISE, generator=generator))
+            tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
 
     def put(self, which: str, new: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Store the first of ``new`` (L, Hkv, D) at these slots of the "key" or "value" cache; returns all of it as it reads
@@ -209,10 +224,7 @@ def lay_out(
         tensor[meta.num_actual_tokens :] = math.nan
     zeros = torch.zeros(meta.num_tokens if expect else 0, heads, dim_v, dtype=torch.float64, device=device)
     batch = Batch(site, q, k, v, randn(heads) if site.sinks else None, cache, meta, write, zeros, torch.zeros_like(zeros))
-    for tensor in batch.held.values():
-        noise = (torch.tensor(fill, device=device) if fill is not None else
-                 torch.empty(tensor.shape, device=device).normal_(0, NOISE, generator=generator))
-        tensor.copy_(noise if tensor.is_floating_point() else noise.nan_to_num(nan=127.0).clamp(-127, 127))
+    batch.pour(fill, generator)
     magnitude, begin = torch.zeros_like(zeros), 0
     for count, total, pages, mine in zip(query_lens, seq_lens, table, sharing, strict=True):
         own = slice(begin, begin + count)
@@ -299,10 +311,8 @@ def check(backend: AttentionBackend, batch: Batch, rotary: int = 0, form: RopeFo
     wanted = {name: bits(tensor).clone() for name, tensor in batch.held.items()}
     if batch.write:
         live, size = batch.metadata.slot_mapping[: batch.metadata.num_actual_tokens], batch.metadata.page_size
-        for which, new in (("key", batch.new_k), ("value", batch.new_v)):
-            for name, part in zip((which, f"{which} scale"), batch.stored(new[: len(live)]), strict=True):
-                if part is not None and name in wanted:  # a latent cache has no values
-                    wanted[name][live // size, live % size] = bits(part)
+        for name, part in batch.stored_new(len(live)).items():
+            wanted[name][live // size, live % size] = bits(part)
     given = {name: (tensor, tensor.clone()) for name, tensor in batch.inputs().items()}
     out = run(backend, batch, rotary, form)
     declared = backend.bytes_beside(batch.site, batch.metadata.page_size) * batch.cache.num_pages

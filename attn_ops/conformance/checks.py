@@ -271,22 +271,24 @@ class Kit:
 
     def opcheck(self) -> str:
         """Schema, mutation, fake and dispatch, by torch's own checker; the fake's strides against the real ones."""
-        # With fp8 only the fake: to detect mutations, opcheck compares tensors with ops that torch lacks for fp8.
-        tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-        fp8 = self.kv_dtype is not None and self.kv_dtype.is_floating_point
         for rows in (DECODE, MIXED):
             for options in ({}, {"write": False}, self.features):
                 batch = self.batch(rows, **options)
                 with planned(self.backend, batch), torch.enable_grad():
                     given = prepared(self.backend, batch)
-                    torch.library.opcheck(self.backend.op, batch.arguments(given), batch.options,
-                                          test_utils=tests[1:3] if fp8 else tests)
+                    torch.library.opcheck(self.backend.op, batch.arguments(given), batch.options, test_utils=self.op_tests)
                     out = self.backend.op(*batch.arguments(given), **batch.options)
                 if not out.is_contiguous():
                     raise Failure(f"the output has strides {out.stride()}, the fake says contiguous")
             if self.backend.prepare is not None:
                 torch.library.opcheck(self.backend.prepare, (*batch.tables, batch.metadata.page_size))
         return "op" + (" and prepare" if self.backend.prepare is not None else "")
+
+    @property
+    def op_tests(self) -> list[str]:
+        """Those of opcheck. Of fp8 only the fake: it detects mutations by comparisons that torch lacks for fp8."""
+        tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        return tests[1:3] if self.kv_dtype is not None and self.kv_dtype.is_floating_point else tests
 
     def no_sync(self) -> None:
         """Nothing in the contract reads a device tensor on the host."""

@@ -3,7 +3,8 @@
 The expected output is that of ``mla_attention_eager`` in float64, sequence by sequence. Bound on the error, with u = eps / 2 of
 the dtype: absorbing a query rounds it, which moves a score by at most delta = scale * u * sum |W_UK^T q| |c|, and an output by
 2 * delta * sum p |v|; weights and latent outputs are rounded, u each of |W_UV| sum p |c|; and so is the output. A backend that
-expands rounds keys and values instead, within the same bound. Sums in float32 get 1e-5 of |W_UV| sum p |c|.
+expands rounds keys and values instead, within the same bound. Sums in float32 get 1e-5 of |W_UV| sum p |c|. Latent vectors that
+are read back from codes may be rounded to the dtype before they are expanded: u once more, of scores and of |W_UV| sum p |c|.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 
 from quire.attn_ops.attention import AttentionSite, Latent, attention_eager
+from quire.attn_ops.backend import dtype_name
 from quire.attn_ops.conformance import sweeps
-from quire.attn_ops.conformance.batches import NOISE, Batch, Failure, planned, prepared, scattered
+from quire.attn_ops.conformance.batches import Batch, Failure, bits, planned, prepared, scattered
 from quire.attn_ops.conformance.checks import DECODE, MIXED, PREFILL, Kit, Rows, Skip
 from quire.attn_ops.kv_cache import Layout, PagedKVCache
-from quire.attn_ops.mla import mla_attention_eager, split_weight
+from quire.attn_ops.kv_quant import QUANTIZED_KV_DTYPES, quantize
+from quire.attn_ops.mla import mla_attention_eager, read_latent, split_weight
 
 LATENTS = (Latent(16, 8), Latent(256, 32), Latent(512, 64))
 HEADS = (1, 4, 16, 40, 128)
@@ -38,20 +41,34 @@ class MlaBatch(Batch):
     def arguments(self, prepared: Sequence[torch.Tensor] = ()) -> tuple[Any, ...]:
         assert self.site.latent is not None
         c, k_rope = self.new_k[:, 0].split(self.site.latent, dim=1)
-        return (self.q, c, k_rope, self.kv_b, self.cache.k[0], *self.tables, list(prepared))
+        scales = self.cache.of_layer(0)[2:] if self.cache.quantized else ()
+        return (self.q, c, k_rope, self.kv_b, self.cache.k[0], *self.tables, list(prepared), *scales)
+
+    def stored_new(self, count: int) -> dict[str, torch.Tensor]:
+        return self.store(self.new_k[:count])[0]
+
+    def store(self, tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Tokens (N, 1, rank + R) as the cache holds them, by the names of ``held``, and as they read back."""
+        assert self.site.latent is not None
+        if not self.cache.quantized:
+            return {"key": tokens}, tokens
+        (c, c_scale), (rope, rope_scale) = (quantize(x, self.cache.dtype) for x in tokens.split(self.site.latent, dim=2))
+        codes = torch.cat([bits(c), bits(rope)], dim=2).view(self.cache.dtype)
+        held = {"key": codes, "key scale": c_scale, "value scale": rope_scale}
+        return held, read_latent(codes, self.site.latent.rank, c_scale, rope_scale)
 
     @property
     def options(self) -> dict[str, Any]:
         return {"scale": self.site.scale}
 
     def buffers(self) -> list[torch.Tensor]:
-        return list(self.arguments()[:-1])
+        return [tensor for tensor in self.arguments() if isinstance(tensor, torch.Tensor)]
 
 
 def lay_out_mla(
     site: AttentionSite, query_lens: Sequence[int], seq_lens: Sequence[int], *, page_size: int,
     device: torch.device | str = "cpu", layout: Layout = "NHD", num_pages: int | None = None, table_width: int = 0,
-    pad: tuple[int, int] = (0, 0), fill: float | None = None, seed: int = 0,
+    pad: tuple[int, int] = (0, 0), fill: float | None = None, seed: int = 0, kv_dtype: torch.dtype | None = None,
 ) -> MlaBatch:
     """A batch in which sequence r schedules the last query_lens[r] of its seq_lens[r] tokens; arguments as for ``lay_out``."""
     assert site.latent is not None
@@ -62,15 +79,15 @@ def lay_out_mla(
 
     table, meta, num_pages = scattered(query_lens, seq_lens, page_size=page_size, device=device, num_pages=num_pages,
                                        table_width=table_width, pad=pad, seed=seed)
-    cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout)
-    cache.k[0].copy_(torch.tensor(fill, device=device) if fill is not None else
-                     torch.empty(cache.k[0].shape, device=device).normal_(0, NOISE, generator=generator))
+    cache = PagedKVCache.for_sites([site], num_pages=num_pages, page_size=page_size, device=device, layout=layout,
+                                   dtype=kv_dtype)
     q, new = randn(meta.num_tokens, heads, site.head_dim), randn(meta.num_tokens, 1, sum(site.latent))
     for tensor in (q, new):
         tensor[meta.num_actual_tokens :] = math.nan
     kv_b = (randn(heads * (NOPE + DIM_V), rank).float() / rank**0.5).to(site.dtype)
     expected = torch.zeros(meta.num_tokens, heads, DIM_V, dtype=torch.float64, device=device)
     batch = MlaBatch(site, q, new, new, None, cache, meta, True, expected, torch.zeros_like(expected), kv_b=kv_b)
+    batch.pour(fill, generator)
     begin = 0
     for count, total, pages in zip(query_lens, seq_lens, table, strict=True):
         own = slice(begin, begin + count)
@@ -79,13 +96,16 @@ def lay_out_mla(
         tokens[total - count :] = new[own, 0]
         at = torch.arange(total - count, device=device)
         slots = torch.tensor(pages, dtype=torch.long, device=device)[at // page_size], at % page_size
-        cache.k[0][(*slots, 0)] = tokens[: total - count]
+        held, tokens = batch.store(tokens[:, None])
+        for name, part in held.items():
+            bits(batch.held[name])[slots] = bits(part[: total - count])
         if count:
-            batch.expected[own], batch.bound[own] = _expected(site, q[own].double(), tokens.double(), kv_b.double())
+            batch.expected[own], batch.bound[own] = _expected(site, q[own].double(), tokens[:, 0].double(), kv_b.double(),
+                                                              cache.quantized)
     return batch
 
 
-def _expected(site: AttentionSite, q: torch.Tensor, tokens: torch.Tensor, kv_b: torch.Tensor
+def _expected(site: AttentionSite, q: torch.Tensor, tokens: torch.Tensor, kv_b: torch.Tensor, quantized: bool
               ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (n, H, D), tokens (L, rank + R), all float64: output (n, H, Dv) and the error that is allowed."""
     assert site.latent is not None
@@ -103,14 +123,15 @@ def _expected(site: AttentionSite, q: torch.Tensor, tokens: torch.Tensor, kv_b: 
     delta = site.scale * eps / 2 * (absorbed.abs() @ c[0].abs().T).amax(-1).T[..., None]
     latent = torch.einsum("thr,hvr->thv", weighed(c.abs().expand(site.num_heads, -1, -1)), w_uv.abs())
     values = weighed(torch.einsum("lr,hvr->hlv", c[0], w_uv).abs())
-    return out, (eps + 1e-5) * latent + eps * out.abs() + 2 * delta * values + 1e-5
+    more = eps / 2 * latent + 2 * delta * values if quantized else 0
+    return out, (eps + 1e-5) * latent + eps * out.abs() + 2 * delta * values + more + 1e-5
 
 
 class MlaKit(Kit):
     """The checks of ``mla_op``, as those of a backend whose op it is."""
 
     def __init__(self, kit: Kit) -> None:
-        super().__init__(replace(kit.backend, op=kit.backend.mla_op), kit.device, kit.dtype)
+        super().__init__(replace(kit.backend, op=kit.backend.mla_op), kit.device, kit.dtype, kit.kv_dtype)
         self.features = {}
         self.latents = [latent for latent in LATENTS if self.caps.mla_dims(*latent)]
 
@@ -124,6 +145,7 @@ class MlaKit(Kit):
             ("query heads", self.heads),
             ("page sizes", self.all_pages),
             ("layouts", self.all_layouts),
+            *((f"KV cache {dtype_name(d)}", lambda d=d: self.quantized(d)) for d in sorted(QUANTIZED_KV_DTYPES, key=str)),
             ("padding", self.padding),
             ("stale metadata in padding", self.stale),
             ("garbage in unused slots", self.garbage),
@@ -151,7 +173,18 @@ class MlaKit(Kit):
     ) -> Batch:
         return lay_out_mla(self.mla_site(heads, latent), [n for n, _ in rows], [t for _, t in rows], device=self.device,
                            page_size=page_size or self.usual_page_size, layout=layout or self.layouts[0],  # type: ignore[arg-type]
-                           **options)
+                           kv_dtype=self.kv_dtype, **options)
+
+    def quantized(self, kv_dtype: torch.dtype) -> str | None:
+        if kv_dtype not in self.caps.latent_kv_dtypes:
+            return self.refused(self.mla_site(), kv_dtype=kv_dtype)
+        if refusals := self.caps.reasons_against(self.mla_site(), device=self.device, kv_dtype=kv_dtype):
+            return f"refused: {'; '.join(refusals)}"
+        kit = MlaKit(Kit(self.backend, self.device, self.dtype, kv_dtype))
+        kit.exact(DECODE, MIXED, LONG, pad=(2, 1))
+        kit.exact(MIXED, latent=self.latents[-1], fill=math.nan)
+        kit.prefill()
+        return None
 
     def not_declared(self) -> str:
         return self.refused(self.mla_site(latent=LATENTS[0]))
@@ -205,8 +238,7 @@ class MlaKit(Kit):
             batch = self.batch(rows)
             with planned(self.backend, batch), torch.enable_grad():
                 given = batch.arguments(prepared(self.backend, batch))
-                torch.library.opcheck(self.backend.op, given, batch.options, test_utils=[
-                    "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"])
+                torch.library.opcheck(self.backend.op, given, batch.options, test_utils=self.op_tests)
                 if not self.backend.op(*given, **batch.options).is_contiguous():
                     raise Failure("the output is not contiguous, which the fake says")
         return "mla_op"

@@ -46,7 +46,8 @@ def backend_checks(backend: AttentionBackend, device: torch.device, dtype: torch
     caps = backend.capabilities
     dtype = dtype or first_dtype(backend)
     kit = Kit(backend, device, dtype, kv_dtype, quick)
-    mla = [] if kv_dtype is not None else MlaKit(kit).checks()  # a latent cache is of the model's dtype
+    latent = kv_dtype is None or not caps.mla or kv_dtype in caps.latent_kv_dtypes
+    mla = MlaKit(kit).checks() if latent else []
     if device.type not in caps.devices or backend.available(device):
         return [("usable here", _fails(backend.available(device) or f"runs on {listed(caps.devices)}"))]
     for reason, missing in ((f"dtype {dtype} is not declared", dtype not in caps.dtypes),

@@ -220,7 +220,8 @@ def _lower_mla(node: fx.Node, site: AttentionSite, backend: AttentionBackend, ta
     with graph.inserting_before(node):
         ragged = graph.call_method("flatten", (graph.call_method("transpose", (q, 1, 2)), 0, 1))
         rows = [graph.call_method("flatten", (x, 0, 1)) for x in (c, k_rope)]
-        out = graph.call_function(op, (ragged, *rows, kv_b, cache[0], *tables, prepared), {"scale": site.scale})
+        scales = cache[2:] if cache[2] is not None else []
+        out = graph.call_function(op, (ragged, *rows, kv_b, cache[0], *tables, prepared, *scales), {"scale": site.scale})
         _replace(node, out, 1, site)
 
 

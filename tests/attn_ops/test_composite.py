@@ -11,6 +11,7 @@ import torch
 
 import quire
 from quire.attn_ops import registry
+from quire.attn_ops.attention import Latent
 from quire.attn_ops.backend import CudagraphSupport, UnsupportedAttention, define_paged_op
 from quire.attn_ops.backends import hybrid, per_kind, torch_native
 from quire.attn_ops.composite import attention_name
@@ -79,6 +80,33 @@ def test_prefill_and_decode() -> None:
     assert backend.capabilities.cudagraph_support is CudagraphSupport.ALWAYS  # of the part that decodes
     assert get_backend("hybrid:fast_part+plain_part").capabilities.cudagraph_support < CudagraphSupport.ALWAYS
     assert backend.serves(SITE) == "plain_part_paged_attention / fast_part_paged_attention"
+
+
+def test_latent_layers_go_to_the_part_that_is_meant_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLA on the latent cache, where both parts have it; else it is refused, and with it the smaller cache."""
+    def counted_mla(name):
+        def op(*args, scale):
+            calls.append(name)
+            return torch_native.mla_paged_attention(*args, scale=scale)
+        return op
+
+    one, two = (dataclasses.replace(NATIVE, name=f"latent_{name}", prepare=prepare, mla_op=counted_mla(name),
+                                    capabilities=dataclasses.replace(NATIVE.capabilities, latent_kv_dtypes=kv))
+                for name, prepare, kv in (("one", None, frozenset()), ("two", NATIVE.prepare, frozenset({torch.int8}))))
+    for backend in (one, two, dataclasses.replace(NATIVE, name="dense", mla_op=None, capabilities=dataclasses.replace(
+            NATIVE.capabilities, mla=False))):
+        register_backend(backend)
+    backend = get_backend("hybrid:latent_one+latent_two")
+    for check, part in (("MLA: steps made ahead", "two"), ("MLA: long prefills", "one")):
+        calls.clear()
+        (result,) = check_backend(backend, only=check)
+        assert result.status == "ok" and set(calls) == {part}, result
+    (result,) = check_backend(get_backend("full=latent_two"), only="MLA: KV cache int8")
+    assert result.status == "ok" and not result.detail
+    latent = dataclasses.replace(SITE, num_kv_heads=SITE.num_heads, latent=Latent(16, 8))
+    assert "refused" in check_backend(backend, only="MLA: KV cache int8")[0].detail
+    assert get_backend("hybrid:dense+latent_two").capabilities.reasons_against(latent, device=CPU) == [
+        "no MLA on the latent cache, which all its backends must have"]
 
 
 def test_a_step_with_a_graph_goes_to_the_part_that_decodes() -> None:

@@ -153,6 +153,15 @@ def test_a_quantized_cache_is_the_rests() -> None:
     assert all(name == "rest" for name, _ in _run_quantized(made()))
 
 
+def test_a_quantized_cache_by_copies() -> None:
+    """Where its prompts are served by copies of the keys; times are those of the model's dtype."""
+    rules: list[object] = []
+    part = dataclasses.replace(PROMPTS.prefill, kv_dtypes=frozenset({torch.int8}))
+    backend = long_prefill.make("copies_for_test", dataclasses.replace(PROMPTS, prefill=part), REST,
+                                rule=lambda *args, **where: rules.append(where["kv_dtype"]) or ALWAYS)
+    assert ("prompts", 14) in _run_quantized(backend) and rules == [None]
+
+
 def _run_quantized(backend) -> list[tuple[str, int]]:
     calls.clear()
     case = lay_out(SITE, [5, 9], [5, 20], page_size=4, kv_dtype=torch.int8)

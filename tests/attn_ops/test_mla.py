@@ -63,8 +63,11 @@ def test_cache() -> None:
     assert cache.k[0].shape == (3, 16, 1, 576) and cache.of_layer(0)[1:] == (None, None, None)
     assert cache.is_latent(0) and not cache.is_latent(1)
     assert cache.num_bytes == 3 * bytes_per_page([V3, V3.dense], 16)
-    with pytest.raises(ValueError, match="no quantized dtype"):
-        PagedKVCache.for_sites([V3], num_pages=3, page_size=16, device="cpu", dtype=torch.int8)
+    quantized = PagedKVCache.for_sites([V3], num_pages=3, page_size=16, device="cpu", dtype=torch.int8)
+    assert quantized.num_bytes == 3 * 16 * token_bytes(V3, torch.int8) == 3 * 16 * 584
+    with pytest.raises(ValueError, match="a latent layer has one key head"):
+        PagedKVCache(num_layers=1, num_pages=3, page_size=16, num_kv_heads=2, head_dim=576, head_dim_v=512, latent=True,
+                     dtype=torch.bfloat16, device="cpu")
 
 
 def test_selection() -> None:
@@ -72,7 +75,11 @@ def test_selection() -> None:
     chosen = select_latent_or_dense("auto", [V3], device=CPU, page_size=16)
     assert chosen.sites == (V3,) and not chosen.not_latent
     chosen = select_latent_or_dense("auto", [V3], device=CPU, page_size=16, kv_dtype=torch.int8)
-    assert chosen.sites == (V3.dense,) and chosen.not_latent == "torch_native: no latent cache of int8"
+    assert chosen.sites == (V3,) and not chosen.not_latent
+    coarse = replace(torch_native.BACKEND, name="coarse", capabilities=replace(torch_native.BACKEND.capabilities,
+                                                                                latent_kv_dtypes=frozenset()))
+    chosen = select_latent_or_dense(coarse, [V3], device=CPU, page_size=16, kv_dtype=torch.int8)
+    assert chosen.sites == (V3.dense,) and chosen.not_latent == "coarse: no latent cache of int8"
     without = replace(torch_native.BACKEND, name="without", capabilities=replace(torch_native.BACKEND.capabilities, mla=False))
     chosen = select_latent_or_dense(without, [V3], device=CPU, page_size=16)
     assert chosen.sites == (V3.dense,) and chosen.not_latent == "without: no MLA on the latent cache"
@@ -87,6 +94,7 @@ def test_selection() -> None:
 
 def test_torch_native() -> None:
     assert not failed(get_backend("torch_native"))
+    assert not failed(get_backend("torch_native"), kv_dtype=torch.int8, only="MLA: ")
 
 
 @pytest.mark.slow
@@ -95,13 +103,23 @@ def test_torch_native_halves(dtype: torch.dtype) -> None:
     assert not failed(get_backend("torch_native"), dtype=dtype)
 
 
-def broken(change: Callable[[dict[str, Any]], Any]) -> AttentionBackend:
-    names = ("q", "c", "k_rope", "kv_b", "cache", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "prepared")
+@pytest.mark.slow
+@pytest.mark.parametrize("check, dtype", [("decode, prefill, mixed", torch.float32), ("KV cache int8", torch.float32),
+                                          ("KV cache float8_e4m3fn", torch.float16)])
+def test_triton(check: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    assert not failed(get_backend("triton"), dtype=dtype, only=f"MLA: {check}")
 
-    def op(*args: Any, **options: Any) -> torch.Tensor:
-        given = {**dict(zip(names, args, strict=True)), **options}
-        found = change(given)
-        return torch_native.mla_paged_attention(**given) if found is None else found
+
+def broken(change: Callable[[dict[str, Any]], Any]) -> AttentionBackend:
+    names = ("q", "c", "k_rope", "kv_b", "cache", "slot_mapping", "block_table", "query_start_loc", "seq_lens", "prepared",
+             "c_scale", "rope_scale")
+
+    def op(*args: Any, scale: float) -> torch.Tensor:
+        given = {**dict(zip(names, args, strict=False)), "scale": scale}
+        change(given)
+        scale = given.pop("scale")
+        return torch_native.mla_paged_attention(*given.values(), scale=scale)
 
     return replace(torch_native.BACKEND, name="broken", mla_op=op)
 
@@ -132,6 +150,17 @@ def old_weights(kept: dict[tuple[int, ...], torch.Tensor] = {}) -> Callable[[dic
 @pytest.mark.parametrize("change", [no_write, no_rope, half_scale, shorter])
 def test_the_kit_sees(change: Callable[[dict[str, Any]], Any]) -> None:
     assert failed(broken(change), only="MLA: decode, prefill, mixed")
+    assert not failed(broken(lambda given: None), only="MLA: decode, prefill, mixed")
+
+
+def other_scale(given: dict[str, Any]) -> None:
+    if "rope_scale" in given:
+        given["rope_scale"] = given["c_scale"]
+
+
+def test_the_kit_sees_a_scale_that_is_ignored() -> None:
+    assert failed(broken(other_scale), only="MLA: KV cache int8")
+    assert not failed(broken(lambda given: None), only="MLA: KV cache int8")
 
 
 def test_the_kit_sees_old_weights() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,24 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_script_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
     assert callable(runpy.run_path(str(path), run_name="loaded").get("main")) or path.stem == "hopper"
+
+
+@pytest.mark.slow
+def test_a_backend_that_hangs_or_cannot_run_is_a_row(tmp_path: Path) -> None:
+    """The rows of the others are measured and kept, and a later call measures only what is missing or failed."""
+    path, env = tmp_path / "rows.json", {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def measure(systems: str, *more: str) -> list[dict[str, object]]:
+        subprocess.run([sys.executable, BENCHMARKS / "backend_kernels.py", "sparse", "--device", "cpu", "--divide", "512",
+                        "--systems", systems, "--json", path, *more], env=env, check=True, timeout=120)
+        return json.loads(path.read_text())["rows"]
+
+    rows = measure("torch_native,flashinfer")
+    assert [("us" in row, row.get("error")) for row in rows] == [(True, None)] * 2 + [(
+        False, "NotImplementedError: runs on cuda, not cpu")] * 2
+    kept = rows[:2]
+    rows = measure("flashinfer,flex_attention", "--limit", "0.1", "--retry")  # no process starts that fast
+    assert rows[:2] == kept and [row["error"] for row in rows[2:]] == ["took more than 0 s"] * 4
 
 
 def test_a_session_runs_every_gpu_test_once(tmp_path: Path) -> None:

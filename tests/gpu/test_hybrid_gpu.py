@@ -12,6 +12,7 @@ import transformers
 import quire
 from quire.attn_ops import long_prefill
 from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.conformance.batches import check, lay_out
 from quire.attn_ops.registry import get_backend
 from quire.attn_ops.selection import select_backend
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
@@ -76,6 +77,17 @@ def test_long_prompts_are_exact(layout, heads, caplog) -> None:
     with caplog.at_level(logging.INFO):
         check_case(backend, make_case([300], [900], head_dim=96, **shape))
     assert "prefill kernel for Group" not in caplog.text
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_long_prompts_of_a_quantized_cache(kv_dtype, caplog) -> None:
+    """By copies of the keys as they read back: within the kit's bounds of those."""
+    always = PrefillRule(PrefillTime(0, 0, 0), PrefillTime(1e6, 0, 0))
+    name = f"long_of_{str(kv_dtype).removeprefix('torch.')}"
+    backend = long_prefill.make(name, *parts(), rule=lambda *args, **where: always)
+    with caplog.at_level(logging.INFO):
+        check(backend, lay_out(SITE, [1, 300, 1, 64], [900, 1300, 40, 64], page_size=16, device=CUDA, kv_dtype=kv_dtype))
+    assert "by contiguous keys" in caplog.text
 
 
 def test_auto_serves_long_prompts_by_the_faster_kernels(caplog) -> None:

@@ -48,15 +48,29 @@ def test_tokens(name: str, compiler: str) -> None:
     assert expected(model) == changed
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_quantized(kv_cache_dtype: str) -> None:
+    """A third of a float32 cache, with a scale for the latent vector and one for the rotary part; the first tokens, whose
+    logits the start has compared with the model's own, are transformers'."""
+    model = build(SERVED["deepseek_v3"])
+    with Engine(model, num_pages=40, page_size=4, max_num_seqs=3, max_model_len=64, max_num_batched_tokens=8, compiler="eager",
+                kv_cache_dtype=kv_cache_dtype) as engine:
+        assert engine.runner.cache.num_bytes == 40 * 4 * len(engine.runner.sites) * (24 + 8)
+        found = tokens(engine.generate(prompts(), GREEDY))
+    assert sum(a == b for ours, theirs in zip(found, expected(model), strict=True)
+               for a, b in zip(ours, theirs, strict=True)) >= 24  # of 32: a wrong scale leaves one in 64
+
+
 def test_dense_without_mla(caplog: pytest.LogCaptureFixture) -> None:
-    """A quantized cache has no latent form: all keys and values are cached, ``explain`` gives reasons and sizes, and a warning
-    that it takes more memory than the latent one."""
+    """A backend without MLA: all keys and values are cached, ``explain`` gives reasons and sizes, and a warning that it takes
+    more memory than the latent cache."""
     model = build(SERVED["deepseek_v3"])
     shown = str(quire.explain(model))
     assert "MLA 4x24/16 of 16+8" in shown and "latent cache of 96 bytes per token" in shown
+    assert "torch_native_mla_paged_attention, latent" in str(quire.explain(model, attention={"full": "torch_native"}))
     with Engine(model, num_pages=40, page_size=4, max_num_seqs=3, max_model_len=64, compiler="eager",
-                kv_cache_dtype="int8") as engine:
-        assert engine.runner.selection.not_latent == "torch_native: no latent cache of int8"
+                attention="two_batch:torch_native", kv_cache_dtype="int8") as engine:
+        assert "no MLA on the latent cache" in engine.runner.selection.not_latent
         assert {s.latent for s in engine.runner.sites} == {None}
         (warned,) = [r.message for r in caplog.records if "keys and values of all heads" in r.message]
         assert "192 bytes per token and layer" in warned and "latent cache of float32, 96" in warned

@@ -2,7 +2,8 @@
 
 On Hopper GPUs FlashInfer's kernel loads contiguous keys with the tensor memory accelerator, and pages without it. Four prompts
 of 32704 tokens took qwen3-0.6b 1,055 instead of 1,189 ms (``h200_long_contiguous.json``, ``h200_long.json``). The copy takes
-time per key, so what counts is how many queries read each.
+time per key, so what counts is how many queries read each. Keys of a quantized cache are copied as they read back: FlashInfer's
+kernels take one scale for a whole cache, and quire's caches have one for each token and head.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class Contiguous:
         self.wrapper, self.block_table, self.kv_starts, self.num_keys = wrapper, block_table, kv_starts, num_keys
         self.heads_first = heads_first
 
-    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], **options: Any) -> Any:
-        """Like the ``run`` of FlashInfer's wrapper for pages."""
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
+            scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), **options: Any) -> Any:
+        """Like the ``run`` of FlashInfer's wrapper for pages. ``scales``: of a quantized cache."""
         k, v = (x.transpose(1, 2) if self.heads_first else x for x in pages)
         copied = host.kernel_module("kernels.gather_kv").gather_kv(
-            Caches(k, v, None, None), self.block_table, self.kv_starts, self.num_keys, q.dtype, padded=False)
+            Caches(k, v, *scales), self.block_table, self.kv_starts, self.num_keys, q.dtype, padded=False)
         return self.wrapper.run(q, *copied, **options)
 
 
@@ -51,6 +53,21 @@ def spares(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: i
     copied = 4 * kv_heads * dim * int(seq_lens.sum(dtype=np.int64))
     saved = 4 * heads * dim * pairs(query_lens, seq_lens, None, None) * SAVED
     return dim == DIM and copied <= host.MAX_GATHERED and saved > 2 * copied / host.GATHER_BANDWIDTH + MORE_LAUNCHES
+
+
+def parts(query_lens: np.ndarray, seq_lens: np.ndarray, kv_heads: int, dim: int) -> list[tuple[int, int]]:
+    """(first row, row after the last) of parts of the batch whose copied keys, in half precision, stay within the memory for
+    copies. Raises ValueError for a sequence whose keys do not."""
+    room, found, begin, copied = host.MAX_GATHERED // (4 * kv_heads * dim), [], 0, 0
+    for row, (queries, keys) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        if queries and keys > room:
+            raise ValueError(f"flashinfer: the copied keys of a sequence of {keys} tokens in a quantized cache are more than "
+                             f"{host.MAX_GATHERED >> 20} MiB")
+        if copied + keys > room:
+            found.append((begin, row))
+            begin, copied = row, 0
+        copied += keys
+    return [*found, (begin, len(seq_lens))]
 
 
 def lengths(metadata: CommonAttentionMetadata, first: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,4 +87,4 @@ def plan(wrapper: Any, metadata: CommonAttentionMetadata, first: int, rows: int,
     return Contiguous(wrapper, metadata.block_table_tensor[first:rows], on_device, int(seq_lens.sum()), heads_first)
 
 
-__all__ = ["Contiguous", "lengths", "plan", "spares"]
+__all__ = ["Contiguous", "lengths", "parts", "plan", "spares"]

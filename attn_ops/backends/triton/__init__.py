@@ -172,7 +172,7 @@ def mla_paged_attention(*args: Any, scale: float) -> torch.Tensor:
 def _absorbed(
     q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
-    prepared: list[torch.Tensor], *, scale: float,
+    prepared: list[torch.Tensor], c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None, *, scale: float,
 ) -> torch.Tensor:
     """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
 
@@ -188,7 +188,8 @@ def _absorbed(
     mla = kernel_module("backends.triton.mla").mla
     q, batch = rows_contiguous(q), Batch(slot_mapping, block_table, query_start_loc, seq_lens)
     absorbed = rows_contiguous(absorb_query(q[..., :nope], w_uk))
-    out = mla(absorbed, q[..., nope:], rows_contiguous(c), rows_contiguous(k_rope), cache, batch, scale)
+    out = mla(absorbed, q[..., nope:], rows_contiguous(c), rows_contiguous(k_rope), cache, batch, scale, c_scale,
+              rope_scale)
     return expand_output(out, w_uv)
 
 
@@ -202,7 +203,7 @@ BACKEND = AttentionBackend(
     name="triton",
     capabilities=AttentionCapabilities(
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        kv_dtypes=QUANTIZED_KV_DTYPES,
+        kv_dtypes=QUANTIZED_KV_DTYPES, latent_kv_dtypes=QUANTIZED_KV_DTYPES,
         min_kv_compute_capability={torch.float8_e4m3fn: (8, 9)},  # older ones lack the conversions
         head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256",
         mla_dims=lambda rank, rope: rank <= 512 and rope <= 64, mla_dims_note="up to 512+64",

@@ -6,6 +6,8 @@ keys, and loads each latent vector once, for scores and values. Partial results 
 token, head and split) are merged by a kernel of their own, with a program per token and head: a result is ``rank`` numbers
 wide, too much for the last program of a tile alone.
 
+Of a quantized cache the latent vector and the rotary part of a token have a scale each: see NOTE [Quantized caches].
+
 Tiles are numbered as in ``extend.py``. Every grid follows from shapes alone; lengths are read on the device.
 """
 
@@ -19,9 +21,11 @@ import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import merge_partials
 from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
+from quire.attn_ops.backends.triton.write import write
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
-from quire.attn_ops.kernels.host import Strides
+from quire.attn_ops.kernels.host import Caches, Strides
+from quire.attn_ops.kernels.kv_quant import code_format, widen
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.kernels.paged import find_block, find_row
 from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
@@ -57,7 +61,7 @@ class Parts(NamedTuple):
 
 class MlaTile(NamedTuple):
     """Constants of a launch. heads: of a query; blocks, per_block: blocks of heads and heads per block; block_q: tokens; split:
-    whether keys are split; rank, rope, page, row: sizes, tokens per page and strides of the cache."""
+    whether keys are split; rank, rope, page, row, scale: sizes, tokens per page and strides of the cache and of its scales."""
 
     heads: int
     blocks: int
@@ -71,6 +75,7 @@ class MlaTile(NamedTuple):
     rope: int
     page: int
     row: Strides
+    scale: Strides
 
 
 @triton.jit
@@ -103,8 +108,8 @@ def load_part(start, live, DIM: tl.constexpr, DIM_P2: tl.constexpr, MASKED: tl.c
 
 
 @triton.jit
-def attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, begin, stop, scale, TILE: tl.constexpr,
-                MASKED: tl.constexpr):
+def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rope_scale, table_row, begin, stop, scale,
+                TILE: tl.constexpr, MASKED: tl.constexpr):
     """The running softmax over keys begin..stop. Without MASKED all rows see them, and block_n divides their number."""
     RANK_P2: tl.constexpr = next_power_of_2(TILE.rank, 16)
     ROPE_P2: tl.constexpr = next_power_of_2(TILE.rope, 16)
@@ -119,11 +124,24 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, b
         start = cache + page.to(tl.int64) * TILE.row.page + offsets % TILE.page * TILE.row.token
         latent = load_part(start, live, TILE.rank, RANK_P2, MASKED)
         rotary = load_part(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
-        scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
-        scores = tl.dot(query_rope, tl.trans(rotary), scores, input_precision=PRECISION) * (scale * LOG2E)
+        if c_scale is not None:
+            at = page.to(tl.int64) * TILE.scale.page + offsets % TILE.page * TILE.scale.token
+            own = tl.load(c_scale + at, mask=live, other=0.0)
+            own_rope = tl.load(rope_scale + at, mask=live, other=0.0)
+            latent = widen(latent, query)
+            rotary = widen(rotary, query)
+            scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION) * own[None, :]
+            scores += tl.dot(query_rope, tl.trans(rotary), input_precision=PRECISION) * own_rope[None, :]
+            scores *= scale * LOG2E
+        else:
+            scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
+            scores = tl.dot(query_rope, tl.trans(rotary), scores, input_precision=PRECISION) * (scale * LOG2E)
         if MASKED:
             scores = tl.where(live[None, :] & (offsets[None, :] <= pos[:, None]), scores, float("-inf"))
         highest, total, weights, shrink = softmax_step(highest, total, scores, None, False, MASKED)
+        if c_scale is not None:
+            UNIT: tl.constexpr = code_format(cache.dtype.element_ty)[3]
+            weights *= (own * UNIT)[None, :]
         acc = tl.dot(weights.to(latent.dtype), latent, acc * shrink[:, None], input_precision=PRECISION)
     return highest, total, acc
 
@@ -136,10 +154,10 @@ def split_size(num_keys, splits, chunk_min, chunk_max, wave, TILE: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "wave", "stride_table"])
-def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, splits, chunk_min, chunk_max, wave, scale,
-                  strides, stride_table, TILE: tl.constexpr):
+def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, num_tokens, num_reqs, splits, chunk_min,
+                  chunk_max, wave, scale, strides, stride_table, TILE: tl.constexpr):
     """One tile and one range of its keys. q (T, H, rank), q_rope (T, H, R): absorbed queries, with ``strides`` of tokens and
-    heads of both; batch: Batch; partial: None where keys are not split."""
+    heads of both; *_scale: None of a cache that is not quantized; batch: Batch; partial: None where keys are not split."""
     BLOCK_M: tl.constexpr = TILE.block_m  # local constants: Triton takes no plain integer in a shape
     BLOCK_Q: tl.constexpr = TILE.block_q
     HEADS: tl.constexpr = TILE.per_block
@@ -201,10 +219,13 @@ def attend_kernel(q, q_rope, cache, batch, out, partial, num_tokens, num_reqs, s
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK_P2], tl.float32)
     table_row = batch.block_table + row.to(tl.int64) * stride_table
-    highest, total, acc = attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, begin, all_see, scale,
-                                      TILE, False)
-    highest, total, acc = attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, all_see, stop, scale,
-                                      TILE, True)
+    highest, total, acc = attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rope_scale, table_row, begin,
+                                      all_see, scale, TILE, False)
+    highest, total, acc = attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rope_scale, table_row,
+                                      all_see, stop, scale, TILE, True)
+    if c_scale is not None:
+        UNIT: tl.constexpr = code_format(cache.dtype.element_ty)[3]
+        acc *= 1.0 / UNIT
     seen = tl.where(total > 0, total, 1.0)
     acc = acc / seen[:, None]
     if TILE.split:
@@ -246,7 +267,8 @@ def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, c
 def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device) -> MlaConfig:
     """The parameters. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Page numbers and then vectors are loaded
     ahead, so that three stages hold one such block in flight and five hold two; compiled for an H200, 64 rows take 145 of its
-    227 KiB, and 16 rows less than half of it. So one or two programs fit on a multiprocessor."""
+    227 KiB, and 16 rows less than half of it: one or two programs fit on a multiprocessor. Of codes, 64 rows spill a twentieth
+    of the loop."""
     sms = host.num_sms(device)
     if itemsize == 4:
         block_m, block_n, warps, stages = 16, 16, 8, 1
@@ -271,7 +293,7 @@ class MlaPlan(NamedTuple):
 
 @planner
 def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dtype, cache_shape: torch.Size,
-          cache_strides: tuple[int, ...], table_width: int, device: torch.device) -> MlaPlan:
+          cache_strides: tuple[int, ...], scale_strides: tuple[int, ...], table_width: int, device: torch.device) -> MlaPlan:
     params = config(rank, dtype.itemsize, heads, num_tokens, num_reqs, device)
     blocks, per_block = host.head_blocks(heads, params.block_m)
     block_q = params.block_m // per_block
@@ -282,24 +304,30 @@ def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dt
     splits = max(1, min(params.max_splits, max(params.wave, -(-capacity // params.chunk_max)), -(-capacity // params.chunk_min),
                         room, 8192 // (tiles * blocks)))
     tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, splits > 1, rank,
-                   cache_shape[3] - rank, page, Strides(*cache_strides[:3]))
+                   cache_shape[3] - rank, page, Strides(*cache_strides[:3]), Strides(*scale_strides))
     return MlaPlan(tiles, params.warps, Parts(splits, params.chunk_min, params.chunk_max, params.wave),
                    num_tokens * heads * splits * (rank + 1) if splits > 1 else 0, tile)
 
 
 def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch,
-        scale: float) -> torch.Tensor:
+        scale: float, c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Store c (T, rank) and k_rope (T, R) in the cache, then attend the absorbed queries q (T, H, rank), q_rope (T, H, R):
     (T, H, rank), zeros for padding tokens."""
     (num_tokens, heads, rank), num_reqs, device = q.shape, batch.seq_lens.shape[0], q.device
     out = q.new_empty(num_tokens, heads, rank)
-    plan = _plan(num_tokens, num_reqs, heads, rank, q.dtype, cache.shape, cache.stride(), batch.block_table.shape[1], device)
-    launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0), plan.tile,
-           num_warps=4)
+    plan = _plan(num_tokens, num_reqs, heads, rank, q.dtype, cache.shape, cache.stride(),
+                 (0, 0, 0) if c_scale is None else c_scale.stride(), batch.block_table.shape[1], device)
+    if c_scale is not None:
+        parts = Caches(cache[..., :rank], cache[..., rank:], c_scale, rope_scale)
+        write(c[:, None], k_rope[:, None], parts, batch.slot_mapping)
+    else:
+        launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0), plan.tile,
+               num_warps=4)
     partial: Any = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
     sizes = (num_tokens, num_reqs, *plan.parts)
     splits = plan.parts.splits
-    launch(attend_kernel, (plan.tiles * plan.tile.blocks * splits,), q, q_rope, cache, batch, out, partial, *sizes, scale,
+    launch(attend_kernel, (plan.tiles * plan.tile.blocks * splits,), q, q_rope, cache, c_scale, rope_scale, batch, out,
+           partial, *sizes, scale,
            (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), plan.tile, num_warps=plan.warps)
     if splits > 1:
         step = max(1, min(16, 8192 // host.next_power_of_2(rank)))

@@ -26,15 +26,17 @@ from quire.attn_ops import long_prefill
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import CudagraphSupport, UnsupportedAttention
 from quire.attn_ops.backends import flashinfer, torch_native
-from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group
+from quire.attn_ops.backends.flashinfer import BACKEND, FlashInferState, Group, contiguous
 from quire.attn_ops.backends.flashinfer import pages as page_kernels
+from quire.attn_ops.backends.flashinfer import state as state_module
 from quire.attn_ops.backends.flashinfer.pages import leading_decodes, page_table
+from quire.attn_ops.conformance.batches import check, lay_out, planned
 from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, running
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
-from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, fast_decode_plan
+from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, Ragged, fast_decode_plan
 from tests.attn_ops.cases import check_case, check_output, make_case
 from tests.attn_ops.oracle import oracle_attention
 
@@ -54,7 +56,7 @@ def on_cpu(monkeypatch):
     for name, value in (("Event", lambda: event), ("get_device_properties", lambda device: gpu),
                         ("current_stream", lambda device: None), ("is_current_stream_capturing", lambda: False)):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(flashinfer, "MIN_WORKSPACE", 16)
+    monkeypatch.setattr(state_module, "MIN_WORKSPACE", 16)
     monkeypatch.setattr(Prefill, "broken", ())
     return dataclasses.replace(BACKEND, op=flashinfer.paged_attention)
 
@@ -235,8 +237,8 @@ def test_layers_with_a_window_on_pages_of_their_own(on_cpu) -> None:
 
 def test_groups_of_one_window_share_its_page_table(on_cpu, monkeypatch) -> None:
     fills = []
-    fill = flashinfer.PageTable.fill
-    monkeypatch.setattr(flashinfer.PageTable, "fill", lambda self, *args: (fills.append(args[-1]), fill(self, *args)))
+    fill = state_module.PageTable.fill
+    monkeypatch.setattr(state_module.PageTable, "fill", lambda self, *args: (fills.append(args[-1]), fill(self, *args)))
     case = make_case([1, 6], [40, 30], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, window=8)
     state = state_for(case, dataclasses.replace(case.site, softcap=3.0), dataclasses.replace(case.site, window=None))
     step = Step(case.cache, case.metadata, states={"flashinfer": state})
@@ -426,6 +428,35 @@ def test_prompts_beside_another_backend(on_cpu, monkeypatch, batch) -> None:
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchDecodeWithPagedKVCacheWrapper", None)
     case = make_case(*BATCHES[batch], num_heads=4, num_kv_heads=2, head_dim=16, page_size=4, window=17, sinks=True)
     check_case(beside(on_cpu, f"flashinfer_long_{batch}"), case)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_prompts_of_a_quantized_cache(on_cpu, monkeypatch, kv_dtype) -> None:
+    """By copies of the keys as they read back, in several parts where all would take too much memory; the decodes of the step
+    are the other's."""
+    ran = []
+
+    class Copied(Ragged):
+        def run(self, q, *args, **options):
+            ran.append(len(q))
+            super().run(q, *args, **options)
+
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithRaggedKVCacheWrapper", Copied, raising=False)
+    monkeypatch.setattr(contiguous.host, "MAX_GATHERED", 4 * 2 * 16 * 60)
+    backend = beside(on_cpu, f"flashinfer_copies_{kv_dtype}".replace(".", "_"))
+    for layout in ("NHD", "HND"):
+        case = lay_out(site(num_heads=4, head_dim=16, head_dim_v=16, dtype=torch.float32, scale=0.25, softcap=20.0),
+                       [1, 1, 9, 0, 5], [9, 30, 40, 7, 31], page_size=4, kv_dtype=kv_dtype, layout=layout, pad=(3, 2))
+        check(backend, case)
+        assert ran == [9, 5]
+        ran.clear()
+    windowed = lay_out(site(num_heads=4, head_dim=16, head_dim_v=16, dtype=torch.float32, window=7), [9], [40], page_size=4,
+                       kv_dtype=kv_dtype)
+    check(backend, windowed)  # pages behind a window hold other sequences' keys: the other backend reads them
+    whole = dataclasses.replace(BACKEND, op=flashinfer.paged_attention)
+    with pytest.raises(UnsupportedAttention, match="NAME@long"), planned(whole, case):
+        whole.op(*case.arguments(), **case.options)
+    assert not ran
 
 
 def test_nothing_is_compiled_in_a_step(on_cpu, monkeypatch) -> None:

@@ -55,6 +55,16 @@ def test_other_head_dims_stay_in_pages_until_they_are_measured() -> None:
         assert contiguous.spares(np.array([8192]), np.array([16384]), 32, 8, dim) == (dim == 128)
 
 
+def test_copies_of_a_quantized_cache_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many prompts do not take more memory than the copies may, and one that would is refused before anything runs."""
+    monkeypatch.setattr(contiguous.host, "MAX_GATHERED", 4 * 2 * 64 * 50)
+    query, keys = np.array([5, 9, 0, 40]), np.array([20, 30, 0, 50])
+    assert contiguous.parts(query, keys, 2, 64) == [(0, 3), (3, 4)]
+    assert contiguous.parts(query[:0], keys[:0], 2, 64) == [(0, 0)]
+    with pytest.raises(ValueError, match="a sequence of 51 tokens in a quantized cache"):
+        contiguous.parts(np.array([1]), np.array([51]), 2, 64)
+
+
 def test_lengths_of_sequences_without_queries() -> None:
     case = make_case([2, 0, 3], [5, 9, 3], **SMALL)
     query, keys = contiguous.lengths(dataclasses.replace(case.metadata), 1, 3)

@@ -1,0 +1,221 @@
+"""What one engine keeps of the backend ``flashinfer``, and the planning of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.attn_ops.attention import AttentionSite
+from quire.attn_ops.backends.flashinfer import contiguous
+from quire.attn_ops.backends.flashinfer.modules import HOPPER
+from quire.attn_ops.backends.flashinfer.pages import PageTable, leading_decodes
+from quire.attn_ops.kv_cache import PagedKVCache
+from quire.attn_ops.metadata import CommonAttentionMetadata
+from quire.attn_ops.step import Step, StepLimits
+
+MIN_WORKSPACE = 128 << 20  # bytes; FlashInfer's recommendation
+INT_WORKSPACE = 1 << 20  # bytes, of a graph's plan; about 13 per tile, and at most some thousand tiles
+
+logger = logging.getLogger(__name__)
+
+
+class Group(NamedTuple):
+    """What a plan depends on: sites that agree in it share one."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments common to FlashInfer's plan functions. Its ``window_left`` does not count the query itself."""
+        return {"window_left": -1 if self.window is None else self.window - 1, "logits_soft_cap": self.softcap or 0.0,
+                "sm_scale": self.scale, "q_data_type": self.dtype, "kv_data_type": self.dtype}
+
+    def workspace_bytes(self, rows: int, processors: int) -> int:
+        """Room for the partial results of the worst plan: (H, tiles, queries per tile, D + 1) float32.
+
+        A tile is 16, 64 or 128 queries, each of the H // Hkv heads that share a key head counting as one. An eager plan has as
+        many tiles as run at once, two per processor; one for a CUDA graph has as many as its rows need, if more.
+        """
+        packed, wide = self.heads // self.kv_heads, 64 if self.dim >= 256 else 128
+        tile = 16 if packed <= 16 else 64 if packed <= 64 else wide
+        resident = max(1, 2 * processors // self.kv_heads)
+        queries = max(resident * wide, (-(-rows * packed // tile) + rows) * tile)
+        return 4 * self.heads * queries * (self.dim + 1) + 4096
+
+
+class FlashInferState:
+    """Workspace, buffers and plans of one engine. ``prompts_only``: decodes at the head of a batch are another backend's, and
+    nothing is compiled in a step (``PrefillPart``)."""
+
+    def __init__(self, sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits, prompts_only: bool = False
+                 ) -> None:
+        self.lib, self.prompts_only = importlib.import_module("flashinfer"), prompts_only
+        k_cache, self.copies = cache.k[0], cache.quantized and prompts_only
+        self.limits, self.page_size, self.device = limits, cache.page_size, k_cache.device
+        # Caches have the logical shape (pages, page, Hkv, D); FlashInfer calls it HND if heads lie outside tokens.
+        self.layout = "HND" if k_cache.stride(2) > k_cache.stride(1) else "NHD"
+        self.gpu = torch.cuda.get_device_properties(self.device)
+        # Recorded after the last copy from pinned memory: torch's allocator does not know of FlashInfer's own copies.
+        self.copied = torch.cuda.Event()
+        self.workspace = torch.zeros(MIN_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.groups: dict[Group, torch.Tensor] = {}
+        for s in sites:
+            self._add(Group(s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, s.scale, s.window, s.softcap))
+        self.tables: dict[int | None, PageTable] = {}
+        self.wrappers: dict[Any, Any] = {}
+        self.graph_rows: dict[Any, int] = {}
+        self.step: weakref.ref[Step] | None = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # pinned memory must outlive the copies from it
+            self.copied.synchronize()
+
+    def _add(self, group: Group) -> None:
+        """All wrappers share one float workspace. A group's graphs share an integer workspace too, because each is planned
+        anew before its replay."""
+        if group not in self.groups:
+            size = group.workspace_bytes(self.limits.max_num_seqs, self.gpu.multi_processor_count)
+            if size > self.workspace.shape[0]:
+                self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self.groups[group] = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+
+    def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
+        """Plan every known group, after the copies of the last plan are done. The GPU makes those before the forward that
+        follows, so the host can prepare one step while the GPU runs the previous one."""
+        self.step = None
+        starts = metadata.query_start_loc_cpu.numpy()
+        self.metadata, self.num_tokens, self.key, self.capturing = (
+            metadata, metadata.num_tokens, step.graph_key, step.capturing)
+        self.window_metadata = step.window_metadata or metadata  # of layers with a window: the same but for the pages
+        self.decodes, self.rows = leading_decodes(starts), metadata.num_reqs
+        if self.key is not None:
+            self._check_graph(int(starts[-1]), min(starts.shape[0] - 1, self.num_tokens))
+        self.last_token = int(starts[self.rows])
+        self.filled: set[int | None] = set()
+        self.planned: dict[Group, list[tuple[Any, int, int]]] = {}
+        self.copied.synchronize()
+        for group in self.groups:
+            self._plan_group(group)
+        self.step = weakref.ref(step)
+
+    def _check_graph(self, tokens: int, rows: int) -> None:
+        """A graph is for one number of rows, its padding rows included."""
+        if tokens != self.decodes:
+            raise RuntimeError(f"flashinfer plans CUDA graphs for one token per sequence; graph {self.key!r} has "
+                               f"{tokens} tokens of {self.rows} sequences")
+        if not self.capturing and self.key not in self.graph_rows:
+            raise RuntimeError(f"CUDA graph {self.key!r} was not captured with a plan of flashinfer; these were: "
+                               f"{', '.join(map(repr, self.graph_rows)) or 'none'}")
+        self.rows = self.graph_rows.setdefault(self.key, rows)
+        if rows != self.rows:
+            raise RuntimeError(f"CUDA graph {self.key!r} was captured for {self.rows} sequences, padding included; the "
+                               f"batch has {rows}")
+
+    def _plan_group(self, group: Group) -> None:
+        if self.key is not None and not self.capturing and (group, self.key) not in self.wrappers:
+            return  # first seen after this graph was captured: the graph does not run it
+        if group.window not in self.tables:
+            self.tables[group.window] = PageTable(self.limits, self.device)
+        table = self.tables[group.window]
+        try:
+            if self.copies:
+                self.planned[group] = self._plan_copies(group)
+                return
+            if group.window not in self.filled:
+                metadata = self.metadata if group.window is None else self.window_metadata
+                table.fill(metadata, self.rows, self.decodes, group.window)
+                self.filled.add(group.window)
+            n = self.decodes if self.key is None else self.rows
+            segments = [(self._plan_decode(group, table, n), 0, n)] if n and not self.prompts_only else []
+            if self.last_token > n:
+                segments.append((self._plan_prefill(group, table, n), n, self.last_token))
+        finally:
+            self.copied.record(torch.cuda.current_stream(self.device))
+        self.planned[group] = segments
+
+    def _plan_decode(self, group: Group, table: PageTable, rows: int) -> Any:
+        wrapper, graph = self.wrappers.get((group, self.key)), self.key is not None
+        args = (table.host[0, : rows + 1], table.indices[:0] if graph else table.indices, table.host[1, :rows],
+                group.heads, group.kv_heads, group.dim, self.page_size)
+        if wrapper is not None and graph:  # a plan without its copies: the graph reads ``table``
+            self.lib.fast_decode_plan(wrapper, *args, global_override_indptr_cpu=args[0], **group.options)
+            return wrapper
+        if wrapper is None:
+            logger.info("flashinfer: decode kernel for %s (compiled at its first use on a machine)", group)
+            buffers = {} if not graph else {
+                "use_cuda_graph": True, "paged_kv_indptr_buffer": table.device[0, : rows + 1],
+                "paged_kv_indices_buffer": table.indices, "paged_kv_last_page_len_buffer": table.device[1, :rows]}
+            # Tensor cores pay off from four query heads per key head; the other kernel has few group sizes above that.
+            wrapper = self.wrappers[group, self.key] = self.lib.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace, self.layout, use_tensor_cores=group.heads // group.kv_heads >= 4, **buffers)
+            if graph:
+                wrapper.reset_workspace_buffer(self.workspace, self.groups[group])
+        wrapper.plan(*args, **group.options)
+        return wrapper
+
+    def _plan_prefill(self, group: Group, table: PageTable, first: int, kernels: str = "fa3") -> Any:
+        """Plan the rows from ``first`` on. Kernels are fa3 on Hopper GPUs if they build, else fa2."""
+        if self.prompts_only and group.window is None and self.gpu.major == HOPPER and contiguous.spares(
+                *contiguous.lengths(self.metadata, first, self.rows), group.heads, group.kv_heads, group.dim):
+            return self._contiguous(group, first, self.rows)
+        wrapper = self.wrappers.get(("prefill", group))
+        if wrapper is None:
+            kernels = kernels if self.gpu.major == HOPPER else "fa2"
+            logger.info("flashinfer: %s prefill kernel for %s%s", kernels, group,
+                        "" if self.prompts_only else " (compiled at its first use on a machine)")
+            wrapper = self.lib.BatchPrefillWithPagedKVCacheWrapper(self.workspace, self.layout, backend=kernels)
+        try:
+            wrapper.plan(
+                table.host[3, first : self.rows + 1], table.host[0, first : self.rows + 1], table.indices,
+                table.host[1, first : self.rows], group.heads, group.kv_heads, group.dim, self.page_size, causal=True,
+                max_token_per_sequence=self.metadata.max_query_len, **group.options)
+        except Exception as error:
+            if kernels == "fa2" or ("prefill", group) in self.wrappers or self.prompts_only:
+                raise
+            logger.warning("flashinfer: fa2 prefill for %s, as fa3 failed: %s: %s", group, type(error).__name__, error)
+            return self._plan_prefill(group, table, first, "fa2")
+        self.wrappers["prefill", group] = wrapper
+        return wrapper
+
+    def _plan_copies(self, group: Group) -> list[tuple[Any, int, int]]:
+        """The prompts of a quantized cache, whose keys are copied: in parts that have room."""
+        starts, n, found = self.metadata.query_start_loc_cpu.numpy(), self.decodes, list[tuple[Any, int, int]]()
+        parts = contiguous.parts(*contiguous.lengths(self.metadata, n, self.rows), group.kv_heads, group.dim)
+        for number, (first, end) in enumerate((n + a, n + b) for a, b in parts):
+            if starts[end] > starts[first]:
+                found.append((self._contiguous(group, first, end, number), int(starts[first]), int(starts[end])))
+        return found
+
+    def _contiguous(self, group: Group, first: int, rows: int, number: int = 0) -> contiguous.Contiguous:
+        """Plan the rows from ``first`` to ``rows`` by contiguous keys. Plans of one step are of different ``number``s."""
+        key, kernels = ("contiguous", group, number), "fa3" if self.gpu.major == HOPPER else "fa2"
+        if key not in self.wrappers:
+            logger.info("flashinfer: %s prefill kernel for %s, by contiguous keys", kernels, group)
+            self.wrappers[key] = self.lib.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend=kernels)
+        return contiguous.plan(self.wrappers[key], self.metadata, first, rows, group.heads, group.kv_heads, group.dim,
+                               self.layout == "HND", **group.options)
+
+    def segments(self, group: Group) -> list[tuple[Any, int, int]]:
+        """[(wrapper, first token, token after the last)]. A new group is planned now."""
+        if torch.cuda.is_current_stream_capturing() and (self.key is None or group not in self.planned):
+            raise RuntimeError(f"flashinfer: a CUDA graph is being captured, but none was planned for {group}; call plan with "
+                               "graph_key and capturing=True, and run a forward, before the capture")
+        if group not in self.planned:
+            self._add(group)
+            self._plan_group(group)
+        return self.planned[group]
+
+
+__all__ = ["FlashInferState", "Group"]
