@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -122,6 +122,12 @@ def plain_backend(device_type: str) -> AttentionBackend:
     return min(found, key=lambda item: item[0])[1]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines, their cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "lse")
 
 
@@ -160,8 +166,7 @@ class BackendTable(list[BackendRow]):
             features = ", ".join(f for f in FEATURES if getattr(caps, f)) or "none"
             table.append([row.name, "yes" if row.usable else "no", dtypes, kv, caps.head_dims_note, caps.page_sizes_note,
                           features, caps.cudagraph_support.name])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines = aligned(table)
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
         unverified = [row.name for row in self if not row.verified]
         if unverified:
@@ -191,5 +196,5 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
 
 
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "get_backend",
+__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "aligned", "all_backends", "backends", "get_backend",
            "long_prefill_name", "plain_backend", "register_backend"]

@@ -14,6 +14,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import token_bytes
+from quire.attn_ops.registry import aligned
 from quire.attn_ops.selection import Selection
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
@@ -91,8 +92,7 @@ def _grouped(sites: Sequence[AttentionSite], ops: Sequence[str]) -> list[str]:
     for (pattern, *rest), equal in groups.items():
         name = equal[0].name if len(equal) == 1 else pattern
         rows.append([_ranges([site.layer for site in equal]), name or "-", *rest])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def _ranges(layers: Sequence[int]) -> str:
@@ -100,14 +100,8 @@ def _ranges(layers: Sequence[int]) -> str:
     steps = {b - a for a, b in itertools.pairwise(layers)}
     if len(layers) > 2 and len(steps) == 1 and steps != {1}:
         return f"{layers[0]}-{layers[-1]} by {steps.pop()}"
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
+    runs = [[layer for _, layer in run] for _, run in itertools.groupby(enumerate(layers), lambda at: at[1] - at[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
 
 
 def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "auto", page_size: int = 16) -> Explanation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 import math
@@ -97,6 +98,15 @@ def is_stored(node: fx.Node) -> bool:
 def target_name(node: fx.Node) -> str:
     """Name of the method or function that the node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def torch_name(node: fx.Node) -> str:
+    """``target_name`` of a node that calls a method, or a function or operator of PyTorch or Python; empty for any other."""
+    if isinstance(node.target, str):
+        return node.target if node.op == "call_method" else ""
+    name = getattr(node.target, "__name__", "")
+    owners = (operator, torch, torch.Tensor, F, torch._C._nn, builtins)
+    return name if any(getattr(owner, name, None) is node.target for owner in owners) else ""
 
 
 def is_function(node: Any, targets: tuple[Any, ...]) -> bool:
@@ -379,3 +389,9 @@ def compute_value(node: fx.Node) -> fx.Node:
         evaluate([node], inputs)
     node.meta["example_value"] = inputs[node]
     return node
+
+
+def made_like(node: fx.Node, like: fx.Node) -> fx.Node:
+    """``compute_value`` of a new node, which counts as one of the module that made ``like``."""
+    node.meta["nn_module_stack"] = like.meta.get("nn_module_stack")
+    return compute_value(node)

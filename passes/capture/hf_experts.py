@@ -107,13 +107,9 @@ def _find_class(kind: Any) -> Any:
 _find_class_once: Any = functools.cache(_find_class)  # not traced: Dynamo ignores caches with a warning
 
 
-def _class_of(module: torch.nn.Module) -> Any:
-    return _find_class_once(type(module))
-
-
 def _unknown(module: torch.nn.Module) -> str | None:
     """Why ``experts_function`` cannot compute this module; None if it can."""
-    kind = _class_of(module)
+    kind = _find_class_once(type(module))
     if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
         return "it has an interface of its own"
     missing = [n for n in ("has_gate", "has_bias", "is_transposed") if not isinstance(getattr(module, n, None), bool)]
@@ -132,7 +128,7 @@ def _unknown(module: torch.nn.Module) -> str | None:
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The experts modules of ``model`` that call transformers' interface."""
-    return [m for m in model.modules() if _class_of(m) is not None]
+    return [m for m in model.modules() if _find_class_once(type(m)) is not None]
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:

@@ -7,6 +7,7 @@ does nothing else: ``passes/fusions/registry.py`` lists the passes, runs them an
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch import fx
 
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.tuning.small_linear import LinearShape
-from quire.passes.fx import add_input, placeholders, value
+from quire.passes.fx import add_input, argument, is_function, made_like, placeholders, value
 from quire.passes.verify.quantized import addresses
 
 logger = logging.getLogger(__name__)
@@ -170,4 +171,19 @@ class Fusion:
         return node
 
 
-__all__ = ["FusedInputs", "FusedWeights", "Fusion", "owns_memory"]
+def columns(product: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:
+    """``product``, which has its value, split along its last dimension, at the place of insertion; itself for one size."""
+    if len(sizes) == 1:
+        return [product]
+    split = made_like(product.graph.call_function(torch.split, (product, list(sizes)), {"dim": -1}), product)
+    return [product.graph.call_function(operator.getitem, (split, i)) for i in range(len(sizes))]
+
+
+def before_dropout(x: Any) -> Any:
+    """``x`` before dropouts that do nothing: LoRA's layers have one each."""
+    while is_function(x, (torch.nn.functional.dropout,)) and argument(x, 2, "training", True) is False:
+        x = x.args[0]
+    return x
+
+
+__all__ = ["FusedInputs", "FusedWeights", "Fusion", "before_dropout", "columns", "owns_memory"]

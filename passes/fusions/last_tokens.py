@@ -44,12 +44,13 @@ from quire.passes.fx import (
     is_function,
     is_method,
     is_tensor,
+    made_like,
     same_shape,
     symbolic,
     value,
     written_by,
 )
-from quire.passes.verify.row_wise import ARITHMETIC, IN_PLACE, PRODUCTS, VIEWS, RowWise, expression, is_whole
+from quire.passes.verify.row_wise import ARITHMETIC, IN_PLACE, PRODUCTS, VIEWS, RowWise, expression, picked
 from quire.passes.verify.sites import site_nodes
 
 
@@ -65,20 +66,15 @@ def last_tokens(fusion: Fusion) -> int:
 
 def _index_of(node: fx.Node) -> tuple[fx.Node, Any] | None:
     """(index, symbol of T) of a node x[:, index, :] or x[index], index an input (B,) int64 and x (1, ..., 1, T, ...)."""
-    if not is_function(node, (operator.getitem,)) or not is_tensor(node.args[0]):
+    dim, index = picked(node)
+    if dim is None or not is_tensor(x := node.args[0]) or not is_tensor(index) or index.op != "placeholder":
         return None
-    x, at = node.args
-    cuts = at if isinstance(at, tuple) else (at,)
-    dims = [d for d, part in enumerate(cuts) if not is_whole(part)]
-    index: Any = cuts[dims[0]] if len(dims) == 1 else None
-    if not is_tensor(index) or index.op != "placeholder":
-        return None
-    rows, tokens = value(index), expression(value(x).shape[dims[0]])
+    rows, tokens = value(index), expression(value(x).shape[dim])
     if rows.dtype != torch.int64 or rows.dim() != 1 or not symbolic(rows.shape[0]):
         return None
     if tokens is None or not tokens.is_Symbol or tokens == expression(rows.shape[0]):
         return None
-    return (index, tokens) if RowWise(tokens).dim(x) == dims[0] else None
+    return (index, tokens) if RowWise(tokens).dim(x) == dim else None
 
 
 class _Region:
@@ -148,9 +144,7 @@ class _Region:
         dim = self.row_wise.dim(x)
         if x not in self.narrow and dim is not None:
             at: Any = (*[slice(None)] * dim, self.index) if dim else self.index
-            self.narrow[x] = self.graph.call_function(operator.getitem, (x, at))
-            self.narrow[x].meta["nn_module_stack"] = reader.meta.get("nn_module_stack")
-            compute_value(self.narrow[x])
+            self.narrow[x] = made_like(self.graph.call_function(operator.getitem, (x, at)), reader)
         return self.narrow.get(x, x)
 
     def _same_but_rows(self, old: Any, new: Any) -> bool:

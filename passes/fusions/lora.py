@@ -23,16 +23,16 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.lora import MAX_RANK, MAX_SEGMENTS, lora_expand
-from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.base import Fusion, columns
 from quire.passes.fx import (
     ADD,
     LINEAR,
     MUL,
     argument,
-    compute_value,
     is_function,
     is_method,
     is_tensor,
+    made_like,
     only_user,
     operands,
     replace_node,
@@ -122,13 +122,7 @@ def _fuse(fusion: Fusion, layers: list[_Layer]) -> int:
         new = fusion.graph.call_function(lora_expand, (
             first.base.product, first.shrunk.product, b, sizes, [x.base.start for x in layers],
             [x.shrunk.start for x in layers], [x.scaling for x in layers], residual))
-        new.meta["nn_module_stack"] = first.total.meta.get("nn_module_stack")
-        compute_value(new)
-        if len(layers) == 1:
-            parts = [new]
-        else:
-            split = compute_value(fusion.graph.call_function(torch.split, (new, sizes), {"dim": -1}))
-            parts = [fusion.graph.call_function(operator.getitem, (split, i)) for i in range(len(layers))]
+        parts = columns(made_like(new, first.total), sizes)
     for old, part in zip([result] if len(layers) == 1 else [layer.total for layer in layers], parts, strict=True):
         replace_node(old, part)
     return len(layers)

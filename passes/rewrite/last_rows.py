@@ -24,7 +24,6 @@ the cut still has T rows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +35,9 @@ from torch.utils._pytree import tree_leaves
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.ops.lora_rows import lora_rows
-from quire.passes.fx import compute_value, is_function, placeholders, symbolic, value, written_by
+from quire.passes.fx import compute_value, made_like, placeholders, symbolic, value, written_by
 from quire.passes.rewrite.length_rope import longer_than
-from quire.passes.verify.row_wise import is_whole
+from quire.passes.verify.row_wise import picked
 from quire.passes.verify.rows import Const, Holds, Rows
 from quire.passes.verify.shared_kv import KV_SOURCES, memory
 from quire.passes.verify.sites import site_nodes, site_of
@@ -142,12 +141,8 @@ class _Cut:
 
     def _gathers(self, node: fx.Node) -> bool:
         """Whether the node is x[:, index], with the index in the dimension of the tokens."""
-        if not is_function(node, (operator.getitem,)):
-            return False
-        x, at = node.args
-        parts: Any = at if isinstance(at, tuple) else (at,)
-        dims = [d for d, part in enumerate(parts) if not is_whole(part)]
-        return len(dims) == 1 and parts[dims[0]] is self.index and self._known(x) == Rows(dims[0], self.proof.axes[0])
+        dim, index = picked(node)
+        return dim is not None and index is self.index and self._known(node.args[0]) == Rows(dim, self.proof.axes[0])
 
     def _known(self, x: Any) -> Any:
         return self.proof.known.get(x)
@@ -165,9 +160,7 @@ class _Cut:
             if known != Rows(known.dim, known.axis):
                 _refuse(reader, f"what it reads ({x.name}) is not one row per token")
             with self.graph.inserting_after(rows):
-                self.narrow[x] = self.graph.call_method("index_select", (x, known.dim, self.index))
-            self.narrow[x].meta["nn_module_stack"] = reader.meta.get("nn_module_stack")
-            compute_value(self.narrow[x])
+                self.narrow[x] = made_like(self.graph.call_method("index_select", (x, known.dim, self.index)), reader)
         elif not isinstance(known, (Const, Rows)):
             _refuse(reader, f"what it reads ({x.name}) is not one row per token")
 

@@ -11,7 +11,9 @@ itself raises an IndexError beyond them.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -137,11 +139,8 @@ def evaluate(condition: Condition, env: Mapping[int, torch.Tensor]) -> torch.Ten
         return ~evaluate(condition.condition, env)
     if isinstance(condition, Compare):
         return getattr(torch, condition.op)(_numerator(condition.form, env)[0], 0)
-    found = [evaluate(c, env) for c in condition.conditions]
-    total = found[0]
-    for each in found[1:]:
-        total = total & each if isinstance(condition, All) else total | each
-    return total
+    join = operator.and_ if isinstance(condition, All) else operator.or_
+    return functools.reduce(join, (evaluate(c, env) for c in condition.conditions))
 
 
 def _value(term: Term, env: Mapping[int, torch.Tensor]) -> torch.Tensor:

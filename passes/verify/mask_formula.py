@@ -344,6 +344,11 @@ def as_term(element: Any) -> Term:
     return choose(element, number(1), number(0)) if is_condition(element) else element
 
 
+def as_condition(element: Any) -> Condition:
+    """A number as whether it is not 0."""
+    return element if is_condition(element) else compare(element, "ne", number(0))
+
+
 def exact(term: Term, dtype: torch.dtype) -> Term:
     """``term`` as ``dtype`` holds it, constants rounded.
 
@@ -406,6 +411,6 @@ def entry(tensor: torch.Tensor) -> Any:
 
 
 __all__ = ["LARGE", "MAX_POSITIONS", "All", "Choice", "Compare", "Condition", "Either", "Floor", "Form", "Infinite", "Lookup",
-           "Not", "Table", "Term", "Unprovable", "Var", "add", "as_term", "axes", "both", "bounds", "choose", "compare",
-           "either", "entry", "exact", "floor", "is_condition", "is_whole", "leaves", "look_up", "map_leaves", "minus",
-           "negate", "number", "parts", "select", "substitute", "times", "var"]
+           "Not", "Table", "Term", "Unprovable", "Var", "add", "as_condition", "as_term", "axes", "both", "bounds", "choose",
+           "compare", "either", "entry", "exact", "floor", "is_condition", "is_whole", "leaves", "look_up", "map_leaves",
+           "minus", "negate", "number", "parts", "select", "substitute", "times", "var"]

@@ -4,6 +4,8 @@ size, counts along positions, takes bits of positions, or applies a function to 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -16,8 +18,8 @@ from torch import fx
 from quire.passes.fx import symbolic, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
-from quire.passes.verify.mask_formula import Condition, Form, Infinite, Term, Unprovable
-from quire.passes.verify.mask_rules import PARTS, RULES, rule
+from quire.passes.verify.mask_formula import Form, Infinite, Term, Unprovable
+from quire.passes.verify.mask_rules import PARTS, RULES, greater, lesser, rule
 
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
@@ -119,10 +121,7 @@ def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Call
                 raise Unprovable("it is taken over positions")
             if join in (formula.add, formula.times) and value(node).is_floating_point() and size > 2:
                 raise Unprovable("it adds or multiplies in an order that is not known, and is rounded")
-            places = [formula.substitute(element, {axis: formula.number(k)}) for k in range(size)]
-            element = places[0]
-            for each in places[1:]:
-                element = join(element, each)
+            element = functools.reduce(join, [formula.substitute(element, {axis: formula.number(k)}) for k in range(size)])
         if keepdim:
             return element
         kept = [a for a in range(-rank, 0) if a not in axes]
@@ -131,24 +130,12 @@ def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Call
     RULES.update(dict.fromkeys(names, reduce))
 
 
-def _truth(element: Any) -> Condition:
-    return element if formula.is_condition(element) else formula.compare(element, "ne", formula.number(0))
-
-
-def _larger(a: Term, b: Term) -> Term:
-    return formula.choose(formula.compare(a, "lt", b), b, a)
-
-
-def _smaller(a: Term, b: Term) -> Term:
-    return formula.choose(formula.compare(a, "lt", b), a, b)
-
-
-_reduction(("all",), formula.both, _truth)
-_reduction(("any",), formula.either, _truth)
+_reduction(("all",), formula.both, formula.as_condition)
+_reduction(("any",), formula.either, formula.as_condition)
 _reduction(("sum",), formula.add, formula.as_term)
 _reduction(("prod",), formula.times, formula.as_term)
-_reduction(("amax",), _larger, formula.as_term)
-_reduction(("amin",), _smaller, formula.as_term)
+_reduction(("amax",), greater, formula.as_term)
+_reduction(("amin",), lesser, formula.as_term)
 
 
 # Counting along positions.
@@ -170,9 +157,7 @@ def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> A
             formula.both(beyond, formula.compare(element, "ne", last))):
         raise Unprovable("it sums over positions")
     top = max((k for k, at in enumerate(each) if at != last), default=0)
-    sums = [each[0]]
-    for at in each[1 : top + 1]:
-        sums.append(formula.add(sums[-1], at))
+    sums = list(itertools.accumulate(each[: top + 1], formula.add))
     total = formula.add(formula.times(last, formula.add(formula.var(axis), formula.number(-top))), sums[top])
     for k in range(top - 1, -1, -1):
         total = formula.choose(formula.compare(formula.var(axis), "lt", formula.number(k + 1)), sums[k], total)

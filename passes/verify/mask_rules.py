@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from quire.passes.fx import symbolic, value
+from quire.passes.fx import symbolic, target_name, torch_name, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
 from quire.passes.verify.mask_formula import Condition, Form, Infinite, Term, Unprovable
@@ -129,36 +129,36 @@ def _abs(p: MaskProver, node: fx.Node, a: Any) -> Any:
     return formula.choose(formula.compare(term, "lt", formula.number(0)), formula.times(term, formula.number(-1)), term)
 
 
-def _greater(a: Term, b: Term) -> Term:
+def greater(a: Term, b: Term) -> Term:
     return formula.choose(formula.compare(a, "lt", b), b, a)
 
 
-def _lesser(a: Term, b: Term) -> Term:
+def lesser(a: Term, b: Term) -> Term:
     return formula.choose(formula.compare(a, "lt", b), a, b)
 
 
 @rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_")
 def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
-    name = str(getattr(node.target, "__name__", node.target))
+    name = target_name(node)
     if name == "clamp_max":
         min, max = None, min
     dtype = value(node).dtype
     term = p.term(a, dtype)
-    term = term if min is None else _greater(term, p.term(min, dtype))
-    return term if max is None else _lesser(term, p.term(max, dtype))
+    term = term if min is None else greater(term, p.term(min, dtype))
+    return term if max is None else lesser(term, p.term(max, dtype))
 
 
 @rule("relu", "relu_")
 def _relu(p: MaskProver, node: fx.Node, a: Any, inplace: bool = False) -> Any:
-    return _greater(p.term(a), formula.number(0))
+    return greater(p.term(a), formula.number(0))
 
 
 @rule("maximum", "minimum", "max", "min", "fmax", "fmin")
 def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
     if not isinstance(value(b), torch.Tensor):
         raise Unprovable("it takes a maximum over positions")
-    smaller = "min" in str(getattr(node.target, "__name__", node.target))
-    return (_lesser if smaller else _greater)(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
+    smaller = "min" in target_name(node)
+    return (lesser if smaller else greater)(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
 # Comparisons and logic.
@@ -256,7 +256,7 @@ def _eye(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
 @rule("tril", "tril_", "triu", "triu_")
 def _triangle(p: MaskProver, node: fx.Node, x: Any, diagonal: Any = 0) -> Any:
     ahead = formula.minus(formula.var(-1), formula.var(-2))
-    lower = "tril" in str(getattr(node.target, "__name__", node.target))
+    lower = "tril" in target_name(node)
     keep = formula.compare(ahead, "le" if lower else "ge", formula.number(p.constant(diagonal)))
     element = p.element(x)
     return formula.both(keep, element) if formula.is_condition(element) else formula.choose(keep, element, formula.number(0))
@@ -298,7 +298,7 @@ def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -
 
 @rule("transpose", "permute", "t", "swapaxes", "movedim", "getattr")
 def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any) -> Any:
-    rank, name = value(x).dim(), str(getattr(node.target, "__name__", node.target))
+    rank, name = value(x).dim(), target_name(node)
     if name == "getattr":
         if dims[0] not in ("T", "mT") or rank < 2 or (dims[0] == "T" and rank > 2):
             raise Unprovable(f"it reads .{dims[0]}")
@@ -319,7 +319,7 @@ def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any)
 @rule("getitem", "__getitem__")
 def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
     if not isinstance(value(x), torch.Tensor):
-        part = PARTS.get(p.name(x))
+        part = PARTS.get(torch_name(x))
         if part is None or type(index) is not int:
             raise Unprovable("it uses a part of a tuple")
         return part(p, x, index)

@@ -15,13 +15,8 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import (
-    compute_value,
-    erase_dead,
-    is_method,
-    source_name,
-    value,
-)
+from quire.passes.fx import erase_dead, made_like
+from quire.passes.rewrite.length_rope import limit_of
 
 
 def check_rope(config: Any) -> None:
@@ -72,29 +67,17 @@ def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> i
               and short is not None and max_length <= short}
     replaced = 0
     for node in list(gm.graph.nodes):
-        if not is_method(node, "gt") or node.args[1] not in shorts or not is_method(plus := node.args[0], "add"):
-            continue
-        largest, one = plus.args
-        if one != 1 or not is_method(largest, "max") or len(largest.args) != 1 or largest.kwargs:
-            continue
-        if not _is_given(largest.args[0]):
+        found = limit_of(node)
+        if found is None or found[0] not in shorts:
             continue
         with gm.graph.inserting_before(node):
-            never = gm.graph.call_method("new_zeros", (largest.args[0], ()), {"dtype": torch.bool})
-        compute_value(never)
-        never.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            never = made_like(gm.graph.call_method("new_zeros", (found[1], ()), {"dtype": torch.bool}), node)
         node.replace_all_uses_with(never)
         erase_dead(gm.graph, [node])
         replaced += 1
     if replaced:
         gm.recompile()
     return replaced
-
-
-def _is_given(node: Any) -> bool:
-    """Whether the node is the ``position_ids`` of the call."""
-    return isinstance(node, fx.Node) and node.op == "placeholder" and "position" in source_name(node) and isinstance(
-        value(node), torch.Tensor)
 
 
 __all__ = ["check_model", "check_rope", "use_short_frequencies"]

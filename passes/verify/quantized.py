@@ -16,10 +16,9 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import module_path
+from quire.passes.fx import LINEAR, module_path
 
 logger = logging.getLogger(__name__)
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 _ROWS = 32  # of the probe; some integer matrix products need more than 16
 
 
@@ -56,7 +55,7 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
     """
     tried: set[Any] = set()
     for node in graph.nodes:
-        weight = real.get(node.args[1]) if node.target in _LINEAR and len(node.args) > 1 else None
+        weight = real.get(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
         if not isinstance(weight, torch.Tensor) or not is_traceable_wrapper_subclass(weight):
             continue
         kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))

@@ -57,8 +57,16 @@ def expression(size: Any) -> Any:
     return size.node.expr if symbolic(size) else None
 
 
-def is_whole(part: Any) -> bool:
-    """Whether this part of an index is ``:``."""
+def picked(node: fx.Node) -> tuple[int | None, Any]:
+    """(dimension, index) of ``x[:, index, :]``, which takes all of every other dimension; (None, None) for any other node."""
+    if not is_function(node, (operator.getitem,)):
+        return None, None
+    parts: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    cuts = [(dim, part) for dim, part in enumerate(parts) if not _is_whole(part)]
+    return cuts[0] if len(cuts) == 1 else (None, None)
+
+
+def _is_whole(part: Any) -> bool:
     return isinstance(part, slice) and (part.start, part.stop, part.step) == (None, None, None)
 
 
@@ -135,4 +143,4 @@ class RowWise:
         return [d for d, s in enumerate(val.shape) if symbolic(s) and self.tokens in expression(s).free_symbols]
 
 
-__all__ = ["ARITHMETIC", "IN_PLACE", "Operations", "PRODUCTS", "RowWise", "VIEWS", "expression", "is_whole"]
+__all__ = ["ARITHMETIC", "IN_PLACE", "Operations", "PRODUCTS", "RowWise", "VIEWS", "expression", "picked"]

@@ -12,7 +12,8 @@ from torch import fx
 from quire.attn_ops.attention import AttentionSite, Latent, attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.mla import mla_attention
-from quire.passes.fx import ancestors, constant, module_path, placeholders, source_name, symbolic, value
+from quire.attn_ops.registry import aligned
+from quire.passes.fx import ancestors, argument, constant, module_path, placeholders, source_name, symbolic, value
 from quire.passes.rewrite.raise_sdpa import find_sdpa
 from quire.passes.verify.positions import check_rope
 
@@ -107,7 +108,7 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
     ids = [n for n in placeholders(graph) if n.users and long_as_row(n) and not value(n).is_floating_point()]
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "embedding" and isinstance(
-                _argument(node, 2, "padding_idx"), int):
+                argument(node, 2, "padding_idx"), int):
             leaves = {n for n in ancestors(node.args[0]) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)}
             if leaves and all("pos" in source_name(n) for n in leaves):  # RoBERTa and its kin
                 raise UnsupportedAttention(
@@ -125,10 +126,6 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
             raise UnsupportedAttention(
                 f"the model makes positions of its own ({name} at {module_path(node) or node.name}); in a "
                 "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
-
-
-def _argument(node: fx.Node, index: int, name: str) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
 def check_config(config: Any) -> None:
@@ -215,8 +212,7 @@ def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None 
     head = ["layer", "module", "route", "needs", "scale"] + (["lowered to"] if decision is not None else [])
     rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] +
             ([decision[i]] if decision is not None else []) for i, s in enumerate(sites)]
-    widths = [max(len(r[c]) for r in [head, *rows]) for c in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
+    return "\n".join(aligned([head, *rows]))
 
 
 __all__ = ["check_config", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]
