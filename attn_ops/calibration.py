@@ -83,6 +83,3 @@ def recorder(base: AttentionBackend, moments: ChannelMoments) -> AttentionBacken
     return AttentionBackend(name=name, capabilities=capabilities, available=base.available,
                             op=define_paged_op(name, paged_attention), make_state=make_state, prepare=base.prepare,
                             every_step=True)
-
-
-__all__ = ["ChannelMoments", "recorder"]

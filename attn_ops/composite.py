@@ -211,7 +211,3 @@ def check_parts(name: str, parts: Iterable[AttentionBackend]) -> None:
     for what in ("devices", "dtypes", "layouts"):
         if not frozenset.intersection(*(getattr(part.capabilities, what) for part in parts)):
             raise UnsupportedAttention(f"attention={name!r}: its backends have no {what} in common")
-
-
-__all__ = ["KINDS", "Composite", "CompositeCapabilities", "attention_name", "check_parts", "common_capabilities", "kind_of",
-           "op_name"]

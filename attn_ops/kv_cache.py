@@ -256,6 +256,3 @@ def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[i
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages for ``num_tokens`` tokens."""
     return math.ceil(num_tokens / page_size)
-
-
-__all__ = ["Layout", "PagedKVCache", "bytes_per_page", "pages_for", "register_site_finder", "token_bytes", "vector_bytes"]

@@ -97,7 +97,3 @@ def write_kv(k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tens
     if k is not None and v is not None:
         write(k_cache, k_scale, k, slot_mapping)
         write(v_cache, v_scale, v, slot_mapping)
-
-
-__all__ = ["ALIASES", "CodeFormat", "FORMATS", "QUANTIZED_KV_DTYPES", "check_scales", "dequantize", "quantize", "write",
-           "write_kv"]

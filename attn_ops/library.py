@@ -36,6 +36,3 @@ def define_op(schema: str, *, cpu: Callable[..., Any] | None, cuda: Callable[...
         assert cuda is not None
         implementations[op] = cuda
     return op
-
-
-__all__ = ["LIBRARY", "define_op"]

@@ -345,7 +345,3 @@ def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Cal
         raise UnsupportedAttention(f"attention={name!r}: both backends must serve keys and values of all heads")
     parts = (rest, prefill)
     return LongPrefill(name, parts, lambda *of_step: rest, lambda *of_step: (), lambda site: (rest,), rule=rule).long_backend()
-
-
-__all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make",
-           "wait_seconds"]

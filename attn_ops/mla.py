@@ -115,7 +115,3 @@ def _paged_fake(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: to
                 ) -> torch.Tensor:
     heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
     return q.new_empty(q.shape[0], heads, kv_b.shape[0] // heads - nope)
-
-
-__all__ = ["MLA_PAGED_SCHEMA", "absorb_query", "define_mla_op", "expand_output", "mla_attention", "mla_attention_eager",
-           "split_weight"]

@@ -194,7 +194,3 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
     return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
-
-
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "aligned", "all_backends", "backends", "get_backend",
-           "long_prefill_name", "plain_backend", "register_backend"]

@@ -175,6 +175,3 @@ def _by_kind(sites: Sequence[AttentionSite], device: torch.device, cache: dict[s
                          tuple(sites))
     except UnsupportedAttention:
         return None
-
-
-__all__ = ["Selection", "select_backend", "select_latent_or_dense"]

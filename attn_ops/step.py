@@ -89,6 +89,3 @@ def ensure_planned(step: Step, backend: AttentionBackend, sites: list[AttentionS
     if backend.plan is not None:
         backend.plan(step.metadata, step)
     step.planned.add(backend.name)
-
-
-__all__ = ["Step", "StepLimits", "current_step", "ensure_planned", "running"]

@@ -189,7 +189,3 @@ def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], 
         return expand_output(out.masked_fill((lens == 0)[:, None, None], 0.0), w_uv)
 
     return mla_paged_attention
-
-
-__all__ = ["by_token", "define_by_token", "missing", "mla_by_token", "no_compiler", "paged_by_token", "refuse",
-           "slots_end_to_end", "state_of", "too_old", "wrong_gpu"]

@@ -69,6 +69,3 @@ def _shared_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedWeights:
     pairs = zip(placeholders(gm.graph), inputs, strict=False)
     first = next((x for node, x in pairs if is_module_tensor(node) and isinstance(x, torch.Tensor)), None)
     return FusedWeights() if first is None else _weights.setdefault(first, FusedWeights())
-
-
-__all__ = ["QuireBackend", "quire_backend"]

@@ -155,6 +155,3 @@ def assert_attention_sites(model: torch.nn.Module, expected: str) -> None:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
-
-
-__all__ = ["Explanation", "assert_attention_sites", "attention_sites", "explain"]

@@ -74,6 +74,3 @@ class QuireOptions:
         if unknown:
             raise TypeError(f"unknown options for backend 'quire': {unknown}; it takes {sorted(known)}")
         return cls(**(options or {}))
-
-
-__all__ = ["QuireOptions"]

@@ -211,6 +211,3 @@ def _check_still_dynamic(sizes: Sequence[Any]) -> None:
             raise UnsupportedAttention(
                 f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
                 "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
-
-
-__all__ = ["check_longest", "compile_graph", "lower_graph", "raise_graph"]

@@ -95,6 +95,3 @@ def gather_kv(caches: Caches, block_table: torch.Tensor, kv_starts: torch.Tensor
         launch(gather_kernel, grid, caches, block_table, kv_starts, keys, values, num_tokens, num_reqs, block_table.stride(0),
                layout, block, width, width_v, num_warps=4)
     return keys, values
-
-
-__all__ = ["gather_kv", "kv_starts"]

@@ -168,7 +168,3 @@ def recording() -> Iterator[set[Launch]]:
 def is_recording() -> bool:
     """Whether this thread is inside ``recording``."""
     return _recorded.get() is not None
-
-
-__all__ = ["DescriptorArgument", "Launch", "TensorArgument", "descriptor", "fix_cache_key", "implementations", "is_recording",
-           "launch", "recording", "side_stream"]

@@ -74,6 +74,3 @@ def load_scales(scale, block_table_row, kv_head, offsets, live, PAGE: tl.constex
         return tl.load(at, mask=live, other=0.0)
     else:
         return tl.load(at)
-
-
-__all__ = ["find_block", "find_row", "key_rows", "load_keys", "load_scales"]

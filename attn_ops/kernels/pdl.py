@@ -32,6 +32,3 @@ def wait_for_previous(PDL: tl.constexpr):
     """Block until the kernel before has completed. See NOTE [Everyone waits]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-__all__ = ["let_next_start", "wait_for_previous"]

@@ -82,6 +82,3 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
     acc = acc / tl.where(some, total, 1.0)[:, None]
     tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], acc, mask=out_live)
     tl.store(lse + out_row, tl.where(some, (highest + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf")), mask=live)
-
-
-__all__ = ["varlen_kernel"]

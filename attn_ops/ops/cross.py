@@ -71,6 +71,3 @@ def cross_attention(
         out = backend.op(q, None, None, k_cache, v_cache, k_scale, v_scale, *tables, None, prepared, scale=scale, window=None,
                          softcap=softcap, chunk=None)
     return out.masked_fill((lens == 0)[:, None, None], 0)
-
-
-__all__ = ["cross_attention"]

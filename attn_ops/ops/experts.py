@@ -273,6 +273,3 @@ expert_linear = define_op(
 expert_swiglu = define_op(
     "expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed) -> Tensor",
     cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=_fake_swiglu, launches=True)
-
-__all__ = ["MAX_PAIRS", "Tile", "decode_tile", "expert_linear", "expert_linear_cuda",
-           "expert_linear_eager", "expert_swiglu", "expert_swiglu_cuda", "expert_swiglu_eager", "prefill_tile"]

@@ -188,7 +188,3 @@ def normal_decode_set_metadata(cache_seqlens: torch.Tensor, cu_seqlens_k: torch.
         live = first < cache_seqlens[:, None]
         pages = torch.div(slot_map[torch.where(live, slots, 0)], page_size, rounding_mode="floor").to(window_page_table.dtype)
         window_page_table.copy_(torch.where(live, pages, window_page_table))
-
-
-__all__ = ["create_flashinfer_kv_indices", "create_flashmla_kv_indices", "get_num_kv_splits", "normal_decode_set_metadata",
-           "prepare_swa_spec_page_table", "update_sliding_window_buffer"]

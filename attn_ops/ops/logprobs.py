@@ -93,6 +93,3 @@ def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, thr
     launch(kernels.merge_kernel, (rows,), logits, tokens, temperature, bound, partial, *out, logits.stride(0), parts, BLOCK=128,
            FILTERED=filtered, pdl=pdl, num_warps=1)
     return out
-
-
-__all__ = ["TokenLogprobs", "scaled", "token_logprobs", "token_logprobs_cuda", "token_logprobs_eager"]

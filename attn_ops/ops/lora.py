@@ -74,5 +74,3 @@ def _fake(base: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, sizes: Sequ
 lora_expand = define_op(
     "lora_expand(Tensor base, Tensor shrunk, Tensor b, int[] sizes, int[] base_starts, int[] shrunk_starts, float[] scalings, "
     "Tensor? residual=None) -> Tensor", cpu=lora_expand_eager, cuda=lora_expand_cuda, fake=_fake, launches=True)
-
-__all__ = ["MAX_RANK", "MAX_SEGMENTS", "MAX_TOKENS", "lora_expand", "lora_expand_cuda", "lora_expand_eager"]

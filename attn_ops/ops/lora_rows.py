@@ -147,6 +147,3 @@ lora_rows = define_op("lora_rows(Tensor base, Tensor x, Tensor[] a, Tensor[] b, 
 lora_group = define_op(
     "lora_group(Tensor[] bases, Tensor x, Tensor[] a, Tensor[] b, int[] layers, float[] scaling, int[] bits) -> Tensor",
     cpu=lora_group_eager, cuda=lora_group_cuda, fake=_group_fake, launches=True)
-
-__all__ = ["MAX_ADAPTERS", "MAX_KERNEL_ADAPTERS", "MAX_RANK", "MAX_TOKENS", "lora_group", "lora_group_cuda", "lora_group_eager",
-           "lora_rows", "lora_rows_cuda", "lora_rows_eager"]

@@ -129,7 +129,3 @@ def merge_state(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, l
         ValueError: as ``merge_states``; two outputs of different shapes or dtypes.
     """
     return torch.ops.quire.merge_state(out_a, lse_a, out_b, lse_b)
-
-
-__all__ = ["merge_state", "merge_state_eager", "merge_state_triton", "merge_states", "merge_states_eager",
-           "merge_states_triton"]

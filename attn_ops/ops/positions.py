@@ -57,6 +57,3 @@ compute_position = define_op(
 def clamp_position(seq_lens: torch.Tensor) -> torch.Tensor:
     """(B,) int64 positions of a decode: max(seq_len - 1, 0)."""
     return (seq_lens - 1).clamp_min(0).long()
-
-
-__all__ = ["clamp_position", "compute_position", "compute_position_torch", "compute_position_triton"]

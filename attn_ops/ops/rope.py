@@ -149,5 +149,3 @@ rope_kv_write = define_op(
     "float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, *, "
     "bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) -> Tensor",
     cpu=rope_kv_write_eager, cuda=rope_kv_write_cuda, fake=_fake, launches=True)
-
-__all__ = ["PLAIN", "RopeForm", "norm_and_rotate", "rope_kv_write", "rope_kv_write_cuda", "rope_kv_write_eager", "rotate"]

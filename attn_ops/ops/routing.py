@@ -54,5 +54,3 @@ def _fake(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 topk_rows = define_op("topk_rows(Tensor x, int k) -> (Tensor, Tensor)", cpu=topk_rows_eager, cuda=topk_rows_cuda, fake=_fake,
                       launches=True)
-
-__all__ = ["MAX_K", "MAX_ROW", "topk_rows", "topk_rows_cuda", "topk_rows_eager"]

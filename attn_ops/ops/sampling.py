@@ -235,7 +235,3 @@ def _split_mix(n: Tensor) -> Tensor:
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Logical shift to the right; int64's own copies the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-__all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "gumbel_noise", "inverse", "is_greedy", "on_gpu",
-           "random_bits", "sample_tokens", "sample_tokens_cuda", "sample_tokens_eager", "score", "uses_kernel", "winner"]

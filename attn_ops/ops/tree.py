@@ -186,7 +186,3 @@ def tree_attention(
     sink = torch.zeros_like(own[0]), sinks.float().expand(q.shape[0], -1)  # a key whose value is 0
     live = (own[1] > float("-inf"))[..., None]  # a token that sees nothing, as padding, gives 0
     return merge_states(*(torch.stack(states, 1) for states in zip(prefix, own, sink, strict=True)))[0] * live
-
-
-__all__ = ["build_tree_mask", "tree_attention", "tree_attention_state", "tree_attention_state_eager",
-           "tree_attention_state_triton", "tree_positions"]

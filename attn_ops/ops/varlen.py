@@ -195,6 +195,3 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     """
     return torch.ops.quire.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
                                             causal=causal, implementation=implementation)
-
-
-__all__ = ["IMPLEMENTATIONS", "check_implementation", "varlen_attention", "varlen_attention_cuda", "varlen_attention_eager"]

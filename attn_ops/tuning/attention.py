@@ -287,7 +287,3 @@ def summary(device: torch.device) -> list[str]:
             what = ", ".join([heads, f"page {shape.page_size}", *features])
             lines.append(f"measured with torch {version}: {what}: decode {ranked}")
     return lines or [f"attention=\"auto\" goes by the order above: nothing is measured on this device ({COMMAND})"]
-
-
-__all__ = ["COMMAND", "Decision", "LOWER_SUPPORT", "Measurement", "STORE", "ShapeClass", "comparable", "decide", "describe",
-           "device_name", "load", "measurement", "save", "sources", "summary", "versions"]

@@ -99,6 +99,3 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     name = device_key(device)
     known(device).update({key: None if config is None else list(config) for key, config in configs.items()})
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
-
-
-__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "padded", "reload"]

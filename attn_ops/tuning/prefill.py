@@ -145,6 +145,3 @@ def rule(prefill: AttentionBackend, rest: AttentionBackend, site: AttentionSite,
         if ours is not None and theirs is not None:
             return PrefillRule(ours, theirs, graph)
     return None
-
-
-__all__ = ["EAGER", "PrefillRule", "PrefillTime", "WINS", "Work", "fit", "of_measurement", "pairs", "rule", "work"]

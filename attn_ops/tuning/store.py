@@ -102,6 +102,3 @@ def _load(store: Store[Any], path: Path, mtime: int, size: int) -> Any:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("the measurements in %s are ignored (%s: %s); %s", path, type(error).__name__, error, store.advice)
         return None
-
-
-__all__ = ["FORMAT", "Store", "cache_folder", "device_name"]

@@ -94,6 +94,3 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
             yield
         finally:
             _IMPLEMENTATION.reset(token)
-
-
-__all__ = ["NAME", "attention_function", "encoder_attention", "register"]

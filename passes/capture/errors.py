@@ -108,6 +108,3 @@ def _reason(text: str, means: str = "") -> str:
               for place in re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)]
     found = [part for part in (met and met[1].strip()[:200], places and places[-1][-90:]) if part]
     return f" ({'; '.join(found)})" if found else ""
-
-
-__all__ = ["is_first_read", "unwrapped"]

@@ -99,6 +99,3 @@ def without_backward(model: torch.nn.Module) -> Iterator[None]:
         for own, name, hooks, _ in held:
             hooks.update(own[name])
             own[name] = hooks
-
-
-__all__ = ["ChangedWhileTraced", "evaluating", "only_marks", "without_backward"]

@@ -46,6 +46,3 @@ def check_logits(model: torch.nn.Module, width: int) -> None:
         raise UnsupportedAttention(f"{type(model).__name__} gives {width} logits per token, and its embedding has {rows} rows: "
                                    f"a token of {rows} or more could be sampled, and not be read. Make the two equal: "
                                    "model.resize_token_embeddings(n).")
-
-
-__all__ = ["check_checkpoint", "check_logits"]

@@ -194,6 +194,3 @@ def experts_active(model: torch.nn.Module) -> Iterator[None]:
         for config, name in zip(configs, before, strict=True):
             config._experts_implementation_internal = name
             _BEFORE.pop(id(config), None)
-
-
-__all__ = ["NAME", "experts_active", "experts_function", "experts_of", "register", "wanted"]

@@ -203,7 +203,3 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             ACTIVE.reset(token)
-
-
-__all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "functions_of",
-           "implementation_set", "interface_active", "register", "uses_interface"]

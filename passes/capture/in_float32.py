@@ -168,6 +168,3 @@ def _set_products(backends: Sequence[Any], whole: str | None, each: Sequence[str
     for backend, precision in zip(backends, each, strict=True):
         if backend.fp32_precision != precision:
             backend.fp32_precision = precision
-
-
-__all__ = ["EXACT", "HALVES", "InFloat32", "exact_products"]

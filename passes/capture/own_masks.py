@@ -109,6 +109,3 @@ def _names(code: types.CodeType) -> set[str]:
     """Names of globals, attributes and closed-over variables that the code reads, nested functions included."""
     return {*code.co_names, *code.co_freevars}.union(
         *(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
-
-
-__all__ = ["check_masks", "read_by_masks"]

@@ -122,6 +122,3 @@ def _arguments(guard: Any) -> set[str]:
     create = getattr(getattr(guard, "orig_guard", None), "create_fn", None)  # a partial
     arguments = (*getattr(create, "args", ()), *(getattr(create, "keywords", None) or {}).values())
     return {value for value in arguments if isinstance(value, str)}
-
-
-__all__ = ["Reads", "is_code_of", "names_read", "readable"]

@@ -302,6 +302,3 @@ def is_static(gm: fx.GraphModule) -> bool:
     """Whether the graph was traced for rows of one length: no argument has a symbolic second dimension."""
     tensors = [value(n) for n in placeholders(gm.graph) if not is_stored(n)]
     return not any(isinstance(x, torch.Tensor) and x.dim() > 1 and symbolic(x.shape[1]) for x in tensors)
-
-
-__all__ = ["TRACED_TOKENS", "AnyLength", "Traced", "TracedCall", "is_static"]

@@ -123,6 +123,3 @@ def _resolve(source: str, output: Any) -> Any:
 
 def _of_transformers(found: Any) -> bool:
     return type(found).__module__.startswith("transformers.")
-
-
-__all__ = ["check_changes", "check_side_effects", "note_changes"]

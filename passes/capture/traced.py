@@ -410,6 +410,3 @@ class TracedGraph:
 
 def _unshared(site: AttentionSite) -> AttentionSite:
     return replace(site, kv_source=None)
-
-
-__all__ = ["CompiledGraph", "TracedGraph"]

@@ -276,6 +276,3 @@ def _text(errors: list[Any]) -> str:
         file.seek(0)
         found.append(file.read().decode(errors="replace").strip())
     return "; ".join(filter(None, found))[-500:]
-
-
-__all__ = ["CompileAhead", "StepShape", "as_inductor_will", "launches_of"]

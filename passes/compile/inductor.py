@@ -52,6 +52,3 @@ def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return compiled()
     finally:
         TensorifyState.force_specializations.intersection_update(before)
-
-
-__all__ = ["COMPILERS", "SETTINGS", "compile_lowered", "inductor"]

@@ -348,6 +348,3 @@ def _joined(graph: fx.Graph, before: list[fx.Node], pieces: list[tuple[Callable[
         return fx.node.map_arg(result, values.__getitem__)
 
     return joined
-
-
-__all__ = ["Compile", "Look", "compile_by_regions", "copies"]

@@ -129,6 +129,3 @@ def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]
         return run(*args)
 
     return guarded
-
-
-__all__ = ["Assumptions", "checked", "watched"]

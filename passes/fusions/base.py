@@ -184,6 +184,3 @@ def before_dropout(x: Any) -> Any:
     while is_function(x, (torch.nn.functional.dropout,)) and argument(x, 2, "training", True) is False:
         x = x.args[0]
     return x
-
-
-__all__ = ["FusedInputs", "FusedWeights", "Fusion", "before_dropout", "columns", "owns_memory"]

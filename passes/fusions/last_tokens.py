@@ -169,6 +169,3 @@ def _may_write(node: fx.Node) -> bool:
         return True
     return bool(written_by(node) or node.kwargs.get("inplace") or (
         getattr(node.target, "__module__", "") == F.__name__ and any(a is True for a in node.args)))  # relu(x, True)
-
-
-__all__ = ["last_tokens"]

@@ -130,6 +130,3 @@ def _fuse(fusion: Fusion, nodes: tuple[fx.Node, ...], tensors: tuple[_Tensors, .
     for node, part in zip(nodes, parts, strict=True):
         replace_node(node, part)
     return True
-
-
-__all__ = ["fuse_projections"]

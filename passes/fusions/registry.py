@@ -102,6 +102,3 @@ def _run(fusion: Fusion, stage: str, names: str | Sequence[str], small: bool) ->
             matches = each.run(fusion)
             fusion.graph.lint()
             logger.info("%s: %d matches", each.name, matches)
-
-
-__all__ = ["FUSIONS", "FusionPass", "apply_fusions", "apply_lowered_fusions", "fusion_names", "has_small_passes"]

@@ -178,6 +178,3 @@ def _before_ragged(node: Any) -> Any:
     if is_method(node, "flatten") and node.args[1:] == (0, 1) and _is_transposed(node.args[0]):
         return node.args[0].args[0]
     return None
-
-
-__all__ = ["fuse_rope"]

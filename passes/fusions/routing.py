@@ -51,6 +51,3 @@ def _results(node: fx.Node) -> int | None:
             or not 0 < k <= min(columns, MAX_K) or dim not in (-1, x.dim() - 1) or given.get("largest", True) is not True):
         return None
     return k
-
-
-__all__ = ["fuse_topk"]

@@ -194,6 +194,3 @@ def _refuse(node: fx.Node, why: str) -> None:
 def one_query_each(query_start_loc: torch.Tensor) -> torch.Tensor:
     """(B + 1,) int32 for the last token of each sequence, from that of all tokens; padding rows stay empty."""
     return F.pad((query_start_loc.diff() > 0).cumsum(0, dtype=query_start_loc.dtype), (1, 0))
-
-
-__all__ = ["LAST_ROWS", "LastRows", "keep_last_rows", "one_query_each"]

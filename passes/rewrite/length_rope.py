@@ -156,6 +156,3 @@ def check_lengths(step: Step, limits: Sequence[int]) -> None:
                 "CommonAttentionMetadata.build the lengths of whole prompts as total_lens.")
         written |= dict.fromkeys(pages[before // size : -(-length // size)], kind)
     pages_of |= written
-
-
-__all__ = ["LIMITS", "check_lengths", "choose_per_sequence", "longer_than", "lower_lengths"]

@@ -258,6 +258,3 @@ def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tup
     meta = fake.shape_env.create_symbolic_sizes_strides_storage_offset(real, ConstantSource(name), symbolic_context=context)
     with fake:
         return torch.empty_strided(meta[0], meta[1], dtype=like.dtype, device=device)
-
-
-__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "any_sizes", "fake_input", "lower", "set_paged_arguments"]

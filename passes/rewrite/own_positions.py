@@ -163,6 +163,3 @@ def _picks_rows(user: fx.Node, name: str, index: fx.Node) -> bool:
 def _of_numbers(node: fx.Node, numbers: set[fx.Node]) -> bool:
     """Whether a float tensor is computed from nothing but the numbers and constants."""
     return all(n in numbers for n in node.all_input_nodes if isinstance(value(n), torch.Tensor))
-
-
-__all__ = ["check_uncompiled", "use_given_positions"]

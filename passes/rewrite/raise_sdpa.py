@@ -192,6 +192,3 @@ def _is_repeat(start: fx.Node, end: fx.Node, times: int) -> bool:
         return False
     expected = probe.repeat_interleave(times, dim=1)
     return isinstance(env[end], torch.Tensor) and env[end].shape == expected.shape and bool((env[end] == expected).all())
-
-
-__all__ = ["SDPA", "MaskKind", "Refusal", "find_sdpa", "raise_sdpa"]

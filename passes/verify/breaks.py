@@ -99,6 +99,3 @@ def _untraced_caller() -> str | None:
 
 def _is_in(frame: Any, *path: str) -> bool:
     return frame is not None and os.path.join(os.sep, "torch", *path) in frame.f_code.co_filename
-
-
-__all__ = ["check_names", "check_whole", "note_breaks"]

@@ -207,6 +207,3 @@ def _drift(form: Form, period: int) -> Fraction:
             raise Unprovable("it divides positions more than once")
         total += factor * grows
     return total
-
-
-__all__ = ["agree", "evaluate", "first_hidden", "never"]

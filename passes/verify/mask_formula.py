@@ -408,9 +408,3 @@ def entry(tensor: torch.Tensor) -> Any:
             raise Unprovable("it has a table with several very large numbers")
         return choose(entry(data == least), number(least.item()), entry(rest))
     return look_up(Table(data), index)
-
-
-__all__ = ["LARGE", "MAX_POSITIONS", "All", "Choice", "Compare", "Condition", "Either", "Floor", "Form", "Infinite", "Lookup",
-           "Not", "Table", "Term", "Unprovable", "Var", "add", "as_condition", "as_term", "axes", "both", "bounds", "choose",
-           "compare", "either", "entry", "exact", "floor", "is_condition", "is_whole", "leaves", "look_up", "map_leaves",
-           "minus", "negate", "number", "parts", "select", "substitute", "times", "var"]

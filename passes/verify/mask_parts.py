@@ -267,6 +267,3 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
 }
 for _name, _function in _FUNCTIONS.items():
     _of_constants(_name, _function)
-
-
-__all__: list[str] = []

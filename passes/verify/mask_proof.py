@@ -368,6 +368,3 @@ def _storage(node: fx.Node) -> int:
         return storage_of(value(node))
     except NotImplementedError:  # sparse
         return -1
-
-
-__all__ = ["MaskKind", "MaskProver", "Refusal", "StoredMasks"]

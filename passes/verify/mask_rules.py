@@ -412,6 +412,3 @@ def _diff(p: MaskProver, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepe
     if formula.substitute(before, {axis: formula.number(0)}) != first:
         before = formula.choose(formula.compare(formula.var(axis), "eq", formula.number(0)), first, before)
     return formula.minus(element, before)
-
-
-__all__ = ["PARTS", "RULES", "rule"]

@@ -78,6 +78,3 @@ def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> i
     if replaced:
         gm.recompile()
     return replaced
-
-
-__all__ = ["check_model", "check_rope", "use_short_frequencies"]

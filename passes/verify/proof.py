@@ -214,6 +214,3 @@ def balanced() -> Iterator[None]:
     finally:
         while (torch._C._functorch.maybe_current_level() or 0) > before:
             torch._C._functorch._vmap_decrement_nesting()
-
-
-__all__ = ["Proof", "Sizes", "balanced", "execute"]

@@ -100,6 +100,3 @@ def _check_rows(weight: torch.Tensor, where: str) -> None:
             f"{where} mixes the tokens of the batch outside attention: its weight ({kind}) quantizes the activations of all "
             "tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for each token "
             "(torchao: granularity=PerRow()) or the weights only.")
-
-
-__all__ = ["addresses", "check_layers", "check_rows", "num_bytes", "parts"]

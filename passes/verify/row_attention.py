@@ -45,6 +45,3 @@ def attends_within(node: fx.Node, known: Callable[[Any], Known]) -> Known:
     result = value(node)
     assert isinstance(result, torch.Tensor)
     return joined.at(joined.dim + result.dim()) if joined is not None else CONST
-
-
-__all__ = ["attends_within"]

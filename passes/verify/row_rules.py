@@ -306,7 +306,3 @@ def _arange(call: Call) -> Known:
     if symbolic(start) or symbolic(step) or start != 0 or step != 1 or call.result.dtype not in _WHOLE:
         raise Mixes("it numbers the tokens of the batch; positions must come from position_ids")
     return Rows(0, known.axis, known.inner, holds=Holds("number", known.inner))
-
-
-__all__ = ["Call", "LENGTHS", "RULES", "Rule", "as_data", "broadcast", "counts_rows", "elementwise", "no_lengths", "rule",
-           "same"]

@@ -141,6 +141,3 @@ class RowWise:
     def _mentions(self, val: torch.Tensor) -> list[int]:
         """The dimensions in whose sizes T occurs."""
         return [d for d, s in enumerate(val.shape) if symbolic(s) and self.tokens in expression(s).free_symbols]
-
-
-__all__ = ["ARITHMETIC", "IN_PLACE", "Operations", "PRODUCTS", "RowWise", "VIEWS", "expression", "picked"]

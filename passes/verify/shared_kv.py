@@ -67,6 +67,3 @@ def with_sources(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> list[Att
     dense = {s.layer for s in sites if s.latent is None}
     gm.meta[KV_SOURCES] = {a: b for a, b in gm.meta[KV_SOURCES].items() if {a, b} <= dense}
     return [replace(s, kv_source=gm.meta[KV_SOURCES].get(s.layer)) for s in sites]
-
-
-__all__ = ["KV_SOURCES", "memory", "shared_layers", "with_sources"]

@@ -213,6 +213,3 @@ def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None 
     rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] +
             ([decision[i]] if decision is not None else []) for i, s in enumerate(sites)]
     return "\n".join(aligned([head, *rows]))
-
-
-__all__ = ["check_config", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]

@@ -391,6 +391,3 @@ def _has_order(found: Any) -> bool:
     """Whether something is known that is equal to itself only."""
     return any(isinstance(k, (Counts, Group)) or (isinstance(k, Rows) and (k.order is not None or (
         k.holds is not None and (k.holds.order or k.holds.ids) is not None))) for k in tree_leaves(found, is_leaf=_is_known))
-
-
-__all__ = ["TokenPass", "check_tokens"]

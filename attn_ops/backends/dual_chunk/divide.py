@@ -110,6 +110,3 @@ def keys_of(cache: torch.Tensor, table: torch.Tensor, total: int) -> torch.Tenso
     """Keys or values (total, Hkv, D) of a sequence on the pages ``table`` (W,)."""
     position = torch.arange(total, device=cache.device)
     return cache[table[position // cache.shape[1]].long(), position % cache.shape[1]]
-
-
-__all__ = ["Batch", "Part", "Piece", "SparseRow", "divide", "gathered", "keys_of", "pieces_of"]

@@ -153,6 +153,3 @@ def _lines(row: SparseRow, rotated: torch.Tensor, far_query: Callable[[int, int,
         found.append(line_weights(scores.masked_fill_(later, float("-inf"))))
     by_key, by_distance = (torch.cat(parts) for parts in zip(*found, strict=True))
     return choose_lines(by_key, by_distance, [n for n, _ in sizes], [n for _, n in sizes])
-
-
-__all__ = ["PATTERN", "Sparse", "read_sizes", "sparse_attention"]

@@ -137,7 +137,3 @@ def kernel_block(q: torch.Tensor, dim_v: int) -> int:
     """Queries and keys of a program of the kernel."""
     widest = max(q.shape[-1], dim_v)
     return (64 if widest <= 128 else 32) if q.dtype.itemsize == 2 else 16  # larger tiles do not fit into registers
-
-
-__all__ = ["KEEP_FIRST", "KEEP_NEAR", "Lines", "Listed", "attend_eager", "attend_triton", "choose_lines", "kernel_block",
-           "line_weights"]

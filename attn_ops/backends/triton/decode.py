@@ -175,6 +175,3 @@ def decode(
         strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]), form,
         pdl=host.use_pdl(device, q.shape[0]), num_warps=plan.warps,
     )
-
-
-__all__ = ["DecodeConfig", "config", "decode", "num_splits"]

@@ -289,6 +289,3 @@ def extend(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | 
     launch(extend_kernel, plan.grid, q, caches, batch, sinks, out, lse, *plan.buffers(prepared, device), q.shape[0], num_reqs,
            plan.splits, plan.chunk_min, scale, softcap, q.stride()[:2], batch.block_table.stride(0), *plan.constants,
            num_warps=plan.warps)
-
-
-__all__ = ["ExtendConfig", "config", "extend"]

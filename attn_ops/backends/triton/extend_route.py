@@ -187,7 +187,3 @@ def _route(meta: CommonAttentionMetadata, batch: Batch, heads: int, caches: Cach
             return None
     starts = host.kernel_module("kernels.gather_kv").kv_starts(batch.query_start_loc, batch.seq_lens, fewest)
     return Route(starts, num_keys, skip_single)
-
-
-__all__ = ["Route", "RouteConfig", "config", "find_route", "metadata_of", "possible", "scratch_bytes", "seconds",
-           "without_graph"]

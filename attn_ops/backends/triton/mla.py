@@ -289,6 +289,3 @@ def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Te
         launch(merge_kernel, (num_tokens, -(-heads // per_program)), batch, out, partial, *sizes, plan.tile, per_program,
                num_warps=4)
     return out
-
-
-__all__ = ["MlaConfig", "config", "mla"]

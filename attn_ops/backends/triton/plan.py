@@ -86,6 +86,3 @@ def overridden(kind: Callable[..., Any], **params: Any) -> Iterator[None]:
         _overrides[kind] = saved
         for cached in _planners:
             cached.cache_clear()
-
-
-__all__ = ["Batch", "Plan", "Site", "overridden", "planner", "tuned"]

@@ -85,6 +85,3 @@ def _normalized(node: Any) -> tuple[fx.Node, float] | None:
         if is_method(power, "pow") and power.args == (wide, 2) and not power.kwargs:
             return wide.args[0], eps
     return None
-
-
-__all__ = ["RMSNorm", "match_rms_norm"]

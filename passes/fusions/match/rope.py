@@ -274,6 +274,3 @@ def _unsqueezed(node: fx.Node, dim: int) -> bool:
     index = list(node.args[1])
     return index[:dim] == [slice(None)] * dim and index[dim : dim + 1] == [None] \
         and all(i in (slice(None), Ellipsis) for i in index[dim + 1 :])
-
-
-__all__ = ["Rotation", "Table", "match_rotation"]
