@@ -28,7 +28,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, UnsupportedAttention
-from quire.attn_ops.composite import Composite, CompositeCapabilities
+from quire.attn_ops.composite import Composite, CompositeCapabilities, check_every_step
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -175,11 +175,8 @@ class LongPrefill(Composite):
     def _try(self, site: AttentionSite, device: torch.device) -> None:
         cache = PagedKVCache.for_sites([site], num_pages=2, page_size=16, device=device)
         metadata = CommonAttentionMetadata.build([2], [2], [[1]], page_size=16, device=device)
-        part = self.prefill.prefill
-        make = part.make_state if part is not None else self.prefill.make_state
         step = Step(cache, metadata, attention=self.prefill)
-        if make is not None:
-            step.states[self.prefill.name] = make([site], cache, StepLimits(1, 2, 1))
+        self._make_prefill(step.states, [site], cache, StepLimits(1, 2, 1))
         if self.prefill.plan is not None:
             self.prefill.plan(metadata, step)
         q = torch.zeros(2, site.num_heads, site.head_dim, dtype=site.dtype, device=device)
@@ -222,11 +219,15 @@ class LongPrefill(Composite):
         if why := self.ready(sites, cache.device):
             self._give_up(state, why)
             return False
+        self._make_prefill(state.parts, [s for s in sites if Kind.of(s) in state.rules], cache, limits)
+        return True
+
+    def _make_prefill(self, states: dict[str, Any], sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits
+                      ) -> None:
         part = self.prefill.prefill
         make = part.make_state if part is not None else self.prefill.make_state
         if make is not None:
-            state.parts[self.prefill.name] = make([s for s in sites if Kind.of(s) in state.rules], cache, limits)
-        return True
+            states[self.prefill.name] = make(sites, cache, limits)
 
     def _give_up(self, state: State, why: str) -> None:
         state.rules.clear()
@@ -337,10 +338,7 @@ def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Cal
     """
     if prefill is rest:
         raise UnsupportedAttention(f"attention={name!r}: two different backends are needed")
-    for part in (prefill, rest):
-        if part.every_step:
-            raise UnsupportedAttention(f"attention={name!r}: every step must run through {part.name}, which keeps data about "
-                                       f"the cached keys; use attention={part.name!r}")
+    check_every_step(name, (prefill, rest))
     if rest.op is None or prefill.op is None:
         raise UnsupportedAttention(f"attention={name!r}: both backends must serve keys and values of all heads")
     parts = (rest, prefill)

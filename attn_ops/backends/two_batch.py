@@ -25,10 +25,9 @@ from quire.attn_ops.backend import (
     AttentionBackend,
     BackendFamily,
     CudagraphSupport,
-    UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.composite import op_name
+from quire.attn_ops.composite import check_every_step, op_name
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import write_kv
@@ -148,9 +147,7 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     if not base_name:
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
     base = get(base_name)
-    if base.every_step:
-        raise UnsupportedAttention(f"attention={name!r}: every token must run through one state of {base.name}, which keeps "
-                                   f"data about the cached keys; use attention={base.name!r}")
+    check_every_step(name, (base,))
     support = min(base.capabilities.cudagraph_support, CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     op = define_paged_op(op_name(name), _op(base, name), launches="cuda" in base.capabilities.devices)
     return replace(

@@ -80,20 +80,7 @@ def varlen_attention_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *, scale: float,
     window: int | None = None, softcap: float | None = None, causal: bool = False, implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, one sequence at a time: reads the lengths on the host.
-
-    Args:
-        q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
-        implementation: see this module's docstring.
-
-    Returns:
-        (T, H, Dv) in q's dtype; (T, H) float32 lse, natural logarithm.
-
-    Raises:
-        ValueError: shapes that do not go together, a window or softcap that is not positive, an unknown implementation or one
-            that is not usable on this device.
-    """
+    """The definition of ``varlen_attention``, one sequence at a time: reads the lengths on the host."""
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     if implementation == "kernel":
         raise ValueError(f"quire::varlen_attention: implementation='kernel' runs on a GPU, and q is on {q.device}; use 'auto'")
