@@ -41,10 +41,7 @@ def kind_of(window: int | None, chunk: int | None) -> str:
 
 def attention_name(attention: Any) -> Any:
     """``attention`` as a name: ``{"full": "a", "window": "b"}`` is "full=a,window=b". Anything else is returned as it is.
-
-    Raises:
-        ValueError: a kind that does not exist, or no kind at all.
-    """
+    Raises ValueError for a kind that does not exist, or no kind at all."""
     if not isinstance(attention, Mapping):
         return attention
     unknown = [k for k in attention if k not in KINDS]

@@ -331,11 +331,8 @@ class LongPrefill(Composite):
 
 def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Callable[..., PrefillRule | None] = tuning.rule
          ) -> AttentionBackend:
-    """The backend ``name``; ``rule``: see LongPrefill.
-
-    Raises:
-        UnsupportedAttention: two backends of one name, one that must see every step, or one that is an approximation.
-    """
+    """The backend ``name``; ``rule``: see LongPrefill. Raises UnsupportedAttention for two backends of one name, one that must
+    see every step, or one that is an approximation."""
     if prefill is rest:
         raise UnsupportedAttention(f"attention={name!r}: two different backends are needed")
     check_every_step(name, (prefill, rest))

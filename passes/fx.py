@@ -195,11 +195,8 @@ def written_between(first: fx.Node, last: fx.Node) -> bool:
 
 
 def constant(arg: Any) -> Any:
-    """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal.
-
-    Raises:
-        ValueError: it can change from call to call.
-    """
+    """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal. Raises
+    ValueError if it can change from call to call."""
     val = value(arg)
     if isinstance(val, (torch.SymInt, torch.SymFloat)):
         expr = val.node.shape_env.replace(val.node.expr)

@@ -179,11 +179,8 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
 
 
 def check_longest(raised: fx.GraphModule, step: Step) -> None:
-    """Refuse a step with a sequence that is longer than those for which the graph is the model's path.
-
-    Raises:
-        UnsupportedAttention: names the length, and the condition of the trace.
-    """
+    """Refuse a step with a sequence that is longer than those for which the graph is the model's path. Raises
+    UnsupportedAttention, which names the length, and the condition of the trace."""
     longest, conditions = raised.meta.get(_LONGEST, (None, ""))
     if longest is not None and step.metadata.max_seq_len > longest:
         raise UnsupportedAttention(

@@ -152,11 +152,8 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
 def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, draft_table: torch.Tensor,
                                 prefix_lens: torch.Tensor, draft_lens: torch.Tensor, num_draft: int) -> None:
     """Page tables (page size 1) for tree verification in kernels with one window per call: row r of ``out`` is the prefix of
-    sequence r // num_draft, then the draft tokens that draft token r sees.
-
-    Raises:
-        ValueError: row counts that do not fit each other.
-    """
+    sequence r // num_draft, then the draft tokens that draft token r sees. Raises ValueError for row counts that do not fit
+    each other."""
     if out.shape[0] != prefix_table.shape[0] * num_draft or draft_table.shape[0] != out.shape[0]:
         raise ValueError(f"{prefix_table.shape[0]} sequences of {num_draft} draft tokens need "
                          f"{prefix_table.shape[0] * num_draft} rows; out has {len(out)}, draft_table {len(draft_table)}")

@@ -109,10 +109,8 @@ def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, to
     """Merge S attention states over disjoint keys: out (T, S, H, D), lse (T, S, H) float32 natural logarithm -> (T, H, D) in
     out's dtype, (T, H) float32. ``torch.ops.quire.merge_states``.
 
-    A state with lse -inf or +inf has no keys, and its output is not read. Without any keys the result is 0 and -inf.
-
-    Raises:
-        ValueError: shapes that do not go together, or an lse that is not float32.
+    A state with lse -inf or +inf has no keys, and its output is not read. Without any keys the result is 0 and -inf. Raises
+    ValueError for shapes that do not go together, or an lse that is not float32.
     """
     return torch.ops.quire.merge_states(out, lse)
 
@@ -120,8 +118,5 @@ def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, to
 def merge_state(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``merge_states`` of two, out (T, H, D) and lse (T, H) float32 each -> (T, H, D), (T, H). ``torch.ops.quire.merge_state``.
-
-    Raises:
-        ValueError: as ``merge_states``; two outputs of different shapes or dtypes.
-    """
+    Raises ValueError as ``merge_states``, and for two outputs of different shapes or dtypes."""
     return torch.ops.quire.merge_state(out_a, lse_a, out_b, lse_b)

@@ -83,10 +83,7 @@ def tree_attention_state_eager(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition: q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), mask (T, W) -> (T, H, Dv) in q's dtype, lse (T, H) float32.
-
-    Raises:
-        ValueError: shapes that do not go together, or a mask that is not bool.
-    """
+    Raises ValueError for shapes that do not go together, or a mask that is not bool."""
     _check(q, k, v, query_start_loc, mask)
     tokens, width, group = q.shape[0], mask.shape[1], q.shape[1] // k.shape[1]
     if not tokens:

@@ -244,11 +244,8 @@ class PagedModel:
         return select_latent_or_dense(self.options.attention, self.sites, device=device, page_size=page_size)
 
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
-        """Check that the compiled graphs can run a step of that size.
-
-        Raises:
-            ValueError: the compiler assumed smaller steps; gives the condition.
-        """
+        """Check that the compiled graphs can run a step of that size. Raises ValueError if the compiler assumed smaller steps:
+        it gives the condition."""
         known = {"tokens": num_tokens, "rows": num_reqs}
         for assumed in self.graph.assumed:
             condition = assumed.broken({symbol: known[role] for symbol, role in assumed.roles.items() if role in known})

@@ -110,11 +110,8 @@ class TracedCall:
 
     def trace(self, backend: Callable[[fx.GraphModule, Sequence[Any]], None], model: torch.nn.Module | None = None) -> None:
         """Trace the call on a longer row, and hand the graph and its inputs to ``backend``. ``model``: with the attention and
-        experts of this transformers model by quire's functions.
-
-        Raises:
-            UnsupportedAttention: the user chose the attention of ``model``.
-        """
+        experts of this transformers model by quire's functions. Raises UnsupportedAttention if the user chose the attention of
+        ``model``."""
         made: dict[_Row, Any] = {}
 
         def real(x: Any) -> Any:
@@ -261,11 +258,8 @@ class AnyLength:
 
     def compare(self, static: fx.GraphModule, gm: fx.GraphModule, args: Sequence[Any]) -> None:
         """Run both graphs, unpaged, on the inputs of a call of ``static``: a model may branch on the length of its row, and
-        Dynamo takes lengths other than 1 for granted where it makes a graph for any.
-
-        Raises:
-            UnsupportedAttention: they give different numbers.
-        """
+        Dynamo takes lengths other than 1 for granted where it makes a graph for any. Raises UnsupportedAttention if they give
+        different numbers."""
         with torch.no_grad():
             own, other = (contextvars.Context().run(g.forward, *_copies(g, given))  # with no step in progress
                           for g, given in ((static, args), (gm, self.inputs(args))))

@@ -173,11 +173,7 @@ class TracedGraph:
 
     def prepare(self, step: Step) -> None:
         """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will
-        run, which is traced at the first call.
-
-        Raises:
-            UnsupportedAttention: as ``compiled``.
-        """
+        run, which is traced at the first call. Raises UnsupportedAttention as ``compiled``."""
         if self.static:
             return
         try:

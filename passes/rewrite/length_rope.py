@@ -133,10 +133,7 @@ _written: weakref.WeakKeyDictionary[PagedKVCache, dict[int, int]] = weakref.Weak
 
 def check_lengths(step: Step, limits: Sequence[int]) -> None:
     """For a step by hand: the keys that a sequence has in the cache must be rotated by the frequencies of its present length.
-
-    Raises:
-        UnsupportedAttention: they are not; the sequence must be computed again from its first token.
-    """
+    Raises UnsupportedAttention if they are not; the sequence must be computed again from its first token."""
     meta = step.metadata.unpadded()
     if meta.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedAttention("the rotary frequencies of this model depend on the length of each sequence, which a step "

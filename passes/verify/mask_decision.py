@@ -45,11 +45,8 @@ _BLOCK = 2**20
 
 
 def agree(a: Condition, b: Condition) -> bool:
-    """Whether two conditions on the axes -2 and -1 are equal for all positions. See NOTE [Mask proof].
-
-    Raises:
-        Unprovable: they contain something that the proof does not cover.
-    """
+    """Whether two conditions on the axes -2 and -1 are equal for all positions. See NOTE [Mask proof]. Raises Unprovable if
+    they contain something that the proof does not cover."""
     if not axes(a) | axes(b) <= {-2, -1}:
         raise Unprovable("it differs between heads or sequences")
     inside = [*parts(a), *parts(b)]

@@ -350,11 +350,8 @@ def as_condition(element: Any) -> Condition:
 
 
 def exact(term: Term, dtype: torch.dtype) -> Term:
-    """``term`` as ``dtype`` holds it, constants rounded.
-
-    Raises:
-        Unprovable: ``dtype`` does not hold every value for MAX_POSITIONS positions.
-    """
+    """``term`` as ``dtype`` holds it, constants rounded. Raises Unprovable if ``dtype`` does not hold every value for
+    MAX_POSITIONS positions."""
 
     def one(leaf: Form | Infinite) -> Term:
         if isinstance(leaf, Infinite):

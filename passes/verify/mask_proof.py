@@ -155,11 +155,8 @@ class MaskProver:
         self._at: fx.Node | None = None
 
     def prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
-        """The kind of ``mask`` as the node ``at`` reads it.
-
-        Raises:
-            Refusal: it is not proven to be one of causal, sliding window, chunk, or all visible.
-        """
+        """The kind of ``mask`` as the node ``at`` reads it. Raises Refusal if it is not proven to be one of causal, sliding
+        window, chunk, or all visible."""
         writes = [w for w in self._writes.get(_storage(mask), ()) if self._order[w] < self._order[at]]
         key = mask, len(writes)
         if key not in self._kinds:

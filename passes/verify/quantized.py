@@ -68,11 +68,7 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
 
 def check_layers(model: torch.nn.Module) -> None:
     """Refuse bitsandbytes' 8-bit layers (LLM.int8) with a threshold, before they are traced: they compute a column in 16 bits
-    if any token of the batch has a large value there.
-
-    Raises:
-        UnsupportedAttention: names the layer.
-    """
+    if any token of the batch has a large value there. Raises UnsupportedAttention, which names the layer."""
     for name, module in model.named_modules():
         if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
             raise UnsupportedAttention(

@@ -153,11 +153,7 @@ Known = Const | Rows | Counts | Group | Mixed
 
 
 def times(size: Any, axis: Any) -> int:
-    """How often ``size`` is the symbol ``axis``: 0 if it does not depend on it.
-
-    Raises:
-        Mixes: it depends on it otherwise.
-    """
+    """How often ``size`` is the symbol ``axis``: 0 if it does not depend on it. Raises Mixes if it depends on it otherwise."""
     if not symbolic(size):
         return 0
     expr = size.node.expr

@@ -129,11 +129,8 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
 
 
 def check_config(config: Any) -> None:
-    """The checks that need a transformers config only, before any tracing.
-
-    Raises:
-        UnsupportedAttention: the model cannot be served.
-    """
+    """The checks that need a transformers config only, before any tracing. Raises UnsupportedAttention if the model cannot be
+    served."""
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedAttention(f"{kind} is an encoder-decoder model; quire serves decoder-only models.")

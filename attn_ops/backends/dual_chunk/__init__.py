@@ -60,11 +60,8 @@ USAGE = (f"{NAME}:CHUNK:LOCAL[:DENSE_BELOW:LAST:SIZES]: an approximation. Scores
 
 
 class State:
-    """What outlives a step: the rotary embedding of position CHUNK + b * L, by the layer's key cache and b.
-
-    Raises:
-        UnsupportedAttention: sizes of a sparse prefill that are of another model.
-    """
+    """What outlives a step: the rotary embedding of position CHUNK + b * L, by the layer's key cache and b. Raises
+    UnsupportedAttention for sizes of a sparse prefill that are of another model."""
 
     def __init__(self, chunk: int, length: int, sparse: Sparse | None, sites: Sequence[AttentionSite], cache: PagedKVCache
                  ) -> None:

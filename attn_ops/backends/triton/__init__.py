@@ -143,11 +143,8 @@ def attention_state(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float,
     softcap: float | None, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA.
-
-    Raises:
-        ValueError: as ``paged_attention``.
-    """
+    """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA. Raises
+    ValueError as ``paged_attention``."""
     check_scales(k_cache, k_scale, v_scale)
     caches = Caches(k_cache, v_cache, k_scale, v_scale)
     host.check_cache_strides("the triton backend", caches)
@@ -174,11 +171,8 @@ def _absorbed(
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     prepared: list[torch.Tensor], *, scale: float,
 ) -> torch.Tensor:
-    """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
-
-    Raises:
-        ValueError: a cache whose last dim is not contiguous.
-    """
+    """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments. Raises ValueError for a cache
+    whose last dim is not contiguous."""
     if cache.stride(3) != 1:
         raise ValueError(f"the triton backend needs a latent cache whose last dim is contiguous, got strides {cache.stride()}")
     nope = q.shape[2] - k_rope.shape[1]
