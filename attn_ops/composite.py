@@ -207,8 +207,8 @@ def check_every_step(name: str, parts: Iterable[AttentionBackend]) -> None:
     """Raises UnsupportedAttention if one of the parts must see every step."""
     for part in parts:
         if part.every_step:
-            raise UnsupportedAttention(f"attention={name!r}: every step must run through {part.name}, which keeps data about "
-                                       f"the cached keys; use attention={part.name!r}")
+            raise UnsupportedAttention(f"attention={name!r}: every step must run whole through {part.name}, which keeps data "
+                                       f"about the cached keys; use attention={part.name!r}")
 
 
 def check_parts(name: str, parts: Iterable[AttentionBackend]) -> None:

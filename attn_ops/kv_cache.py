@@ -137,11 +137,8 @@ class PagedKVCache:
     def for_sites(cls, sites: Sequence[AttentionSite], *, num_pages: int, page_size: int = 16, device: torch.device | str,
                   dtype: torch.dtype | None = None, layout: Layout | None = None, window_pages: int | None = None
                   ) -> PagedKVCache:
-        """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent.
-
-        Args:
-            window_pages: of layers with a window or chunk, the null page included; num_pages by default.
-        """
+        """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent. ``window_pages``:
+        of layers with a window or chunk, the null page included; num_pages by default."""
         if not sites:
             raise ValueError("no attention sites: there is nothing to cache")
         heads, dims, dims_v = zip(*map(_entry, sites), strict=True)
@@ -156,14 +153,9 @@ class PagedKVCache:
     @classmethod
     def for_model(cls, model: Any, *, num_pages: int, page_size: int = 16, dtype: torch.dtype | None = None,
                   device: torch.device | str | None = None, layout: Layout | None = None, latent: bool = False) -> PagedKVCache:
-        """A cache for ``model``: its attention sites are found by tracing it (nothing is computed).
-
-        Args:
-            latent: latent vectors for MLA layers. Such a cache serves compiled models only, and backends that have MLA.
-
-        Raises:
-            UnsupportedAttention: quire cannot serve the model; the message says which site and why.
-        """
+        """A cache for ``model``: its attention sites are found by tracing it (nothing is computed). ``latent``: latent vectors
+        for MLA layers. Such a cache serves compiled models only, and backends that have MLA. Raises UnsupportedAttention if
+        quire cannot serve the model; the message says which site and why."""
         if not site_finders:
             raise RuntimeError("PagedKVCache.for_model needs quire's capture; use quire.PagedKVCache")
         if device is None:

@@ -23,11 +23,8 @@ from quire.attn_ops.tuning import attention as tuning
 
 
 class Registry:
-    """Backends by name, from entry points (quire's own too) and ``register``.
-
-    Args:
-        entries: None: the entry points of the group ``quire.backends``, loaded at first use.
-    """
+    """Backends by name, from entry points (quire's own too) and ``register``. ``entries``: by default those of
+    the group ``quire.backends``, loaded at first use."""
 
     def __init__(self, entries: Iterable[EntryPoint] | None = None) -> None:
         self._entries, self._loaded = entries, False
@@ -177,11 +174,8 @@ class BackendTable(list[BackendRow]):
 
 
 def backends(device: torch.device | str | None = None) -> BackendTable:
-    """Every attention backend: usable on ``device`` or the reason why not, and what it can do.
-
-    Args:
-        device: None: the GPU if there is one, else the CPU.
-    """
+    """Every attention backend: usable on ``device`` or the reason why not, and what it can do. ``device``: by default the
+    GPU if there is one, else the CPU."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded, broken = REGISTRY.load()
     rows = []

@@ -41,13 +41,8 @@ class Selection:
 def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite],
                            **where: Any) -> Selection:
     """``select_backend`` with MLA layers on the latent cache; where no backend serves that, on keys and values of all heads.
-
-    Args:
-        where: keyword arguments of ``select_backend``.
-
-    Raises:
-        UnsupportedAttention: neither is served; has the reasons against both.
-    """
+    ``where``: keyword arguments of ``select_backend``. Raises UnsupportedAttention if neither is served, with the reasons
+    against both."""
     try:
         return select_backend(name, sites, **where)
     except UnsupportedAttention as latent:

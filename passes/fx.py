@@ -336,10 +336,7 @@ def is_pure(node: fx.Node) -> bool:
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collection[fx.Node] = ()) -> int:
     """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased.
-
-    Args:
-        private: nodes to erase even if they change a value in place: nothing else reads it.
-    """
+    ``private``: nodes to erase even if they change a value in place: nothing else reads it."""
     todo, erased = list(candidates), set[fx.Node]()
     while todo:
         node = todo.pop()

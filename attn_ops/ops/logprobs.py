@@ -74,11 +74,8 @@ def scaled(logits: Tensor, temperature: Tensor, threshold: Tensor | None) -> Ten
 
 def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None, *,
                         pdl: bool | None = None) -> TokenLogprobs:
-    """`token_logprobs` on CUDA: two launches, nothing is read back.
-
-    Args:
-        pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
-    """
+    """`token_logprobs` on CUDA: two launches, nothing is read back. ``pdl``: see attn_ops/kernels/pdl.py; None:
+    ``host.use_pdl``."""
     rows, vocabulary = logits.shape
     kernels = host.kernel_module("kernels.logprobs")
     pdl = host.use_pdl(logits.device, rows) if pdl is None else pdl

@@ -112,11 +112,8 @@ def sample_tokens_cuda(
     """The op on CUDA: one launch, or two where rows are split. Nothing is read back, and nothing outlives the call.
 
     The second launch picks among the parts of each row. The last program of a row could do that too (see NOTE [Last one
-    merges]) with counters that start at zero: without a forward's own counters they would be shared among streams, or zeroed
-    by a launch of its own, which gains nothing.
-
-    Args:
-        pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
+    merges]) with counters that start at zero: without a forward's own counters they would be shared among streams, or zeroed by
+    a launch of its own, which gains nothing. ``pdl``: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
     """
     if not logits.numel() or logits.dtype not in KERNEL_DTYPES:
         return _eager(logits, temperature, seed, position)

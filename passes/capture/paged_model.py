@@ -263,14 +263,9 @@ class PagedModel:
     def run(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor,
             sampling: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """As a call, and also the tokens (B,) int64: argmax for greedy rows (the first if several), -1 where logits are NaN.
-
-        Args:
-            sampling: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows
-                are greedy. Needs ``draws``.
-
-        Raises:
-            ValueError: ``sampling`` for a graph that does not draw. RuntimeError: after ``close``.
-        """
+        ``sampling``: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows are
+        greedy. Needs ``draws``. Raises ValueError for ``sampling`` without ``draws``, RuntimeError after
+        ``close``."""
         if sampling is not None and not self.draws:
             raise ValueError("this PagedModel was traced with draws=False: its graph takes greedy tokens only")
         if self._closed:

@@ -52,11 +52,8 @@ class _Row:
 
 
 class TracedCall:
-    """A call of the function that Dynamo is tracing. Holds modules and tensors weakly; see NOTE [Not kept alive].
-
-    Attributes:
-        tokens: length of its rows; None if no argument is one.
-    """
+    """A call of the function that Dynamo is tracing. Holds modules and tensors weakly; see NOTE [Not kept alive]. ``tokens``:
+    length of its rows; None if no argument is one."""
 
     def __init__(self, code: types.CodeType, scope: dict[str, Any], names: dict[str, Any]) -> None:
         self.code = code

@@ -173,11 +173,8 @@ class CompileAhead:
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
-        """Start to compile the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already.
-
-        Args:
-            fits: whether steps of a shape run these nodes.
-        """
+        """Start to compile the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already. ``fits``:
+        whether steps of a shape run these nodes."""
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
             return

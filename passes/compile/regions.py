@@ -165,10 +165,7 @@ class _Values:
     """The fake value of every node, computed again: those that passes left behind may have other strides.
 
     Of equal pieces only the first is computed, and of the others what later pieces read is copied (``copies``): computing with
-    symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers.
-
-    Attributes:
-        of: node -> value.
+    symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers. ``of``: node -> value.
     """
 
     def __init__(self, lowered: Lowered) -> None:

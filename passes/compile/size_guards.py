@@ -51,15 +51,10 @@ class Assumptions:
 
 @contextlib.contextmanager
 def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
-    """Collect the assumptions about the inputs of ``graph`` that are made inside.
-
-    Args:
-        earlier: guards of previous compilations of graphs with the same symbols; the new ones are added. A guard is noted only
-            once, so all of them count for this graph too.
-
-    Raises:
-        UnsupportedAttention: something was assumed about a size that no input has, which therefore cannot be checked.
-    """
+    """Collect the assumptions about the inputs of ``graph`` that are made inside. ``earlier``: guards of previous compilations
+    of graphs with the same symbols; the new ones are added. A guard is noted only once, so all of them count for this graph
+    too. Raises UnsupportedAttention if something was assumed about a size that no input has, which therefore cannot be
+    checked."""
     found = Assumptions(*_origins(graph))  # now: a symbol that gets specialized loses its name
     mode = fake_mode(graph)
     env = mode.shape_env if mode is not None else None

@@ -80,14 +80,8 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
 
 
 def check_uncompiled(gm: fx.GraphModule) -> None:
-    """Refuse to run a model uncompiled if its graph needed ``use_given_positions``.
-
-    Args:
-        gm: the model's graph, after ``use_given_positions``.
-
-    Raises:
-        UnsupportedAttention: names the module that numbers tokens itself.
-    """
+    """Refuse to run a model uncompiled if its graph needed ``use_given_positions``, which has run. Raises UnsupportedAttention,
+    which names the module that numbers tokens itself."""
     if gm.meta.get(LIMITS):
         raise UnsupportedAttention(
             "the model chooses its rotary frequencies by the longest sequence of the batch (longrope), so an uncompiled paged "

@@ -81,11 +81,8 @@ class MaskKind:
 
 
 class StoredMasks:
-    """Notices that a stored tensor has other values than those a mask was proven with.
-
-    Args:
-        tensors: (place among the graph's inputs, tensor). Not kept alive.
-    """
+    """Notices that a stored tensor has other values than those a mask was proven with. ``tensors``: (place among the graph's
+    inputs, tensor). Not kept alive."""
 
     def __init__(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
         self._seen = [(place, weakref.ref(t), _version(t), t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL

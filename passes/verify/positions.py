@@ -20,14 +20,8 @@ from quire.passes.rewrite.length_rope import limit_of
 
 
 def check_rope(config: Any) -> None:
-    """Refuse a config whose rotary frequencies depend on the longest sequence of a batch.
-
-    Args:
-        config: a transformers config; those nested in it are checked too.
-
-    Raises:
-        UnsupportedAttention: rope_type "dynamic".
-    """
+    """Refuse a config whose rotary frequencies depend on the longest sequence of a batch: rope_type "dynamic".
+    Configs nested in it are checked too. Raises UnsupportedAttention."""
     kind = getattr(config, "model_type", type(config).__name__)
     for rope, _ in _ropes(config):
         name = rope.get("rope_type") or rope.get("type")

@@ -76,10 +76,7 @@ def _is_one(size: Any) -> bool:
 
 class RowWise:
     """The proofs for one symbol. The values of nodes are their fake ones; a weight's size, a number, is never taken for T.
-
-    Args:
-        tokens: the symbol T, as a sympy expression.
-    """
+    ``tokens``: the symbol T, as a sympy expression."""
 
     def __init__(self, tokens: Any) -> None:
         self.tokens = tokens

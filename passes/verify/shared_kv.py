@@ -22,9 +22,6 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
 
     Proved by the graph: both calls take the same two values, and nothing between them changes a value in place that lies in
     their memory. Pages are freed alike for both: either none or both have a window or chunk.
-
-    Args:
-        graph: the raised graph.
     """
     order = {n: i for i, n in enumerate(graph.nodes)}
     writes = [(order[n], memory(x)) for n in graph.nodes for x in written_by(n)]

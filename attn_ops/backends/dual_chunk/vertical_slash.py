@@ -30,11 +30,8 @@ class Lines(NamedTuple):
 
 
 def line_weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax weights summed by key and by distance, (H, N) float32 each.
-
-    Args:
-        scores: (H, n, N) float32, of the last n of N tokens with all keys; -inf for later keys.
-    """
+    """Softmax weights summed by key and by distance, (H, N) float32 each. ``scores``: (H, n, N) float32, of the last n of N
+    tokens with all keys; -inf for later keys."""
     count, total = scores.shape[1:]
     weights = torch.softmax(scores, -1)
     distances = torch.zeros_like(weights[:, 0])

@@ -58,14 +58,9 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None, rope: tuple[Any, ...] | None = None,
     form: RopeForm = PLAIN,
 ) -> torch.Tensor:
-    """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
-
-    Args:
-        rope: cos, sin, the norms' weights and eps, for q and k not yet rotated, of ``form``; for decode batches (T <= B) only.
-
-    Raises:
-        ValueError: caches whose head dim is not contiguous; scales that do not match the caches, or differ in strides.
-    """
+    """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments. ``rope``:
+    cos, sin, the norms' weights and eps, for q and k not yet rotated, of ``form``; for decode batches (T <= B) only. Raises
+    ValueError for caches whose head dim is not contiguous, and scales that do not match the caches or differ in strides."""
     check_scales(k_cache, k_scale, v_scale)
     caches = Caches(k_cache, v_cache, k_scale, v_scale)
     host.check_cache_strides("the triton backend", caches)

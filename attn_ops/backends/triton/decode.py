@@ -157,12 +157,8 @@ def decode(
     chunk: int | None, by_row: bool, rope: tuple[Any, ...] | None = None, form: RopeForm = PLAIN,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their
-    sequence. With k and v it also writes the caches and their scales.
-
-    Args:
-        rope: cos, sin (T, R or R/2), the norms' weights and eps, for q and k not yet rotated, of ``form``. The other arguments
-            are the paged op's.
-    """
+    sequence. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R or R/2), the norms' weights and
+    eps, for q and k not yet rotated, of ``form``. The other arguments are the paged op's."""
     num_reqs, device = batch.seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, host.cache_layout(caches), num_reqs, batch.block_table.shape[1], window, chunk,
                  caches.k.dtype, by_row, device, caches.v.storage_offset() % 4)
