@@ -67,10 +67,8 @@ def select_backend(
     kv_dtype: torch.dtype | None = None, layout: str | None = None,
 ) -> Selection:
     """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
-    each kind of layer (``attn_ops/composite.py``).
-
-    The best is the fastest by what was measured on this device (``attn_ops/tuning/attention.py`` has the rule), else the
-    first in order of priority. Nothing is measured here.
+    each kind of layer (``attn_ops/composite.py``). The best is the fastest by what was measured on this device
+    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority. Nothing is measured here.
 
     Raises:
         UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.

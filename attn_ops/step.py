@@ -38,7 +38,7 @@ class Step:
     Args:
         notes: what backends work out once for all layers of this step.
         window_metadata: as ``metadata``, with the slots and the block table of layers with a window or chunk, where those have
-            page numbers of their own (``LoweringTarget.window_tables``); None: they have those of all layers.
+            page numbers of their own (``LoweringTarget.window_tables``).
         states: the backends' own states, by name (``AttentionBackend.make_state``).
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
         by_hand: of ``quire.step``, and not of an engine, whose scheduler knows what the model needs.

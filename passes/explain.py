@@ -108,8 +108,7 @@ def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "aut
     """Trace ``model`` (nothing is computed) and show for each site how its attention would run, or why it is refused.
 
     Args:
-        model: as for ``quire.Engine``, loaded.
-        attention: as for ``quire.Engine``.
+        model, attention: as for ``quire.Engine``.
         page_size: tokens per page, which some backends restrict.
 
     Raises:
@@ -140,12 +139,8 @@ def attention_sites(model: torch.nn.Module) -> str:
 
 def assert_attention_sites(model: torch.nn.Module, expected: str) -> None:
     """Fail unless the model's attention sites are the ``expected`` table, in the form that a failure prints (indentation and
-    blank lines at the ends do not count).
-
-    Raises:
-        AssertionError: with a diff.
-        UnsupportedAttention: the model cannot be served.
-    """
+    blank lines at the ends do not count). Raises AssertionError with a diff, UnsupportedAttention if the model cannot be
+    served."""
     found, pinned = _lines(attention_sites(model)), _lines(expected)
     if found != pinned:
         diff = "\n".join(difflib.unified_diff(pinned, found, "expected", "actual", lineterm=""))

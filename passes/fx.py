@@ -211,9 +211,8 @@ def constant(arg: Any) -> Any:
 def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None
                      ) -> dict[str, int]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``; of each, the least
-    value from 2 on for which it does not hold.
-
-    A graph with one is the model's path for some batch shapes; another path may compute something else.
+    value from 2 on for which it does not hold. A graph with one is the model's path for some batch shapes; another path may
+    compute something else.
 
     Args:
         limits: sizes beyond which the model cannot run at all; guards against them are left out.

@@ -55,18 +55,15 @@ _LONGEST = "quire_longest"  # in the meta of a graph: sequences up to this lengt
 
 def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool, *, row_data: str | None = None,
                 max_length: int | None = None, by_hand: bool = False) -> tuple[fx.GraphModule, list[AttentionSite]]:
-    """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites.
+    """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites. Raises
+    UnsupportedAttention if the model cannot be served.
 
     Args:
         inputs: real values of the placeholders.
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
         row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
-        max_length: no sequence will be longer; None: unknown.
-        by_hand: every step is checked by ``check_longest``.
-
-    Raises:
-        UnsupportedAttention: the model cannot be served.
+        max_length: no sequence will be longer; None: unknown.  by_hand: every step is checked by ``check_longest``.
     """
     gm = copy_graph(traced)
     inline_checkpoints(gm)
@@ -103,15 +100,12 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
                 weights: FusedWeights, small: bool = False, last_rows: bool = False, row_data: str | None = None
                 ) -> tuple[Lowered, FusedInputs]:
-    """A copy of ``raised``, fused and lowered.
+    """A copy of ``raised``, fused and lowered. Raises UnsupportedAttention for ``last_rows`` of a graph that is not proved to
+    allow it.
 
     Args:
-        small: for steps of at most MAX_TOKENS tokens.
+        small: for steps of at most MAX_TOKENS tokens.  row_data: as for ``raise_graph``.
         last_rows: layers that share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``).
-        row_data: as for ``raise_graph``.
-
-    Raises:
-        UnsupportedAttention: ``last_rows`` of a graph that is not proved to allow it.
     """
     gm = copy_graph(raised)
     if last_rows:

@@ -86,14 +86,12 @@ def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: tor
         "bool static=False")
 def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
                       num_cores: int, static: bool = False) -> None:
-    """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``.
-
-    Long sequences get more parts than short ones, and a small batch enough to occupy ``num_cores`` multiprocessors (0:
-    unknown). The formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
+    """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``: more for long
+    sequences than for short ones, and for a small batch enough to occupy ``num_cores`` multiprocessors (0: unknown). The
+    formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
 
     Args:
-        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).
-        static: all get ``max_kv_splits``.
+        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).  static: all get ``max_kv_splits``.
 
     Raises:
         ValueError: ``out`` has no multiple of B rows.

@@ -30,17 +30,14 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None) -> TokenLogprobs:
-    """``log_softmax(logits / temperature)`` at each row's token, in float32, and the token's rank.
+    """``log_softmax(logits / temperature)`` at each row's token, in float32, and the token's rank: 1 plus the number of tokens
+    with a larger logit, whether excluded or not. All are 0 in skipped rows.
 
     Args:
         logits: (B, V) of any floating dtype.
         tokens: (B,) int64; a negative one (INVALID_TOKEN) reads token 0.
         temperature: (B,) float32; 1 for the distribution of the model, 0 for a row to skip.
         threshold: None, or (B,) float32: tokens with a smaller logit are excluded (their log probability is -inf).
-
-    Returns:
-        See TokenLogprobs. A rank is 1 plus the number of tokens with a larger logit, whether excluded or not. All are 0 in
-        skipped rows.
     """
     if uses_kernel(logits) and logits.numel():
         return token_logprobs_cuda(logits, tokens, temperature, threshold)

@@ -37,18 +37,13 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float],
                     bits: Sequence[int]) -> Tensor:
-    """``base`` plus the products of each token's adapters, in their order. A new tensor.
+    """``base`` plus the products of each token's adapters, in their order: a new tensor (1, T, N) in the dtype of ``base``.
 
     Args:
-        base: (1, T, N), the layer's own product.
-        x: (1, T, K), its input.
-        a, b: (r, K) and (N, r) of each adapter; their dtype is that of its products, as in PEFT.
-        scaling: of each adapter.
+        base, x: (1, T, N), the layer's own product, and (1, T, K), its input.
+        a, b: (r, K) and (N, r) of each adapter; their dtype is that of its products, as in PEFT.  scaling: of each adapter.
         bits: of each adapter: 2**i for the i-th of the model. A token has those whose bits are set in ``Step.adapters`` (T,)
             int64. 0: every token has it.
-
-    Returns:
-        (1, T, N) in the dtype of ``base``.
 
     Raises:
         RuntimeError: no step is in progress, or it does not say which adapters its tokens have.

@@ -98,12 +98,9 @@ def rope_kv_write_eager(
     Args:
         q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).
         cos, sin: (T, R) of each token's position, R even and at most D; with half_tables (T, R/2).
-        q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head, before the rotation or after it; None: no norm.
-        eps: of the norms.
-        k_cache, v_cache: of the layer, (num_pages, page_size, Hkv, D or Dv); see PagedKVCache.
-        k_scale, v_scale: (num_pages, page_size, Hkv) of a quantized cache, else None.
+        q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head; None: no norm.  eps: of the norms.
+        k_cache, v_cache, k_scale, v_scale: of the layer; see PagedKVCache.
         slot_mapping: (T,) int64; a token with slot -1 is not written.
-        interleaved, half_tables, norm_after, norm_offset: see above.
     """
     form = RopeForm(interleaved, half_tables, norm_after, norm_offset)
     check_scales(k_cache, k_scale, v_scale)

@@ -34,16 +34,13 @@ def _rows(query_start_loc: torch.Tensor, tokens: int) -> tuple[torch.Tensor, tor
 
 
 def build_tree_mask(parents: torch.Tensor, query_start_loc: torch.Tensor, width: int) -> torch.Tensor:
-    """The mask of trees: a token sees itself and its ancestors.
+    """(T, W) bool, the mask of trees: a token sees itself and its ancestors, padding tokens nothing. No value is read on the
+    host.
 
     Args:
         parents: (T,) integers, the number of each token's parent among its sequence's drafts; -1 for a root, of which a
             sequence may have several. Parents may come after their children. A chain is ``[-1, 0, 1, ...]``.
-        query_start_loc: (B + 1,) int32.
-        width: W, at least the longest query.
-
-    Returns:
-        (T, W) bool; padding tokens see nothing. No value is read on the host.
+        query_start_loc: (B + 1,) int32.  width: W, at least the longest query.
     """
     tokens, rows = parents.shape[0], query_start_loc.shape[0] - 1
     row, number = _rows(query_start_loc, tokens)
@@ -144,17 +141,13 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store the drafts' keys and values, then attend each draft to its sequence's tokens before the step and, among the drafts,
-    to those that ``mask`` shows it.
+    to those that ``mask`` shows it: (T, H, Dv), 0 for padding tokens.
 
     Args:
         backend: one that declares ``lse``.
-        q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).
+        q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).  sinks: (H,) or None.
         cache, layer: where keys and values lie.  metadata: of the batch of drafts.
         mask: (T, W) bool, as of ``build_tree_mask``; W is at least the longest query.
-        sinks: (H,) or None.
-
-    Returns:
-        (T, H, Dv), 0 for padding tokens.
 
     Raises:
         UnsupportedAttention: the backend does not return attention as a state; a latent cache.

@@ -169,9 +169,7 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     Args:
         q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
-        scale, softcap: as in ``attention.py``.
-        window, causal: query i of n sees key j of m iff \\|j - (i + m - n)\\| < window, and iff j <= i + m - n.
-        implementation: "auto", "eager", "sdpa", "kernel" or the name of a backend that has it (``attn_ops/ops/varlen.py``).
+        scale, softcap: as in ``attention.py``.  window, causal, implementation: see ``attn_ops/ops/varlen.py``.
 
     Returns:
         (T, H, Dv) in q's dtype; (T, H) float32 log-sum-exp, natural logarithm, for ``merge_state``.

@@ -72,8 +72,8 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
     """While inside, this encoder or vision tower of transformers attends with ``quire.varlen_attention``; afterwards as before.
 
     Args:
-        tower: the part of the model that encodes, such as ``model.model.visual`` or ``model.model.vision_tower``. Its config
-            is changed meanwhile, so no other thread may run it.
+        tower: the part that encodes, such as ``model.model.visual`` or ``model.model.vision_tower``. Its config is changed
+            meanwhile, so no other thread may run it.
         implementation: of ``varlen_attention``.
 
     Raises:

@@ -101,13 +101,11 @@ class TracedGraph:
     memory after the model.
 
     Args:
-        gm: as Dynamo gave it; never changed.
-        inputs: real values of its placeholders. See NOTE [Not kept alive].
+        gm: as Dynamo gave it; never changed.  inputs: real values of its placeholders. See NOTE [Not kept alive].
         weights: made by fusions; graphs of one model share them.
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
-        ahead: compiles kernels of the lowered graph in other processes.
-        row_data: see ``raise_graph``.
+        ahead: compiles kernels of the lowered graph in other processes.  row_data: see ``raise_graph``.
         by_hand: it serves steps by hand, as it does unless ``any_shape``.
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
 

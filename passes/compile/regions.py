@@ -57,14 +57,12 @@ class _Piece:
 
 def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False, look: Look | None = None
                        ) -> Callable[..., Any]:
-    """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable.
+    """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable. Returns a callable like the
+    graph: its placeholders' values in order, then what its output node gives.
 
     Args:
         always: cut the graph even if no two of its pieces are equal.
         look: called before anything is compiled, with the nodes of one piece of each kind and the fake values of all nodes.
-
-    Returns:
-        A callable like the graph: its placeholders' values in order, then what its output node gives.
     """
     graph = lowered.gm.graph
     try:
@@ -210,16 +208,9 @@ class _Values:
 
 
 def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torch.Tensor] | None:
-    """Fakes for the outputs of a piece, like those of an equal one.
-
-    Args:
-        outputs: of the equal piece.
-        read: (input of the piece, input of the equal piece).
-
-    Returns:
-        None where fresh tensors might be wrong: outputs that share memory with anything, are not plain fakes, or have sizes for
-        which the inputs of this piece have other symbols.
-    """
+    """Fakes for the outputs of a piece, like the ``outputs`` of an equal one. None where fresh tensors might be wrong: outputs
+    that share memory with anything, are not plain fakes, or have sizes for which the inputs of this piece have other symbols.
+    ``read``: (input of the piece, input of the equal piece)."""
     if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
         return None
     made = {storage_of(t) for t in outputs}

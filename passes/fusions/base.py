@@ -49,19 +49,16 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
 
 @dataclass
 class FusedWeights:
-    """Tensors that hold several parameters, or codes or scales of quantized ones, end to end along dim 0.
+    """Tensors that hold several parameters, or codes or scales of quantized ones, end to end along dim 0: ``fused``, by the ids
+    of the parameters. ``small_linears``: shapes of the layers that the pass of that name gave to its kernel.
 
-    The parameters become views of them, so nothing is stored twice and in-place updates (optimizers, ``load_state_dict``)
-    reach the fused tensor. Nothing here keeps a parameter alive: see NOTE [Not kept alive].
+    The parameters become views of them, so nothing is stored twice and in-place updates (optimizers, ``load_state_dict``) reach
+    the fused tensor. Nothing here keeps a parameter alive: see NOTE [Not kept alive].
 
     NOTE [Memory of fused parameters]: a parameter is moved only if it owns its memory alone (``owns_memory``), so no flat
     buffer, tied tensor or process keeps an old copy. Its old storage is freed: else the weights would take twice the memory.
     ``restore`` gives it one like the old: the parameter alone, whole, from offset 0, with its present values. Only the address
     differs. A view or tie made of a fused parameter in between keeps the fused memory, and no longer follows the parameter.
-
-    Attributes:
-        fused: the tensors, by the ids of the parameters that they hold.
-        small_linears: shapes of the layers that the pass of that name gave to its kernel.
     """
 
     fused: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
@@ -142,12 +139,10 @@ class Fusion:
     Args:
         gm: the graph to rewrite.
         inputs: the real tensors behind the placeholders of a raised graph; none for a lowered one.
-        weights: keeps the tensors that passes make of parameters.
-        backend: what the graph is lowered to; None before lowering.
+        weights: keeps the tensors that passes make of parameters.  backend: what the graph is lowered to; None before lowering.
 
     Attributes:
-        real: the real tensor (or number) behind each placeholder, those added by ``add_weight`` included.
-        added: the tensors given to ``add_weight``.
+        real: the real tensor (or number) behind each placeholder.  added: the tensors given to ``add_weight``.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any] = (), weights: FusedWeights | None = None,

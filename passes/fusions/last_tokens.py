@@ -19,11 +19,8 @@ element-wise operations that read them, and the norm goes over fewer rows.
 
 Left alone: everything before the last attention op (so that pieces of passes/compile/regions.py stay equal) and before
 something that is changed in place, except ``x += y`` on a new x with no other reader; quantized weights, whose code may depend
-on the number of rows; graphs whose T or B is a number.
-
-Decode steps (T = B) gain nothing and need no more kernels, counted in the code that Inductor generates. In the graph for small
-batches there would be one more, as ``small_linear`` adds the residual there, and the final norm would fold into the head's
-``small_linear``, each of whose programs would compute it again. That graph is not rewritten.
+on the number of rows; graphs whose T or B is a number; the graph for small batches, where this would add a kernel and have each
+program of the head's ``small_linear`` compute the final norm again. Decode steps (T = B) gain nothing and need no more kernels.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ class FusionPass:
     """One fusion pass.
 
     Args:
-        name: by which ``QuireOptions.fusions`` chooses it.
-        run: rewrites the graph and returns the number of matches.
+        name: by which ``QuireOptions.fusions`` chooses it.  run: rewrites the graph and returns the number of matches.
         stage: whether it rewrites the raised graph, or the lowered one, where the caches are.
         batches: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large": not in that graph.
     """

@@ -1,8 +1,8 @@
 """KV-sharing fast prefill: behind the last layer with keys of its own, only the tokens whose logits are wanted.
 
 Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so a
-token whose logits are not read can skip them: all but one of a prefill chunk. A step of B sequences asks for B
-rows of logits, the last of each sequence, by the input idx (B,); the layers behind the last one with its own keys run on these.
+token whose logits are not read can skip them: all but one of a prefill chunk. A step of B sequences asks for B rows of logits,
+the last of each sequence, by the input idx (B,); the layers behind the last one with its own keys run on these.
 
 Before (layer 2 attends to the keys and values of layer 0)::
 
@@ -15,11 +15,10 @@ After::
     o2 = attention(q(h2), k0, v0, layer=2)                       # lowered: one query per sequence, as in a decode step
     logits = linear(mlp(add(h2, o2)), w_head)
 
-Why it is the same: all operations outside attention are proved to compute each token's row from that row alone, for any number
-of rows (``passes/verify/tokens.py``), and attention gives each query what its sequence's cache holds. Positions are in the rows
-that are taken (rotary tables). A graph is refused if a value that is not one row per token crosses the cut, if something
-visible elsewhere is changed in place behind it, if an operation reads the token's index from the step, or if a value behind
-the cut still has T rows.
+Why it is the same: each operation outside attention is proved to compute a token's row from that row alone
+(``passes/verify/tokens.py``), and attention gives each query what its sequence's cache holds. A graph is refused if a value
+that is not one row per token crosses the cut, if something visible elsewhere is changed in place behind it, if an operation
+reads the token's index from the step, or if a value behind the cut still has T rows.
 """
 
 from __future__ import annotations

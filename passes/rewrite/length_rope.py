@@ -6,15 +6,14 @@ transformers chooses one set of frequencies for the whole call, by the largest p
     inv_freq.copy_(where(long, long_inv_freq, original_inv_freq))
     freqs = position_ids[..., None] * inv_freq
 
-Here the operations between the choice and the first result with a row per token are done with either set, and each token takes
-that of its sequence::
+Here what lies between the choice and the first result with a row per token is computed with either set::
 
     long = longer_than(position_ids, 4096)                              # (1, T), of each token's sequence
     freqs = where(long[..., None], position_ids[..., None] * long_inv_freq, position_ids[..., None] * original_inv_freq)
 
-``lower_lengths`` computes ``longer_than`` from the step's tables. The length of a sequence is ``total_lens`` of the metadata:
-its tokens when its prompt is complete, so that all chunks of a prompt are rotated alike. A sequence that grows past the limit
-must be computed again from its first token: the scheduler does so, and ``check_lengths`` refuses other steps by hand.
+``lower_lengths`` computes ``longer_than`` from the step's tables, by ``total_lens`` of the metadata: a sequence's tokens when
+its prompt is complete, so that all chunks of a prompt are rotated alike. A sequence that grows past the limit must be computed
+again from its first token: the scheduler does so, and ``check_lengths`` refuses other steps by hand.
 """
 
 from __future__ import annotations
@@ -41,12 +40,8 @@ def longer_than(position_ids: torch.Tensor, limit: int) -> torch.Tensor:
 
 
 def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> int:
-    """Rewrite each choice of frequencies; returns how many. What has another form stays, and ``check_tokens`` refuses it.
-
-    Args:
-        gm: changed in place. ``gm.meta[LIMITS]`` has the limits, ascending.
-        tokens: the size of the token dimension.
-    """
+    """Rewrite each choice of frequencies, in place; returns how many. What has another form stays, and ``check_tokens`` refuses
+    it. ``gm.meta[LIMITS]`` has the limits, ascending. ``tokens``: the size of the token dimension."""
     limits: set[int] = set()
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for copy in [n for n in gm.graph.nodes if is_method(n, "copy_") and len(n.args) == 2]:

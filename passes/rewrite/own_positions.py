@@ -37,15 +37,9 @@ _OWN = "quire_own_positions"
 
 
 def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
-    """Replace each ``arange`` over the row that the model computes with; returns how many.
-
-    Args:
-        gm: after raising, when what only served a mask is gone. Changed in place.
-        tokens: the size of the token dimension.
-
-    Raises:
-        UnsupportedAttention: the numbers are used both ways, or do not count 0, 1, 2, ...
-    """
+    """Replace each ``arange`` over the row that the model computes with, in place; returns how many. For a graph after raising,
+    when what only served a mask is gone. ``tokens``: the size of the token dimension. Raises UnsupportedAttention if the
+    numbers are used both ways, or do not count 0, 1, 2, ..."""
     graph = gm.graph
     given = next((n for n in placeholders(graph) if n.users and "pos" in source_name(n) and _is_row(n, tokens)), None)
     if given is None:

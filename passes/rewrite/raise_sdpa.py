@@ -15,10 +15,9 @@ mask (``passes/verify/mask_proof.py``). The repeat is recognized by running the 
 and comparing with ``repeat_interleave``.
 
 Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that is not proven to be of
-a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat.
-
-Left as it is: a call whose number of keys does not depend on the tokens (each token attends over its own heads, or to a stored
-memory). The proof of all other operations covers it (``passes/verify/row_attention.py``).
+a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat. Left as it is: a
+call whose number of keys does not depend on the tokens (each token attends over its own heads, or to a stored memory), which
+the proof of all other operations covers (``passes/verify/row_attention.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
 
 
 def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tuple[int, dict[str, str]]:
-    """Raise every F.sdpa node of ``gm`` that can be, in place.
+    """Raise every F.sdpa node of ``gm`` that can be, in place. ``gm.meta["quire_stored_masks"]`` then checks in each call that
+    stored masks are those of the proof.
 
     Args:
         gm: a Dynamo graph; its nodes carry fake values.
@@ -59,7 +59,6 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 
     Returns:
         (number raised, reason by module path of each one refused). Layers are numbered by order in the graph.
-        ``gm.meta["quire_stored_masks"]`` checks in each call that stored masks are those of the proof.
     """
     raised, refusals = 0, {}
     nodes = find_sdpa(gm.graph)

@@ -50,13 +50,8 @@ def _ropes(config: Any, depth: int = 3) -> Iterator[tuple[dict[str, Any], int | 
 
 
 def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> int:
-    """Replace longrope's ``max(position_ids) + 1 > original_max_position_embeddings`` by False where no sequence is so long;
-    returns how often.
-
-    Args:
-        gm: changed in place.
-        max_length: no sequence will be longer.
-    """
+    """Replace longrope's ``max(position_ids) + 1 > original_max_position_embeddings`` by False, in place, where no sequence is
+    so long; returns how often. ``max_length``: no sequence will be longer."""
     shorts = {short for rope, short in _ropes(config) if "longrope" in (rope.get("rope_type"), rope.get("type"))
               and short is not None and max_length <= short}
     replaced = 0

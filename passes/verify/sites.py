@@ -61,15 +61,12 @@ def _mla_site_of(node: fx.Node) -> AttentionSite:
 
 
 def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
-    """Refuse a traced model whose attention is not wholly in ``sites``.
+    """Refuse a traced model whose attention is not wholly in ``sites``. Raises UnsupportedAttention, which says which layer,
+    what was expected and what was found.
 
     Args:
-        graph: the traced graph, after raising.
-        config: the model's transformers config, or None for a module that has none.
+        graph: the traced graph, after raising.  config: of the transformers model, or None for a module that has none.
         refusals: from the raising pass, reason by module path.
-
-    Raises:
-        UnsupportedAttention: says which layer, what was expected and what was found.
     """
     left = find_sdpa(graph)
     if left or refusals:
@@ -89,16 +86,12 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
 
 def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
     """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence. And
-    one that takes positions, but whose own begin elsewhere.
+    one that takes positions, but whose own begin elsewhere. Raises UnsupportedAttention if the graph makes something as long as
+    the row out of nothing, or looks positions up in a table with an entry for padding.
 
     Args:
         graph: the traced graph after raising, when what only served a mask is gone.
-        tokens: the size of the token dimension.
-        has_config: it is a transformers model.
-
-    Raises:
-        UnsupportedAttention: the graph makes something as long as the row out of nothing, or looks positions up in a table with
-            an entry for padding.
+        tokens: the size of the token dimension.  has_config: it is a transformers model.
     """
 
     def long_as_row(n: Any) -> bool:

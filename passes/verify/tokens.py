@@ -319,15 +319,12 @@ class TokenPass:
 
 
 def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> TokenPass:
-    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof.
+    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof. Raises
+    UnsupportedAttention, which names the operation and the module.
 
     Args:
-        graph: the traced graph after raising, when what only served a mask is gone.
-        tokens: the size of the token dimension.
+        graph: the traced graph after raising, when what only served a mask is gone.  tokens: the size of the token dimension.
         row_data: inputs of one number for each row that the caller picks, which are not numbers of rows themselves.
-
-    Raises:
-        UnsupportedAttention: names the operation and the module.
     """
     check_whole(graph)
     if not symbolic(tokens):
