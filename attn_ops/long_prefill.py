@@ -1,13 +1,12 @@
 """Two backends in one: PREFILL for the prompts of steps in which it was measured faster, REST for everything else.
 
 The kernels that are best for long prompts may be slow at decoding, need planning on the host, and allow no CUDA graph. So
-PREFILL serves a step only where all of this holds:
+PREFILL serves a step only where the step is no CUDA graph's and
 
-* the step is no CUDA graph's;
 * by the times measured on this device (``attn_ops/tuning/prefill.py``) it spares all layers of a kind together at least
   PLAN_US: a function of queries, context, heads, head dims and dtype;
-* PREFILL supports the site and the cache (its capabilities), and its kernels are compiled (``PrefillPart.ready``): an engine
-  has them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
+* it supports the site and the cache (its capabilities), and its kernels are compiled (``PrefillPart.ready``): an engine has
+  them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
 
 Sequences of one token at the head of such a step (decodes) stay with REST where it takes a part of a batch. Without times, or
 without PREFILL's package, all steps are REST's.
@@ -68,9 +67,8 @@ class State:
     """Of one engine or step.
 
     Args:
-        parts: the parts' states, by name.
+        parts: the parts' states, by name.  split: whether decodes at the head of a batch stay with REST.
         rules: of the layers that PREFILL may serve, by kind: one of the sites, their number, the rule.
-        split: whether decodes at the head of a batch stay with REST.
         given: what PREFILL's state will be made of; None: it is made.
         serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.

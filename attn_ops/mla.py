@@ -98,14 +98,9 @@ def expand_output(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 def define_mla_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
                   launches: bool = False) -> Any:
-    """Register ``impl`` as ``quire::<name>_mla_paged_attention`` with MLA_PAGED_SCHEMA and its fake; return the op overload.
-
-    Args:
-        impl: stores the step's latent vectors at their slots of ``cache``, mutates nothing else, and gives zeros for padding
-            tokens. See NOTE [Padding].
-        devices: "CPU", "CUDA" or both.
-        launches: see ``define_op``.
-    """
+    """Register ``impl`` as ``quire::<name>_mla_paged_attention`` with MLA_PAGED_SCHEMA and its fake, for "CPU", "CUDA" or both;
+    return the op overload. ``impl`` stores the step's latent vectors at their slots of ``cache``, mutates nothing else, and
+    gives zeros for padding tokens (NOTE [Padding]). ``launches``: see ``define_op``."""
     keys, impl = set(devices), breakable(impl, _paged_fake)
     return define_op(f"{name}_mla_paged_attention{MLA_PAGED_SCHEMA}", cpu=impl if "CPU" in keys else None,
                      cuda=impl if "CUDA" in keys else None, fake=_paged_fake, launches=launches)

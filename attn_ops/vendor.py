@@ -156,13 +156,9 @@ def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Calla
 
 def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], int] = lambda page_size: 1
                  ) -> Callable[..., torch.Tensor]:
-    """The MLA op of a kernel that decodes on the latent cache, in absorbed terms; see ``paged_by_token``.
-
-    Args:
-        attend: (query (T, H, rank), its rotary part (T, H, R), cache (pages, page_size, rank + R), table, lens, scale, Dn)
-            -> (T, H, rank).
-        multiple: see ``define_by_token``.
-    """
+    """The MLA op of a kernel that decodes on the latent cache, in absorbed terms; see ``paged_by_token`` and
+    ``define_by_token``. ``attend``: (query (T, H, rank), its rotary part (T, H, R), cache (pages, page_size, rank + R), table,
+    lens, scale, Dn) -> (T, H, rank)."""
 
     def mla_paged_attention(
         q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,

@@ -125,13 +125,9 @@ def _row_data(gm: fx.GraphModule, source: str | None) -> list[fx.Node]:
 def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | None, earlier: list[Any],
                   ahead: CompileAhead | None = None, fits: Callable[[StepShape], bool] = lambda shape: True
                   ) -> tuple[Callable[..., Any], Assumptions]:
-    """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks.
-
-    Args:
-        context: Dynamo's when it traced the graph.
-        earlier: guards of earlier compilations of the same traced graph; see ``watched``.
-        ahead: compiles kernels in other processes meanwhile, those for steps that ``fits`` accepts.
-    """
+    """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks. ``context``: Dynamo's
+    when it traced the graph. ``earlier``: see ``watched``. ``ahead``: compiles kernels in other processes meanwhile, those for
+    steps that ``fits`` accepts."""
     # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
     inputs = [value(n) for n in placeholders(lowered.gm.graph)]
     dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]

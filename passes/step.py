@@ -23,8 +23,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask.
 
     Args:
-        cache: from ``PagedKVCache.for_model``.
-        metadata: of this step's batch.
+        cache: from ``PagedKVCache.for_model``.  metadata: of this step's batch.
         attention: as in ``QuireOptions``. Options given to ``torch.compile`` count only if this is "auto".
 
     Raises:

@@ -1,12 +1,11 @@
 """Backends ``two_batch:NAME``: a batch cut between sequences into two of about equally many tokens, each attended to by NAME.
 
 On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with the
-other's. On a CPU one runs after the other. All keys of the step are stored before: a sequence may read pages that one of the
-other half fills. What NAME plans and prepares, it does for each half; ``prepare`` runs in every layer, for its sizes follow
-from the cut. A batch that has no border between sequences stays whole, and so does one outside a step.
-
-In a CUDA graph the cut is that of the batch's shape, the middle row: so only batches of one token per sequence are captured.
-Never chosen by ``attention="auto"``. Whether the halves overlap was not measured.
+other's (not measured); on a CPU one after the other. All keys of the step are stored before: a sequence may read pages that one
+of the other half fills. What NAME plans and prepares, it does for each half, ``prepare`` in every layer: its sizes follow from
+the cut. A batch that has no border between sequences stays whole, and so does one outside a step. In a CUDA graph the cut is
+that of the batch's shape, the middle row: so only batches of one token per sequence are captured. Never chosen by
+``attention="auto"``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launching Triton kernels; and recording launches, so that other processes can compile the kernels ahead.
 
-Triton compiles kernels one after the other, each at its first launch, and starting a model launches some fifty for the first
-time. Which ones follows from shapes, dtypes and strides alone. So an op's implementation can be called with fake tensors
-inside ``recording``: nothing is launched, and each ``launch`` is recorded in a form that another process can compile
+Triton compiles kernels one after the other, each at its first launch, some fifty of them when a model starts. Which ones
+follows from shapes, dtypes and strides alone. So an op's implementation can be called with fake tensors inside ``recording``:
+nothing is launched, and each ``launch`` is recorded in a form that another process can compile
 (``attn_ops/kernels/compile_worker.py``). The real launch finds the result in Triton's cache on disk.
 """
 

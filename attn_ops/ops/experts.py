@@ -147,12 +147,8 @@ def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bo
 
 def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, *,
                        path: str | None = None, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
-    """The op on CUDA. Runs the definition for dtypes that the kernels do not support.
-
-    Args:
-        path: "pairs" or "sorted"; None: chosen by sizes. tile: None: chosen by sizes.
-        pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
-    """
+    """The op on CUDA. Runs the definition for dtypes that the kernels do not support. ``path``: "pairs" or "sorted"; path and
+    tile are chosen by sizes by default, ``pdl`` by ``host.use_pdl`` (attn_ops/kernels/pdl.py)."""
     _check(x, weight, bias, expert_ids, transposed)
     w = weight.mT if transposed else weight  # (E, N, K)
     if not _supported(x, expert_ids, w):

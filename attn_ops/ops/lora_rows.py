@@ -8,8 +8,8 @@ which the step in progress has (``Step.adapters``): a graph takes the same input
 adapter may also be that of every token. The adapters' own parameters are read, so changes in place are seen.
 
 On CUDA two kernels compute all adapters of a group, up to MAX_TOKENS tokens, MAX_KERNEL_ADAPTERS adapters and rank MAX_RANK,
-and skip an adapter that no token of a tile has. A decode step reads (K + N) r elements of each adapter that is used. Elsewhere
-the ops run their eager definitions, in which each adapter costs two products for all tokens.
+and skip an adapter that no token of a tile has: a decode step reads (K + N) r elements of each adapter in use. Elsewhere the
+ops run their eager definitions, in which each adapter costs two products for all tokens.
 """
 
 from __future__ import annotations

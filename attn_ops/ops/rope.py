@@ -2,15 +2,15 @@
 
 Between the q/k/v projection and attention, each token needs small pieces of work on few bytes: an RMSNorm over each head of q
 and k (Qwen3 and others), the rotation of q and k by the token's position, and storing k and v in the cache. Separately, they
-are two to five launches per layer, each of which costs more than the bytes it moves; here they are one. Attention then finds
-all keys in the cache: the paged op is called without k and v.
+are two to five launches per layer, each of which costs more than the bytes it moves. Attention then finds all keys in the
+cache: the paged op is called without k and v.
 
 The rotation (Su et al., "RoFormer", 2021, in GPT-NeoX's and Hugging Face's order of dimensions): with R rotated dimensions,
 ``x[i] * cos[i] - x[i + R/2] * sin[i]`` for i < R/2 and ``x[i] * cos[i] + x[i - R/2] * sin[i]`` for the other half; dimensions
 from R on are unchanged. Models differ in four options (``RopeForm``):
 
-* ``interleaved``: neighbours form pairs, as in RoFormer and GPT-J: ``x[2i] * cos[2i] - x[2i + 1] * sin[2i]``, and
-  ``x[2i + 1] * cos[2i + 1] + x[2i] * sin[2i + 1]``;
+* ``interleaved``: neighbours form pairs, as in RoFormer and GPT-J: ``x[2i] * cos[2i] - x[2i + 1] * sin[2i]``, and ``x[2i + 1] *
+  cos[2i + 1] + x[2i] * sin[2i + 1]``;
 * ``half_tables``: cos and sin have R/2 entries, one per pair;
 * ``norm_after``: the norms apply to the rotated heads;
 * ``norm_offset``: added to the weights of the norms (Gemma 3: 1), which then multiply in float32, before rounding. None: they

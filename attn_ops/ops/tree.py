@@ -3,11 +3,12 @@
 A batch's drafts are ordinary tokens of a step: sequence r has ``query_lens[r]`` of them, in the cache at the slots that follow
 its ``num_computed`` tokens. What differs is the mask among them, (T, W) bool: token t sees the j-th draft of its own sequence
 iff ``mask[t, j]``; and the positions for the rotary embedding, which count a draft's ancestors (``tree_positions``). W is at
-least the longest query; columns past a sequence's own drafts are not read.
+least the longest query; columns past a sequence's own drafts are not read. SGLang's and vLLM's trees are the same; there a mask
+covers the prefix too.
 
 The tokens before the step are attended to by a backend's ``state_op``, without a mask, the drafts among themselves by
 ``quire::tree_attention_state`` in float32, and ``merge_state`` makes one result of both. Only sizes of the batch enter on the
-host, so all of it can be captured. SGLang's and vLLM's trees are the same; there a mask covers the prefix too.
+host, so all of it can be captured.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Attention over ragged sequences without a KV cache: ``torch.ops.quire.varlen_attention``.
+"""Attention over ragged sequences without a KV cache, for encoders, vision towers and cross attention:
+``torch.ops.quire.varlen_attention``.
 
-For encoders, vision towers and cross attention. Sequence r has queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]`` and keys
-``cu_seqlens_k[r]`` to ``cu_seqlens_k[r + 1]``: a block-diagonal mask over the ragged row. Within a sequence of n queries and m
-keys, query i has position i + m - n; it sees key j iff
-
-* ``causal``: j <= position,
-* ``window``: \\|j - position\\| < window; together with ``causal`` that is Hugging Face's sliding window.
-
-Not causal, the usual case, and without a window, it sees all keys. Scores are scaled, then capped, as in ``attention.py``. The
-second result is the log-sum-exp of the scores, which ``merge_state`` takes; a query without keys has output 0 and lse -inf.
+Sequence r has queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]`` and keys ``cu_seqlens_k[r]`` to ``cu_seqlens_k[r + 1]``: a
+block-diagonal mask over the ragged row. Within a sequence of n queries and m keys, query i has position i + m - n; it sees key
+j iff ``causal``: j <= position, and ``window``: \\|j - position\\| < window (together Hugging Face's sliding window), each
+where given; else it sees all keys. Scores are scaled, then capped, as in ``attention.py``. The second result is the log-sum-exp
+of the scores, which ``merge_state`` takes; a query without keys has output 0 and lse -inf.
 
 Implementations: "eager", the definition; "sdpa", which uses F.scaled_dot_product_attention and gives NaN for the lse; "kernel",
 quire's Triton kernel, on a GPU; the name of a backend that has ``varlen``; "auto": eager on a CPU and the kernel on a GPU.

@@ -16,13 +16,8 @@ from quire.attn_ops.tuning.store import Store, device_name
 
 
 class Config(NamedTuple):
-    """Launch parameters of one kernel.
-
-    Args:
-        block_n, block_k: weight rows and columns per tile (per warp, for codes and up to 32 tokens).
-        splits: for codes and more tokens, programs that share the columns of a tile, to occupy the GPU where a weight has few
-            rows.
-    """
+    """Launch parameters of one kernel: weight rows and columns per tile (per warp, for codes and up to 32 tokens). ``splits``:
+    for codes and more tokens, programs that share the columns of a tile, to occupy the GPU where a weight has few rows."""
 
     block_n: int
     block_k: int

@@ -8,8 +8,8 @@ registered as ``"quire"``. It computes what transformers' ``batched_mm_experts_f
     after   expert_linear -> gate -> expert_linear -> weigh and sum
 
 A model keeps its own implementation on a CPU, where torch's grouped GEMM is faster; if the user chose a kernel (deepgemm,
-sonicmoe, ...); and with anything unknown here, such as weights that are not plain tensors or a new option of the decorator.
-"eager", transformers' loop over the experts in use, is replaced: it cannot be traced into one graph.
+sonicmoe, ...); and with anything unknown here, such as weights that are not plain tensors. "eager", transformers' loop over the
+experts in use, is replaced: it cannot be traced into one graph.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class PagedModel:
     Args:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
             returns logits (1, T, V), as a tensor, first in a tuple, or as ``.logits``.
-        options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
+        options: with ``page_size`` set the graph is compiled here, else at the first step.
         draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``): worthwhile on CUDA or
             compiled, where that is one pass over the logits.
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.

@@ -155,15 +155,13 @@ class TracedCall:
 
 
 class AnyLength:
-    """Runs a graph traced for any length in the place of another one of the same call.
+    """Runs a graph traced for any length in the place of another one of the same call. Raises UnsupportedAttention if the two
+    do not compute the same things.
 
     Args:
         static: the graph whose inputs come and whose outputs are expected.
         gm: the graph for any length; ``tokens`` is its symbol.
         length: of the rows of ``static``; None: it is for any length too.
-
-    Raises:
-        UnsupportedAttention: the two do not compute the same things.
     """
 
     def __init__(self, static: fx.GraphModule, gm: fx.GraphModule, tokens: Any, length: int | None) -> None:

@@ -284,13 +284,9 @@ class TracedGraph:
         return [run.assumed for compiled in self.compilations.values() for run in compiled.runs]
 
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:
-        """The graph compiled for ``step``, or without one for the options. ``fusions`` False: without fusions, for parameters
-        that are not the fused ones.
-
-        Raises:
-            UnsupportedAttention: no backend can serve the graph, or the chosen one cannot.
-            ValueError: the options and the step's cache differ.
-        """
+        """The graph compiled for ``step``, or without one for the options. ``fusions`` False: for parameters that are not the
+        fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve the graph, ValueError if the
+        options and the step's cache differ."""
         target, selection = self._target(step)
         key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
                target.latent, target.shared)

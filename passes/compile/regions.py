@@ -1,7 +1,6 @@
 """Compile each distinct layer once: a lowered graph is cut behind every attention op, and equal pieces share one compilation.
 
-A model of 32 equal layers has 33 pieces of three kinds: up to the first attention, from one attention to the next, and from the
-last to the logits. So the compiler sees three small graphs instead of one of 32 layers::
+So the compiler sees three small graphs instead of one of 32 layers::
 
     prepared = prepare(...)                           run as it is, before all pieces, with what it is made of
     piece 0: embed, norm, q/k/v, rope, attention      compiled

@@ -27,12 +27,8 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 @dataclass
 class Assumptions:
-    """Conditions on the inputs' sizes, as Python source over names of symbols.
-
-    Args:
-        origins: how to read the number of each symbol from the inputs.
-        roles: what each symbol counts, such as "tokens".
-    """
+    """Conditions on the inputs' sizes, as Python source over names of symbols. ``origins``: how to read the number of each
+    symbol from the inputs. ``roles``: what each symbol counts, such as "tokens"."""
 
     origins: dict[str, Callable[..., Any]]
     roles: dict[str, str]

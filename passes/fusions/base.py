@@ -117,12 +117,8 @@ class FusedWeights:
 
 @dataclass(frozen=True)
 class FusedInputs:
-    """What fusion changed about the inputs of a graph.
-
-    Args:
-        tensors: of the inputs that passes added, after the graph's own.
-        addresses: (index, addresses) of those of the graph's own inputs that are views of fused tensors.
-    """
+    """What fusion changed about the inputs of a graph: ``tensors`` of the inputs that passes added, after the graph's own, and
+    (index, addresses) of those of the graph's own inputs that are views of fused tensors."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     addresses: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

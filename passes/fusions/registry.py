@@ -64,13 +64,8 @@ def has_small_passes(names: str | Sequence[str]) -> bool:
 
 def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str], weights: FusedWeights,
                   small: bool = False) -> FusedInputs:
-    """Run the passes on a raised graph, in place.
-
-    Args:
-        inputs: the real tensors behind its placeholders.
-        names: of the passes to run, or "all" or "none".
-        small: the graph is the one for small batches.
-    """
+    """Run the passes of these ``names`` ("all", "none") on a raised graph, in place. ``inputs``: the real tensors behind its
+    placeholders. ``small``: the graph is the one for small batches."""
     if names == "none":
         return FusedInputs()
     fusion = Fusion(gm, inputs, weights)

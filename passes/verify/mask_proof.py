@@ -1,10 +1,10 @@
 """What an attention mask means, derived from the graph that builds it.
 
 ``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``),
-for one sequence at positions 0, 1, 2, ..., and compares it with the causal, sliding-window and chunked masks for all positions
-(``passes/verify/mask_decision.py``). In the forward of one sequence, ``arange`` over its tokens and ``position_ids`` are the
-same. Only operators with a rule (``passes/verify/mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids,
-activations, other arguments of the call, or the number of tokens is refused.
+for one sequence at positions 0, 1, 2, ..., where ``arange`` over its tokens and ``position_ids`` are the same, and compares it
+with the causal, sliding-window and chunked masks for all positions (``passes/verify/mask_decision.py``). Only operators with a
+rule (``passes/verify/mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids, activations, other
+arguments of the call, or the number of tokens is refused.
 
 A float mask must be 0 where a key is visible and hide it everywhere else: -inf, or no more than half the least number of its
 dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_POSITIONS`` positions.
@@ -105,10 +105,9 @@ def _version(tensor: Any) -> int:
 
 @dataclass
 class MaskProver:
-    """Proves the masks of one graph.
+    """Proves the masks of one graph, traced by Dynamo, whose nodes carry fake values.
 
     Args:
-        graph: traced by Dynamo; its nodes carry fake values.
         tokens: the symbolic size of the token dimension.
         inputs: real tensors of placeholders by node name, for stored masks and numbers.
         used: filled with the names of the stored tensors that proofs rest on.

@@ -1,9 +1,9 @@
 """No sequence's length may reach another: what depends on the longest sequence of a batch is refused, or proven not to matter.
 
-Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the largest position of the batch. Alone, each
-sequence would get those of its own length. For "longrope" each does (``passes/rewrite/length_rope.py``). "dynamic" is refused:
-its frequencies change with every token, so that all keys would have to be computed again each time. That nothing else is
-computed from the positions of several tokens is proved with the rest of the graph (``tokens.py``).
+Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the largest position of the batch. For "longrope"
+each sequence gets those of its own length (``passes/rewrite/length_rope.py``). "dynamic" is refused: its frequencies change
+with every token, so that all keys would have to be computed again each time. That nothing else is computed from the positions
+of several tokens is proved with the rest of the graph (``tokens.py``).
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ class Call:
 
     Attributes:
         name: of the operation, without overload and without the underscore of those that work in place.
-        given: its arguments by the names of the schema, defaults included.
-        result: what it returned.
+        given: its arguments by the names of the schema, defaults included.  result: what it returned.
         axes: the symbols of the numbers of tokens, and of rows asked for.
     """
 

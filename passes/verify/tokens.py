@@ -3,15 +3,15 @@
 Sequences are packed into one ragged row of T tokens, and only attention knows where each begins. So every other operation must
 compute each token's row from that row alone. The pass walks the graph and keeps for each value what is known of it
 (``rows.py``). Each node of the Dynamo graph is run once more on fake tensors with a symbolic T, under a dispatch mode that sees
-the ATen operations which it consists of and applies a rule to each (``row_rules.py``, ``row_views.py``, ``row_index.py``).
+the ATen operations which it consists of and applies a rule to each (``row_rules.py``; ``proof.py`` has the mode).
 
 Why ATen: Dynamo graphs hold hundreds of functions and methods, each with its own spelling of ``dim``. Below them is one closed
-set with schemas, which say what each argument is and what is written; elementwise operations are tagged; composite operations
-take themselves apart; the rest have a rule, a registered decomposition, or are refused. Why node by node: equal nodes of equal
-layers are run once, so that the proof of a deep model takes as long as that of one layer.
+set with schemas; elementwise operations are tagged; composite operations take themselves apart; the rest have a rule, a
+registered decomposition, or are refused. Why node by node: equal nodes of equal layers are run once, so that the proof of a
+deep model takes as long as that of one layer.
 
-A value that mixes tokens is refused only where it matters: when it is returned, attended to, or written into another tensor. So
-an auxiliary loss that is thrown away costs nothing.
+A value that mixes tokens is refused only where it is returned, attended to, or written into another tensor, so that an
+auxiliary loss that is thrown away costs nothing.
 """
 
 from __future__ import annotations
@@ -56,13 +56,8 @@ _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.de
 
 
 class TokenPass:
-    """The proof for one graph; call ``check``.
-
-    Args:
-        tokens: the symbol T of the trace.
-        rows: symbols of the numbers of rows that the caller picks by an input.
-        row_data: see ``check_tokens``.
-    """
+    """The proof for one graph; call ``check``. ``tokens``: the symbol T of the trace. ``rows``: symbols of the numbers of rows
+    that the caller picks by an input. ``row_data``: see ``check_tokens``."""
 
     def __init__(self, tokens: Any, rows: Sequence[Any] = (), row_data: Collection[fx.Node] = ()) -> None:
         self.row_data = row_data

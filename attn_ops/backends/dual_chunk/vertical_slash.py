@@ -42,12 +42,7 @@ def line_weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def choose_lines(keys: torch.Tensor, distances: torch.Tensor, vertical: Sequence[int], slash: Sequence[int]) -> Lines:
-    """The lines with the largest weights.
-
-    Args:
-        keys, distances: of ``line_weights``, (H, N).
-        vertical, slash: lines of each head.
-    """
+    """The lines with the largest weights, of ``line_weights`` (H, N); ``vertical``, ``slash``: how many of each head."""
     def largest(weights: torch.Tensor, sizes: Sequence[int], first: int) -> torch.Tensor:
         weights = weights.clone()
         weights[:, :first] = float("inf")

@@ -82,12 +82,8 @@ class InputStrides(NamedTuple):
 
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device,
            quantized: bool = False) -> DecodeConfig:
-    """The parameters.
-
-    Args:
-        dim, dim_v: head dims, padded. itemsize: bytes per element of q. heads: query heads per program.
-        slots: see NOTE [Partial results]. quantized: whether the cache is.
-    """
+    """The parameters for padded head dims, bytes per element of q, query heads per program, and slots (see NOTE [Partial
+    results]). ``quantized``: whether the cache is."""
     widest = max(dim, dim_v)
     # Half precision always uses the tensor cores: they pad a group to 16 rows, but sums of products are bound by arithmetic
     # long before memory, for a single head too. In float32 the dot costs as many operations as the sums.

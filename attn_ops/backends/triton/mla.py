@@ -229,8 +229,8 @@ def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, T
 
 
 def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int, device: torch.device) -> MlaConfig:
-    """The parameters: not tuned on a GPU yet. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory. Page numbers and
-    then vectors are loaded ahead, so that three stages hold one such block in flight and five hold two; compiled for an H200,
+    """The parameters: not tuned on a GPU yet. 32 latent vectors of 512+64 in bf16 are 36 KiB of shared memory; page numbers and
+    then vectors are loaded ahead, so that three stages hold one such block in flight and five hold two. Compiled for an H200,
     64 rows take 145 of its 227 KiB, and 16 rows less than half of it."""
     sms = host.num_sms(device)
     if itemsize == 4:

@@ -19,12 +19,8 @@ from quire.passes.fx import ADD, MUL, is_method, is_tensor, operands, value
 
 
 class RMSNorm(NamedTuple):
-    """An RMSNorm over the last dimension.
-
-    Args:
-        x: its input. weight: None if it has none. eps: added to the mean square.
-        offset: added to the weight, in float32; None if the weight multiplies what was rounded to the dtype of x before.
-    """
+    """An RMSNorm of x over the last dimension. ``weight``: None if it has none. ``eps``: added to the mean square. ``offset``:
+    added to the weight, in float32; None if the weight multiplies what was rounded to the dtype of x before."""
 
     x: fx.Node
     weight: fx.Node | None
