@@ -126,5 +126,3 @@ if __name__ == "__main__":
     given = [(name, Path(name).read_text()) for name in sys.argv[1:]]
     print(page([json.loads(text) for name, text in given if not name.endswith(".md")],
                next((text for name, text in given if name.endswith(".md")), "")), end="")
-
-__all__ = ["checked", "declared", "page"]

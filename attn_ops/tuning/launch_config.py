@@ -16,8 +16,13 @@ from quire.attn_ops.tuning.store import Store, device_name
 
 
 class Config(NamedTuple):
-    """Launch parameters of one kernel: weight rows and columns per tile (per warp, for codes and up to 32 tokens). ``splits``:
-    for codes and more tokens, programs that share the columns of a tile, to occupy the GPU where a weight has few rows."""
+    """Launch parameters of one kernel.
+
+    Args:
+        block_n, block_k: weight rows and columns per tile (per warp, for codes and up to 32 tokens).
+        splits: for codes and more tokens, programs that share the columns of a tile, to occupy the GPU where a weight has few
+            rows.
+    """
 
     block_n: int
     block_k: int
@@ -94,3 +99,6 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     name = device_key(device)
     known(device).update({key: None if config is None else list(config) for key, config in configs.items()})
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
+
+
+__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "padded", "reload"]

@@ -139,6 +139,3 @@ def _residual(total: fx.Node) -> tuple[fx.Node | None, fx.Node]:
             or not same_shape(value(other).shape, value(total).shape) or written_between(total, last):
         return None, total
     return other, last
-
-
-__all__ = ["fuse_lora"]

@@ -168,6 +168,3 @@ def _rewrite(fusion: Fusion, layers: list[_Layer]) -> int:
     for layer, part in zip(layers, parts, strict=True):
         replace_node(layer.result, part)
     return len(layers)
-
-
-__all__ = ["group_lora"]
