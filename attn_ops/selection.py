@@ -114,7 +114,9 @@ def select_backend(
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
         chosen = Selection(decision.backend, {**against, **decision.passed_over}, decision.why, tuple(sites))
-        return _with_long_prefill(chosen, _usable_for_some(candidates, sites, device, cache), device, cache)
+        for_some = [b for b in candidates if b.op is not None and not b.available(device)
+                    and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
+        return _with_long_prefill(chosen, for_some, device, cache)
     if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
         return replace(by_kind, passed_over=against)
     others = ""
@@ -126,13 +128,6 @@ def select_backend(
     listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
     raise UnsupportedAttention(
         f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
-
-
-def _usable_for_some(candidates: Sequence[AttentionBackend], sites: Sequence[AttentionSite], device: torch.device,
-                    cache: dict[str, Any]) -> list[AttentionBackend]:
-    """The backends that are usable on the device and can serve at least one site."""
-    return [b for b in candidates if b.op is not None and not b.available(device)
-            and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
 
 
 def _with_long_prefill(chosen: Selection, others: Sequence[AttentionBackend], device: torch.device, cache: dict[str, Any]

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,7 +132,10 @@ def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | Non
     # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
     inputs = [value(n) for n in placeholders(lowered.gm.graph)]
     dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]
-    with torch.no_grad(), _traced_in(context), watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
+    within: Any = contextlib.nullcontext()
+    if context is not None and TracingContext.try_get() is not context:  # inside a backend's call it is active
+        within = tracing(context)
+    with torch.no_grad(), within, watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
         look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
         run = compile_lowered(lowered, compiler, look)
     _check_still_dynamic(dynamic)
@@ -177,13 +181,6 @@ def check_longest(raised: fx.GraphModule, step: Step) -> None:
             f"the model takes a path of its own for some numbers of tokens ({conditions}), so this trace shows what it "
             f"computes for sequences of at most {longest} tokens, and the step has one of {step.metadata.max_seq_len}; make "
             "shorter sequences, or let its forward not branch on the length of its input.")
-
-
-def _traced_in(context: TracingContext | None) -> Any:
-    """Dynamo's tracing context: active inside a backend call, restored when compiling later."""
-    if context is None or TracingContext.try_get() is context:
-        return torch.no_grad()
-    return tracing(context)
 
 
 def _settled(size: Any) -> bool:

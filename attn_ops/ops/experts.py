@@ -244,13 +244,10 @@ def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
     return order, ends
 
 
-def _fake_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
-    return _fake(x, down, None, expert_ids, transposed)
-
-
 expert_linear = define_op(
     "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, bool transposed) -> Tensor",
     cpu=expert_linear_eager, cuda=expert_linear_cuda, fake=_fake, launches=True)
 expert_swiglu = define_op(
     "expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed) -> Tensor",
-    cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=_fake_swiglu, launches=True)
+    cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=lambda x, gate_up, down, *rest: _fake(x, down, None, *rest),
+    launches=True)

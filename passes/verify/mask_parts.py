@@ -175,9 +175,11 @@ def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
             mask = p.term(other)
             if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
                 of, bits = p.term(x), int(mask.const)
-                power = _power(bits if bits > 0 else ~bits)
-                high = formula.floor(formula.times(of, formula.number(Fraction(1, power))))
-                high = formula.times(high, formula.number(power))
+                ones = bits if bits > 0 else ~bits
+                if ones & (ones + 1):  # not 2**k - 1
+                    break
+                high = formula.floor(formula.times(of, formula.number(Fraction(1, ones + 1))))
+                high = formula.times(high, formula.number(ones + 1))
                 if op == "and":
                     return formula.minus(of, high) if bits >= 0 else high
                 if op == "or" and bits >= 0:
@@ -187,28 +189,10 @@ def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
     return combine
 
 
-def _power(ones: int) -> int:
-    """2**k of a number whose k lowest bits are 1, and no others."""
-    if ones & (ones + 1):
-        raise Unprovable("it combines the bits of positions")
-    return ones + 1
-
-
 _AND, _OR = _bits("and", RULES["and_"]), _bits("or", RULES["or_"])
 RULES.update(dict.fromkeys(("and_", "iand", "__and__", "__iand__", "bitwise_and", "bitwise_and_"), _AND))
 RULES.update(dict.fromkeys(("or_", "ior", "__or__", "__ior__", "bitwise_or", "bitwise_or_"), _OR))
 RULES["__ixor__"] = RULES["__xor__"]
-
-
-@rule("lshift", "bitwise_left_shift", "__lshift__")
-def _left_shift(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return formula.times(p.term(a), formula.number(2 ** int(p.constant(b))))
-
-
-@rule("ceil")
-def _ceil(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    minus_one = formula.number(-1)
-    return formula.times(formula.floor(formula.times(p.term(a), minus_one)), minus_one)
 
 
 @rule("sign", "sgn")

@@ -51,16 +51,6 @@ def _sub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     return formula.minus(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
-@rule("rsub")
-def _rsub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return _sub(p, node, b, a)
-
-
-@rule("neg", "negative")
-def _neg(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    return formula.times(p.term(a), formula.number(-1))
-
-
 @rule("mul", "imul", "multiply")
 def _mul(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     if value(node).dtype == torch.bool:
@@ -77,11 +67,6 @@ def _quotient(p: MaskProver, node: fx.Node, a: Any, b: Any) -> tuple[Term, int]:
     return formula.times(dividend, formula.number(1 / by.const)), int(by.const)
 
 
-@rule("floordiv", "floor_divide", "ifloordiv")
-def _floor_divide(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return formula.floor(_quotient(p, node, a, b)[0])
-
-
 @rule("div", "divide", "truediv", "itruediv", "true_divide")
 def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     quotient, by = _quotient(p, node, a, b)
@@ -92,25 +77,10 @@ def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
     return formula.floor(quotient) if rounding_mode == "floor" else _truncated(quotient)
 
 
-@rule("rshift", "bitwise_right_shift", "__rshift__")
-def _right_shift(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return formula.floor(formula.times(p.term(a), formula.number(Fraction(1, 2 ** int(p.constant(b))))))
-
-
 @rule("mod", "remainder")
 def _remainder(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     quotient, by = _quotient(p, node, a, b)
     return formula.minus(p.term(a), formula.times(formula.floor(quotient), formula.number(by)))
-
-
-@rule("floor")
-def _floor(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    return formula.floor(p.term(a))
-
-
-@rule("trunc", "fix")
-def _trunc(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    return _truncated(p.term(a))
 
 
 def _truncated(term: Term) -> Term:
@@ -118,9 +88,12 @@ def _truncated(term: Term) -> Term:
         raise Unprovable("it rounds an infinity")
     if term == formula.floor(term) or never(formula.compare(term, "lt", formula.number(0))):
         return formula.floor(term)
-    below = formula.compare(term, "lt", formula.number(0))
+    return formula.choose(formula.compare(term, "lt", formula.number(0)), _ceil(term), formula.floor(term))
+
+
+def _ceil(term: Term) -> Term:
     minus_one = formula.number(-1)
-    return formula.choose(below, formula.times(formula.floor(formula.times(term, minus_one)), minus_one), formula.floor(term))
+    return formula.times(formula.floor(formula.times(term, minus_one)), minus_one)
 
 
 @rule("abs", "absolute", "__abs__")
@@ -146,11 +119,6 @@ def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = Non
     term = p.term(a, dtype)
     term = term if min is None else greater(term, p.term(min, dtype))
     return term if max is None else lesser(term, p.term(max, dtype))
-
-
-@rule("relu", "relu_")
-def _relu(p: MaskProver, node: fx.Node, a: Any, inplace: bool = False) -> Any:
-    return greater(p.term(a), formula.number(0))
 
 
 @rule("maximum", "minimum", "max", "min", "fmax", "fmin")
@@ -218,11 +186,6 @@ def _where(p: MaskProver, node: fx.Node, condition: Any, input: Any, other: Any)
     return _choose(p, node, condition, input, other)
 
 
-@rule("masked_fill", "masked_fill_")
-def _masked_fill(p: MaskProver, node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
-    return _choose(p, node, mask, value, x)
-
-
 # Making tensors.
 
 
@@ -231,26 +194,6 @@ def _arange(p: MaskProver, node: fx.Node, *numbers: Any, **options: Any) -> Any:
     start = options.get("start", numbers[0] if len(numbers) > 1 else 0)
     step = options.get("step", numbers[2] if len(numbers) > 2 else 1)
     return formula.add(formula.times(formula.var(-1), formula.number(p.constant(step))), formula.number(p.constant(start)))
-
-
-def _filled(names: Sequence[str], number: Callable[[MaskProver, Any, dict[str, Any]], Term]) -> None:
-    def fill(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
-        return number(p, args, options)
-
-    RULES.update(dict.fromkeys(names, fill))
-
-
-_filled(("ones", "ones_like", "new_ones"), lambda p, args, options: formula.number(1))
-_filled(("zeros", "zeros_like", "new_zeros"), lambda p, args, options: formula.number(0))
-_filled(("full", "full_like"), lambda p, args, options: p.term(options.get("fill_value", args[1] if len(args) > 1 else None)))
-_filled(("new_full",), lambda p, args, options: p.term(options.get("fill_value", args[2] if len(args) > 2 else None)))
-_filled(("fill_", "fill"), lambda p, args, options: p.term(args[1]))
-_filled(("zero_",), lambda p, args, options: formula.number(0))
-
-
-@rule("eye")
-def _eye(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
-    return formula.compare(formula.var(-1), "eq", formula.var(-2))
 
 
 @rule("tril", "tril_", "triu", "triu_")
@@ -272,11 +215,6 @@ def _to(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any
             value(node).dtype != torch.bool):
         return _truncated(element)
     return element
-
-
-@rule("clone", "contiguous", "detach", "expand", "expand_as", "broadcast_to", "lift_fresh", "detach_")
-def _same(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
-    return p.element(x)
 
 
 @rule("unsqueeze", "squeeze", "view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "unflatten")
@@ -412,3 +350,30 @@ def _diff(p: MaskProver, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepe
     if formula.substitute(before, {axis: formula.number(0)}) != first:
         before = formula.choose(formula.compare(formula.var(axis), "eq", formula.number(0)), first, before)
     return formula.minus(element, before)
+
+
+# Rules of one expression.
+_EXPRESSIONS: dict[str, Callable[..., Any]] = {
+    "rsub": lambda p, node, a, b: _sub(p, node, b, a),
+    "neg negative": lambda p, node, a: formula.times(p.term(a), formula.number(-1)),
+    "floordiv floor_divide ifloordiv": lambda p, node, a, b: formula.floor(_quotient(p, node, a, b)[0]),
+    "lshift bitwise_left_shift __lshift__": lambda p, node, a, b: formula.times(
+        p.term(a), formula.number(2 ** int(p.constant(b)))),
+    "rshift bitwise_right_shift __rshift__": lambda p, node, a, b: formula.floor(formula.times(
+        p.term(a), formula.number(Fraction(1, 2 ** int(p.constant(b)))))),
+    "floor": lambda p, node, a: formula.floor(p.term(a)),
+    "ceil": lambda p, node, a: _ceil(p.term(a)),
+    "trunc fix": lambda p, node, a: _truncated(p.term(a)),
+    "relu relu_": lambda p, node, a, inplace=False: greater(p.term(a), formula.number(0)),
+    "masked_fill masked_fill_": lambda p, node, x, mask, value: _choose(p, node, mask, value, x),
+    "ones ones_like new_ones": lambda p, node, *args, **options: formula.number(1),
+    "zeros zeros_like new_zeros zero_": lambda p, node, *args, **options: formula.number(0),
+    "full full_like": lambda p, node, *args, **options: p.term(
+        options.get("fill_value", args[1] if len(args) > 1 else None)),
+    "new_full": lambda p, node, *args, **options: p.term(options.get("fill_value", args[2] if len(args) > 2 else None)),
+    "fill_ fill": lambda p, node, *args, **options: p.term(args[1]),
+    "eye": lambda p, node, *args, **options: formula.compare(formula.var(-1), "eq", formula.var(-2)),
+    "clone contiguous detach detach_ expand expand_as broadcast_to lift_fresh": lambda p, node, x, *a, **options: p.element(x),
+}
+for _names, _expression in _EXPRESSIONS.items():
+    RULES.update(dict.fromkeys(_names.split(), _expression))

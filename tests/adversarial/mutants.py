@@ -327,7 +327,7 @@ MASK_MUTANTS = [
            _mask("the bits of a float")),
     Mutant(MASK_RULES, "an index is a number, and no truth", "            if isinstance(item, bool):", "            if False:",
            _mask("indexed by a truth")),
-    Mutant(MASK_RULES, "relu takes no least value", "return greater(p.term(a), formula.number(0))",
+    Mutant(MASK_RULES, "relu takes no least value", "greater(p.term(a), formula.number(0))",
            "return _greater(p.term(a), formula.number(inplace))", _kind("in place, by position")),
     Mutant(MASK_RULES, "xor of positions is not that of truths", 'raise Unprovable("it combines the bits of positions")',
            "pass", _mask("bits of positions")),

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import merge_rows
-from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
+from quire.attn_ops.backends.triton.extend import ExtendConfig
+from quire.attn_ops.backends.triton.plan import Batch, Plan, planner, tuned
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import Strides
@@ -29,15 +30,8 @@ from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
 WORKSPACE = 1 << 25  # most float32 elements of partial results
 
 
-class MlaConfig(NamedTuple):
-    """Tuning parameters: rows and keys per tile, warps, loop stages, fewest keys per split, bound on splits."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    chunk_min: int
-    max_splits: int
+class MlaConfig(ExtendConfig):
+    """Tuning parameters."""
 
 
 class MlaTile(NamedTuple):
@@ -244,20 +238,9 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
     return tuned(MlaConfig(block_m, block_n, warps, stages, chunk, 128))
 
 
-class MlaPlan(NamedTuple):
-    """Tiles of a launch, and its constants; splits and the workspace as in plan.Plan."""
-
-    tiles: int
-    warps: int
-    splits: int
-    chunk_min: int
-    workspace: int
-    tile: MlaTile
-
-
 @planner
 def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dtype, cache_shape: torch.Size,
-          cache_strides: tuple[int, ...], table_width: int, device: torch.device) -> MlaPlan:
+          cache_strides: tuple[int, ...], table_width: int, device: torch.device) -> Plan:
     params = config(rank, dtype.itemsize, heads, num_tokens, num_reqs, device)
     blocks, per_block = host.head_blocks(heads, params.block_m)
     block_q = params.block_m // per_block
@@ -267,8 +250,8 @@ def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dt
     splits = max(1, min(params.max_splits, -(-table_width * page // params.chunk_min), room, 8192 // (tiles * blocks)))
     tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, splits > 1, rank,
                    cache_shape[3] - rank, page, Strides(*cache_strides[:3]))
-    return MlaPlan(tiles, params.warps, splits, params.chunk_min, num_tokens * heads * splits * (rank + 1) if splits > 1 else 0,
-                   tile)
+    return Plan((tiles * blocks * splits,), params.warps, splits, params.chunk_min,
+                num_tokens * heads * splits * (rank + 1) if splits > 1 else 0, (tile,))
 
 
 def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch,
@@ -278,14 +261,14 @@ def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Te
     (num_tokens, heads, rank), num_reqs, device = q.shape, batch.seq_lens.shape[0], q.device
     out = q.new_empty(num_tokens, heads, rank)
     plan = _plan(num_tokens, num_reqs, heads, rank, q.dtype, cache.shape, cache.stride(), batch.block_table.shape[1], device)
-    launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0), plan.tile,
+    launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0), *plan.constants,
            num_warps=4)
     partial: Any = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
     sizes = (num_tokens, num_reqs, plan.splits, plan.chunk_min)
-    launch(attend_kernel, (plan.tiles * plan.tile.blocks * plan.splits,), q, q_rope, cache, batch, out, partial, *sizes, scale,
-           (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), plan.tile, num_warps=plan.warps)
+    launch(attend_kernel, plan.grid, q, q_rope, cache, batch, out, partial, *sizes, scale,
+           (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), *plan.constants, num_warps=plan.warps)
     if plan.splits > 1:
         per_program = 4
-        launch(merge_kernel, (num_tokens, -(-heads // per_program)), batch, out, partial, *sizes, plan.tile, per_program,
-               num_warps=4)
+        launch(merge_kernel, (num_tokens, -(-heads // per_program)), batch, out, partial, *sizes, *plan.constants,
+               per_program, num_warps=4)
     return out
