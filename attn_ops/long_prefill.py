@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 BUILD_SECONDS = 180.0  # a module of FlashInfer took 75 s on 16 cores (benchmarks/measure.sh long)
 #: Microseconds that a step must gain: planning on the host can take that long, and is not always hidden.
 PLAN_US = 500.0
+FAILURES = 3  # steps in a row whose planning fails, after which no further one is tried: others may be served
 
 
 class Kind(NamedTuple):
@@ -72,6 +73,7 @@ class State:
         given: what PREFILL's state will be made of; None: it is made.
         serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
+        failures: steps in a row whose planning failed.
         prepared: what REST prepared for the decodes, by the address of their block table.
     """
 
@@ -82,6 +84,7 @@ class State:
     serving: frozenset[Kind] = frozenset()
     decodes: int = 0
     starts: int = 0
+    failures: int = 0
     prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     step: weakref.ref[Step] | None = None
 
@@ -233,6 +236,15 @@ class LongPrefill(Composite):
             self.logged.add(why)
             logger.warning("attention %s: all steps run on %s: %s", self.name, self.rest.name, why)
 
+    def _failed_plan(self, state: State, why: str) -> None:
+        """One batch may be too large; kernels that cannot run fail on every one."""
+        state.failures += 1
+        if state.failures == FAILURES:
+            self._give_up(state, f"{FAILURES} steps in a row, the last one: {why}")
+        elif why not in self.logged:
+            self.logged.add(why)
+            logger.warning("attention %s: a step runs on %s, later ones try again: %s", self.name, self.rest.name, why)
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def plan(self, metadata: CommonAttentionMetadata, step: Step) -> None:
@@ -253,8 +265,9 @@ class LongPrefill(Composite):
             try:
                 self.prefill.plan(metadata, step)
             except Exception as error:  # nothing has run yet: REST can serve the step
-                self._give_up(state, f"planning for {self.prefill.name} failed: {type(error).__name__}: {error}")
+                self._failed_plan(state, f"planning for {self.prefill.name} failed: {type(error).__name__}: {error}")
                 return
+        state.failures = 0
         state.serving, state.decodes = serving, leading_ones(query_lens) if state.split else 0
         state.starts, state.step = metadata.query_start_loc.data_ptr(), weakref.ref(step)
 
@@ -323,8 +336,11 @@ class LongPrefill(Composite):
 
     def route(self, site: AttentionSite) -> str:
         device = torch.device(min(self.prefill.capabilities.devices))
-        prompts = f", long prompts {self.prefill.serves(site)}" if self._able([site], device) else ""
-        return self.rest.serves(site) + prompts
+        if not self._able([site], device) or device in self.failed:
+            return self.rest.serves(site)
+        later = self.prefill.available(device) is None and self.ready([site], device) is not None
+        return (f"{self.rest.serves(site)}, long prompts {self.prefill.serves(site)}"
+                + " once its kernels are compiled" * later)
 
 
 def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Callable[..., PrefillRule | None] = tuning.rule

@@ -64,7 +64,7 @@ class Registry:
         if family is None:
             why = f"; {name} {broken[name]}" if name in broken else ""
             forms = "".join(f", {f.usage.partition(': ')[0]}" for f in self._families.values())
-            close = difflib.get_close_matches(name.partition(":")[0], ["auto", *backends, *self._families], 1)
+            close = difflib.get_close_matches(name.partition(":")[0].lower(), ["auto", *backends, *self._families], 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(f"unknown attention backend {name!r}{hint}; there are: auto, {listed(backends)}{forms}{why}")
         if name not in self._made:

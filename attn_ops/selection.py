@@ -52,6 +52,8 @@ def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sit
         try:
             selection = select_backend(name, [s.dense for s in sites], **where)
         except UnsupportedAttention as dense:
+            if str(dense) == str(latent):  # not of the layers: the package is missing
+                raise
             raise UnsupportedAttention(f"{latent}\nWith keys and values of all heads in the cache: {dense}") from dense
     reasons = selection.backend.capabilities.reasons_against(site, **where)
     kv_dtype = where.get("kv_dtype") or site.dtype

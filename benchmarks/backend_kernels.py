@@ -17,8 +17,9 @@ through several caches, so that keys come from memory. ``floor_us`` is the least
 and for the operations at the rate of a large matrix product, both measured here; ``share`` is floor_us / us. For approximate
 and shared-prefix rows the floor is that of dense attention, which reads each key of each sequence.
 
---json is written after each row. Rows that are in it, or in the files of --resume, are left out. --deadline ends the process,
-also inside a row, with exit code 3.
+Each backend runs in a process of its own, and compiles its kernels in others while the first one is measured. --json is written
+after each row. Rows that are in it, or in the files of --resume, are left out. A row that takes longer than --limit, or whose
+process ends, is an error, and the next one follows. --deadline ends all, with exit code 3.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite, Latent
 from quire.attn_ops.backend import AttentionBackend, CudagraphSupport
 from quire.attn_ops.conformance.batches import planned, prepared, scattered
+from quire.attn_ops.conformance.lanes import LATE, Ended, Worker
 from quire.attn_ops.kernels.host import kernel_module
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.registry import get_backend
@@ -51,7 +52,7 @@ from quire.graph_runner.bench.roofline import copy_bandwidth, matmul_rate
 HEADS, KV_HEADS, DIM = 32, 8, 128
 NOPE, DIM_V, LATENT = 128, 128, Latent(512, 64)
 SYSTEMS = {
-    "kernels": "triton,flashinfer,trtllm_mha,flex_attention",
+    "kernels": "triton,trtllm_mha,flashinfer,flex_attention",
     "mla": "triton,flashinfer_mla",
     "composite": "triton,flashinfer,hybrid:flashinfer+triton,two_batch:triton,cascade:triton@1",
     "sparse": "triton,double_sparsity:2048:0:16,double_sparsity:2048:0:all,dual_chunk:8192:1024",
@@ -92,7 +93,7 @@ def shapes(piece: str, divide: int, heads: tuple[int, ...]) -> list[Shape]:
                 *(decode(b, 32 * k, window=4 * k) for b in (1, 8, 32, 128)),
                 prefill(1, 4 * k), prefill(8, k), prefill(1, 32 * k)]
     if piece == "mla":
-        some = [*(decode(b, c * k) for c in (1, 8, 32) for b in (1, 8, 32, 128)), prefill(1, 4 * k), prefill(8, k),
+        some = [*(decode(b, c * k) for c in (1, 8, 32) for b in (1, 32, 128)), prefill(1, 4 * k), prefill(8, k),
                 prefill(1, 2 * k, 30 * k)]
         return [replace(shape, name=f"{shape.name} H={h}", heads=h) for h in heads for shape in some]
     if piece == "composite":
@@ -123,7 +124,12 @@ def attention(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, 
     found = {"bytes": size, "flops": flops}
     if backend.unrotated:
         return found | {"us": _unrotated(backend, batch)}
-    timing = measure(backend, batch)
+    states: dict[str, Any] = {}
+    if backend.page_bytes is not None:  # labels of the copies of the cache too, which are made once per cache
+        with planned(backend, batch, states=states):
+            (state,) = states.values()
+            state.layers.update({k.data_ptr(): state.of(k) for k, *_ in batch.caches})
+    timing = measure(backend, batch, states=states)
     found |= {"us": timing.us, "how": timing.how}
     if system.startswith("two_batch:") and args.device.type == "cuda":
         try:
@@ -173,11 +179,26 @@ def _overlap(backend: AttentionBackend, batch: OpBatch) -> float | None:
     """The share of kernel time during which another kernel ran."""
     from torch.profiler import ProfilerActivity, profile
 
-    with planned(backend, batch):
+    captured = batch.metadata.max_query_len == 1  # then the host launches both halves at once
+    with planned(backend, batch, graph_key="overlap" if captured else None, capturing=captured):
         given = prepared(backend, batch)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+
+        def run() -> None:
             for caches in batch.caches[:4] * 2:
                 backend.op(batch.q, batch.k, batch.v, *caches, *batch.tables, batch.sinks, given, **batch.options)
+
+        run()
+        torch.cuda.synchronize()
+        replay = run
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            replay = graph.replay
+        replay()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            replay()
             torch.cuda.synchronize()
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiled.events()
                    if e.device_type == torch.autograd.DeviceType.CUDA)
@@ -219,14 +240,14 @@ def latent(shape: Shape, system: str, args: argparse.Namespace) -> dict[str, Any
 
 
 class Results:
-    """Rows on disk. A row is written before it is measured, so that one that ends the process is known and left out."""
+    """Rows on disk. ``retry``: rows with an error are measured again."""
 
-    def __init__(self, path: Path | None, resume: list[Path]) -> None:
-        self.path, self.rows, self.env, self.begun = path, list[dict[str, Any]](), dict[str, Any](), False
+    def __init__(self, path: Path | None, resume: list[Path], retry: bool) -> None:
+        self.path, self.rows, self.env = path, list[dict[str, Any]](), dict[str, Any]()
         known = [path, *resume] if path is not None else resume
         old = [json.loads(file.read_text()).get("rows", []) for file in known if file.is_file()]
         for row in [row for rows in old for row in rows]:
-            if not self.has(row):
+            if not self.has(row) and not (retry and "error" in row):
                 self.rows.append(row)
 
     @staticmethod
@@ -236,26 +257,63 @@ class Results:
     def has(self, row: dict[str, Any]) -> bool:
         return any(self._key(other) == self._key(row) for other in self.rows)
 
-    def write(self) -> None:
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
         if self.path is not None:
             report.write(self.path, self.env, self.rows, command=report.this_command())
 
-    @contextlib.contextmanager
-    def measuring(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        self.rows.append(row)
-        row["error"], self.begun = "the process ended here", True
-        self.write()
-        yield row
-        self.begun = False
-        self.write()
 
-    def stop(self) -> None:
-        """At the deadline: without the row that is being measured."""
-        if self.begun:
-            self.rows.pop()
-            self.write()
-        print("the deadline is over; call again to go on", flush=True)
-        os._exit(3)
+@dataclass(frozen=True)
+class Task:
+    """A row to measure, in any process."""
+
+    shape: Shape
+    system: str
+    args: argparse.Namespace
+    nice: bool = False
+
+
+def measured(task: Task) -> dict[str, Any]:
+    """The numbers of a row, or its error."""
+    if task.nice:
+        os.nice(10)
+    args = task.args
+    params = {name: int(number) for name, number in (each.split("=") for each in args.set.split(",") if each)}
+    tuned: Any = contextlib.nullcontext()
+    try:
+        if params:
+            from quire.attn_ops.backends.triton import plan
+
+            tuned = plan.overridden(kernel_module("backends.triton.mla").MlaConfig, **params)
+        with tuned, torch.no_grad():
+            return (latent if args.piece == "mla" else attention)(task.shape, task.system, args)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        if args.device.type == "cuda":
+            with contextlib.suppress(Exception):  # after an error of the GPU
+                torch.cuda.empty_cache()
+
+
+def compile_ahead(systems: list[str], args: argparse.Namespace, until: float) -> dict[str, list[threading.Thread]]:
+    """Threads in which small batches run through each backend, one process for each: FlashInfer compiles a module for each kind
+    of batch at its first use, for a minute, and keeps it on disk."""
+    heads = int(args.heads.split(",")[0]) if args.piece == "mla" else HEADS
+    small = [decode(1, 64), prefill(1, 64), *([decode(1, 64, window=32)] if args.piece == "kernels" else [])]
+
+    def run(task: Task) -> None:
+        worker = Worker(measured)
+        try:
+            with contextlib.suppress(Ended):  # the rows report it
+                worker.call(task, until)
+        finally:
+            worker.end()
+
+    threads = {system: [threading.Thread(target=run, args=(Task(replace(shape, heads=heads), system, args, nice=True),))
+                        for shape in small] for system in systems}
+    for thread in sum(threads.values(), []):
+        thread.start()
+    return threads
 
 
 def line(row: dict[str, Any]) -> str:
@@ -278,45 +336,52 @@ def main() -> int:
     add("--divide", type=int, default=1, help="divide the lengths by this, for a dry run")
     add("--json", type=Path)
     add("--resume", type=Path, nargs="*", default=[])
-    add("--deadline", type=float, default=150.0, metavar="SECONDS", help="default: 150")
+    add("--retry", action="store_true", help="measure rows with an error again")
+    add("--limit", type=float, default=120.0, metavar="SECONDS", help="for one row (default: 120)")
+    add("--deadline", type=float, default=240.0, metavar="SECONDS", help="default: 240")
     args = parser.parse_args()
-    results = Results(args.json, args.resume)
-    timer = threading.Timer(args.deadline, results.stop)
-    timer.daemon = True
-    timer.start()
+    until = time.time() + args.deadline
+    results = Results(args.json, args.resume, args.retry)
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     args.page_size = args.page_size or (64 if args.piece == "mla" else 16)
+    systems = (args.systems or SYSTEMS[args.piece]).split(",")
+    left = [(shape, system) for system in systems
+            for shape in shapes(args.piece, args.divide, tuple(map(int, args.heads.split(","))))
+            if (not shape.shared or system.startswith((systems[0], "cascade:")))
+            and not results.has({"piece": args.piece, "shape": shape.name, "system": system})]
+    slow = [system for system in dict.fromkeys(system for _, system in left) if ":" not in system and system != systems[0]]
+    ahead = compile_ahead(slow, args, until) if args.device.type == "cuda" else {}
     bandwidth, rate = copy_bandwidth(args.device), matmul_rate(args.device, args.dtype)
     results.env = {**report.environment(args.device, bandwidth), "matmul_tflop_per_s": rate / 1e12, "page_size": args.page_size}
-    params = {name: int(number) for name, number in (each.split("=") for each in args.set.split(",") if each)}
-    if params:
-        from quire.attn_ops.backends.triton import plan
-
-        tuned: Any = plan.overridden(kernel_module("backends.triton.mla").MlaConfig, **params)
-    else:
-        tuned = contextlib.nullcontext()
-    one = latent if args.piece == "mla" else attention
-    left = [(shape, system) for system in (args.systems or SYSTEMS[args.piece]).split(",")
-            for shape in shapes(args.piece, args.divide, tuple(map(int, args.heads.split(","))))]
-    with tuned, torch.no_grad():
+    workers: dict[str, Worker] = {}
+    try:
         for shape, system in left:
-            row: dict[str, Any] = {"piece": args.piece, "shape": shape.name, "system": system}
-            if results.has(row):
-                continue
-            with results.measuring(row):
-                try:
-                    row |= one(shape, system, args)
-                    row["floor_us"] = max(row["bytes"] / bandwidth, row["flops"] / rate) * 1e6
-                    row["share"] = row["floor_us"] / row["us"]
-                    del row["error"]
-                except Exception as error:
-                    row["error"] = f"{type(error).__name__}: {error}"[:300]
+            for thread in ahead.pop(system, []):
+                thread.join()
+            if system not in workers:
+                for name in list(workers):  # its memory
+                    workers.pop(name).end()
+                workers[system] = Worker(measured)
+            ends = min(until, time.time() + args.limit)
+            try:
+                found = workers[system].call(Task(shape, system, args), ends)
+            except Ended as error:
+                found = {"error": str(error)}
+            if found is LATE and ends == until:
+                print("the deadline is over; call again to go on", flush=True)
+                return 3
+            row = {"piece": args.piece, "shape": shape.name, "system": system} | (
+                {"error": f"took more than {args.limit:.0f} s"} if found is LATE else found)
+            if "us" in row:
+                row["floor_us"] = max(row["bytes"] / bandwidth, row["flops"] / rate) * 1e6
+                row["share"] = row["floor_us"] / row["us"]
+            elif found is LATE or "CUDA error" in row["error"] or "process ended" in row["error"]:
+                workers.pop(system).end()
+            results.add(row)
             print(line(row), flush=True)
-            if "CUDA error" in row.get("error", ""):
-                return 1  # this process can do nothing more on the GPU; the next call goes on after this row
-            if args.device.type == "cuda":
-                torch.cuda.empty_cache()
-    timer.cancel()
+    finally:
+        for worker in workers.values():
+            worker.end()
     return 0
 
 

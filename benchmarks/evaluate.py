@@ -6,9 +6,10 @@ vLLM can be imported.
     python benchmarks/evaluate.py --model llama-8b --documents 128 --batch 64 --deadline 150 --json evaluate.json
 
 Each document is a multiple choice of four options after the same examples (``--examples`` tokens), as few-shot tasks have
-it, and then a text to continue. The weights are random unless ``--model`` is a path; the texts are tokenized by the tokenizer
-of the model that ships with quire, or of the path. vLLM loads the same weights, saved to a temporary folder. Prints one JSON
-line per way and kind of request, with the largest difference of a log-likelihood from HFLM's.
+it, and then a text to continue. The weights are random (the same for all) unless ``--model`` is a path; the texts are tokenized
+by the tokenizer of the model that ships with quire, or of the path. vLLM loads the same weights, saved to a temporary folder.
+Each way runs in a process of its own and has its share of the time. Prints one JSON line per way and kind of request; the file
+also has the largest difference of a log-likelihood from HFLM's.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
 import quire
-from quire.graph_runner.bench.models import ModelSpec, build, free_memory, layers_asked
-from quire.graph_runner.bench.record import Record, add_arguments
+from quire.graph_runner.bench import apart, record
+from quire.graph_runner.bench.models import ModelSpec, build, layers_asked
+from quire.graph_runner.bench.report import Row
 from quire.graph_runner.loading import TINY_MODEL
 from quire.integrations.lm_eval import QuireLM
 
-WAYS = ("QuireLM", "HFLM", "HFLM-paged", "VLLM")
+SHARES = {"QuireLM": 2.0, "HFLM": 2.0, "HFLM-paged": 2.0, "VLLM": 4.0}  # of the time; vLLM compiles for over a minute
 WORDS = "once upon a time the cat saw big red ball and ran to find her little friend who was in garden with old owl".split()
 
 
@@ -54,11 +56,7 @@ def requests(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[Instanc
 
 
 def vllm(model: Any, tokenizer: Any, folder: str, max_model_len: int, batch: int) -> Any:
-    """lm-eval's model of vLLM, beside the model that is measured before it."""
-    if importlib.util.find_spec("vllm") is None:
-        raise RuntimeError("vllm is not installed here")
-    if not torch.cuda.is_available():
-        raise RuntimeError("vllm is measured on a GPU only")
+    """lm-eval's model of vLLM, of the same weights."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from lm_eval.models.vllm_causallms import VLLM
 
@@ -68,6 +66,54 @@ def vllm(model: Any, tokenizer: Any, folder: str, max_model_len: int, batch: int
                 gpu_memory_utilization=0.5, max_num_seqs=batch, enable_prefix_caching=True)
 
 
+def measure(name: str, results: record.Record, args: argparse.Namespace) -> None:
+    """Add the way's rows."""
+    if name == "VLLM" and importlib.util.find_spec("vllm") is None:
+        raise RuntimeError("vllm is not installed here")
+    if name == "VLLM" and not torch.cuda.is_available():
+        raise RuntimeError("vllm is measured on a GPU only")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(args.model if Path(args.model).is_dir() else TINY_MODEL, padding_side="left")
+    model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
+    model.generation_config.max_new_tokens = None
+    options = dict(max_num_seqs=args.batch, max_model_len=args.examples + args.new_tokens + 64)
+
+    def hflm(of: Any) -> HFLM:
+        return HFLM(of, tokenizer=tokenizer, backend="causal", batch_size=args.batch)
+
+    with tempfile.TemporaryDirectory() as folder:
+        ways: dict[str, Callable[[], Any]] = {
+            "QuireLM": lambda: QuireLM(model, tokenizer, **options),
+            "HFLM": lambda: hflm(model),
+            "HFLM-paged": lambda: hflm(quire.paged(model, **options)),
+            "VLLM": lambda: vllm(model, tokenizer, folder, options["max_model_len"], args.batch)}
+        lm = ways[name]()
+    for kind, instances in requests(args, tokenizer).items():
+        row: Row = {"way": name, "requests": kind, "doing": "its start"}
+        results.rows.append(row)
+        results.write()
+        getattr(lm, kind)(instances[: args.batch], disable_tqdm=True)
+        row["doing"] = f"{len(instances)} requests"
+        results.write()
+        began = time.perf_counter()
+        found = getattr(lm, kind)(instances, disable_tqdm=True)
+        row["requests_per_s"] = len(instances) / (time.perf_counter() - began)
+        del row["doing"]
+        if kind == "loglikelihood":
+            row["scores"] = [score for score, _ in found]
+        results.write()
+        print({of: value for of, value in row.items() if of != "scores"}, flush=True)
+
+
+def compare(rows: list[Row]) -> None:
+    """Add the largest difference from HFLM's scores."""
+    scores = {row["way"]: row["scores"] for row in rows if "scores" in row}
+    for row in rows:
+        if "scores" in row and "HFLM" in scores:
+            row["largest_difference"] = max(abs(a - b) for a, b in zip(row["scores"], scores["HFLM"], strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
@@ -75,57 +121,15 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=200, help="tokens that all documents begin with")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--ways", default=",".join(WAYS))
-    add_arguments(parser)
+    apart.add_arguments(parser, list(SHARES))
+    record.add_arguments(parser)
     args = parser.parse_args()
-    if unknown := sorted(set(args.ways.split(",")) - set(WAYS)):
-        parser.error(f"unknown ways {', '.join(unknown)}; there are: {', '.join(WAYS)}")
     args.layers = layers_asked(args.layers)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    record = Record(args.json, device, args.deadline, arguments=vars(args))
-    tokenizer = AutoTokenizer.from_pretrained(args.model if Path(args.model).is_dir() else TINY_MODEL, padding_side="left")
-    model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
-    model.generation_config.max_new_tokens = None
-    asked = requests(args, tokenizer)
-    options = dict(max_num_seqs=args.batch, max_model_len=args.examples + args.new_tokens + 64)
-
-    def hflm(of: Any) -> HFLM:
-        return HFLM(of, tokenizer=tokenizer, backend="causal", batch_size=args.batch)
-
-    folder = tempfile.TemporaryDirectory()
-    ways: dict[str, Callable[[], Any]] = {
-        "QuireLM": lambda: QuireLM(model, tokenizer, **options),
-        "HFLM": lambda: hflm(model),
-        "HFLM-paged": lambda: hflm(quire.paged(model, **options)),
-        "VLLM": lambda: vllm(model, tokenizer, folder.name, options["max_model_len"], args.batch)}
-    scores: dict[str, list[float]] = {}
-
-    def measure(name: str) -> None:
-        lm = ways[name]()
-        try:
-            for kind, instances in asked.items():
-                getattr(lm, kind)(instances[: args.batch], disable_tqdm=True)  # starts the engine
-                began = time.perf_counter()
-                found = getattr(lm, kind)(instances, disable_tqdm=True)
-                row = {"way": name, "requests": kind, "requests_per_s": len(instances) / (time.perf_counter() - began)}
-                if kind == "loglikelihood":
-                    scores[name] = [score for score, _ in found]
-                record.keep(row)
-        finally:
-            if isinstance(lm, QuireLM):
-                lm.close()
-
-    for name in args.ways.split(","):
-        record.measure(name, lambda name=name: measure(name))
-        if hasattr(model.generate, "close"):
-            model.generate.close()
-        free_memory()
-        for row in record.rows:
-            if row.get("requests") == "loglikelihood" and "HFLM" in scores:
-                row["largest_difference"] = max(abs(a - b) for a, b in zip(scores[row["way"]], scores["HFLM"], strict=True))
-        record.write()
-    folder.cleanup()
+    results = apart.run(args, SHARES, lambda way, results: measure(way, results, args), compare)
+    if not args.apart:
+        for row in results.rows:
+            row.pop("scores", None)
+        results.write()
 
 
 if __name__ == "__main__":

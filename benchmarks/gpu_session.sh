@@ -29,7 +29,7 @@ KERNELS_TESTS="tests/gpu/test_triton_gpu.py tests/gpu/test_experts_gpu.py tests/
 
 measure() { benchmarks/measure.sh "$@"; }
 suite() { TESTS="$*" measure tests; }
-grpo() { GRPO_MODELS=$1 measure "$2"; }
+grpo() { GRPO_MODELS=$1 measure grpo; }
 
 # name, seconds that it may take, command
 pieces() {
@@ -45,19 +45,18 @@ pieces() {
     piece prefix 240 measure prefix
     piece fast_prefill 120 measure fast_prefill
     piece adapters 160 measure adapters
-    for m in qwen3-0.6b llama-1b; do piece "grpo-$m" 160 grpo "$m" grpo; done
-    piece evaluate 160 measure evaluate
-    for m in qwen3-0.6b llama-1b; do piece "grpo_vllm-$m" 160 grpo "$m" grpo_vllm; done
+    for m in qwen3-0.6b llama-1b; do piece "grpo-$m" 340 grpo "$m"; done
+    piece evaluate 340 measure evaluate
     piece windows 140 measure windows
     piece updates 110 measure updates
     piece pieces 150 measure pieces
     piece mixed_windows 120 measure mixed_windows
     piece cast 110 measure cast
-    piece kits 330 more kits
-    piece backends 180 more kernels backends
-    piece mla 180 more mla
-    piece composite 180 more composite
-    piece sparse 180 more sparse
+    piece kits 530 more kits
+    piece backends 340 more kernels backends
+    piece mla 210 more mla
+    piece composite 210 more composite
+    piece sparse 100 more sparse
     piece engines 400 measure engines
     piece grid 500 grid
     piece profile 240 measure profile

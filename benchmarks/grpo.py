@@ -1,25 +1,26 @@
 """A GRPO loop on one GPU: tokens per second of the rollouts, generation's share of a step, and peak memory, of quire,
 transformers' ``generate_batch``, plain ``generate``, and vLLM in the same process (where it can be imported).
 
-    python benchmarks/grpo.py --model qwen3-0.6b --deadline 140 --json grpo.json      # 64 prompts x 8, 512 new tokens; an H200
-    python benchmarks/grpo.py --model tiny --prompts 2 --group 2 --new-tokens 8    # a dry run on a CPU
+    python benchmarks/grpo.py --model qwen3-0.6b --deadline 320 --json grpo.json      # 64 prompts x 8, 512 new tokens; an H200
+    python benchmarks/grpo.py --model tiny --prompts 2 --group 2 --new-tokens 8 --deadline 200      # a dry run on a CPU
 
 A step: ``group`` completions of each prompt at temperature 1, a reward (the share of tokens in the lower half of the
 vocabulary, normalized in its group), GRPO's loss (Shao et al., "DeepSeekMath", 2024, section 4.1, one update per rollout, so
 all ratios are 1, and no KL term), backward with gradient checkpointing, and AdamW. The weights are random and no token ends
-a completion. All ways train one model. quire and ``generate_batch`` run the same call; vLLM gets the weights before each
-rollout, and the time for that counts as its generation (``sync_s``).
+a completion. Each way is measured in a process of its own, beside the model that it trains, and has its share of the time.
+quire and ``generate_batch`` run the same call; vLLM gets the weights before each rollout, and the time for that counts as its
+generation (``sync_s``).
 
 Memory is the largest that PyTorch had allocated in a step. Of each way the first step is not counted (compilation, captures);
-it is the row's only figure (``first: true``) where ``--deadline`` leaves no time for another.
+it is the row's only figure (``first: true``) where the way has no time for another. ``generate_batch`` and ``generate`` end a
+rollout for which there is no time: ``tokens`` of ``tokens_asked`` were made in ``rollout_s``, the rest is filled up for
+the update, and ``share_generating`` is a lower bound (``cut: true``).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
-import json
 import os
 import statistics
 import tempfile
@@ -30,10 +31,13 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import quire
+from quire.graph_runner.bench import apart, record
 from quire.graph_runner.bench.models import ModelSpec, build, config_of, layers_asked
-from quire.graph_runner.bench.record import Record, add_arguments
+
+TRAINING_S = 30.0  # of a way's time, left for the update when a rollout is cut
 
 
 def synchronize() -> None:
@@ -53,13 +57,9 @@ class Way:
     def open(self) -> None:
         """Set up, before anything is measured."""
 
-    def batch_config(self) -> ContinuousBatchingConfig:
-        return ContinuousBatchingConfig()
-
-    def rollout(self, prompts: list[list[int]]) -> list[list[int]]:
-        found = self.model.generate_batch(prompts, generation_config=self.config,
-                                          continuous_batching_config=self.batch_config(), progress_bar=False)
-        return [output.generated_tokens for output in found.values()]
+    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
+        """The completions; shorter ones where they would take more than ``seconds``, if the way can end them."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Put the model back."""
@@ -72,38 +72,49 @@ class Quire(Way):
         quire.paged(self.model, num_pages=pages, page_size=16, max_num_seqs=min(512, args.prompts * args.group),
                     max_model_len=args.prompt_tokens + args.new_tokens)
 
-    def rollout(self, prompts: list[list[int]]) -> list[list[int]]:
-        found = super().rollout(prompts)
+    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
+        found = self.model.generate_batch(prompts, generation_config=self.config,
+                                          continuous_batching_config=ContinuousBatchingConfig(), progress_bar=False)
         if not self.model.generate.engine.stats().generated_tokens:
             raise RuntimeError("the rollout was not paged")
-        return found
+        return [output.generated_tokens for output in found.values()]
 
     def close(self) -> None:
         self.model.generate.close()
 
 
 class GenerateBatch(Way):
-    def batch_config(self) -> ContinuousBatchingConfig:
-        each = -(-(self.args.prompt_tokens + self.args.new_tokens) // 256)
+    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
+        """What ``generate_batch`` does, with its manager, so that requests can be ended: it then has their tokens so far."""
+        began, args = time.perf_counter(), self.args
+        each = -(-(args.prompt_tokens + args.new_tokens) // 256)
         small = {} if torch.cuda.is_available() else {"max_batch_tokens": 256}
-        return ContinuousBatchingConfig(num_blocks=self.args.prompts * self.args.group * each + 8, **small)
-
-    def open(self) -> None:
-        self.attention = self.model.config._attn_implementation
-
-    def close(self) -> None:
-        self.model.set_attn_implementation(self.attention)  # its manager has set a paged one
+        config = ContinuousBatchingConfig(num_blocks=args.prompts * args.group * each + 8, **small)
+        hints = WorkloadHints(max_prompt_length=args.prompt_tokens, max_generated_length=args.new_tokens,
+                              num_requests=len(prompts))
+        found: dict[str, list[int]] = {}
+        with self.model.continuous_batching_context_manager(generation_config=self.config, continuous_batching_config=config,
+                                                            workload_hints=hints, timeout=5) as manager:
+            ids = manager.add_requests(prompts, max_new_tokens=args.new_tokens)
+            while len(found) < len(ids) and manager.is_running():
+                if time.perf_counter() - began > seconds:
+                    manager.stop(hard_stop=True, timeout=20)
+                while (result := manager.get_result(timeout=0.2 if manager.is_running() else 0)) is not None:
+                    if result.is_finished():
+                        found[result.request_id] = result.generated_tokens
+        return [found.get(name, []) for name in ids]
 
 
 class Generate(Way):
     def open(self) -> None:
         self.config.eos_token_id = None
 
-    def rollout(self, prompts: list[list[int]]) -> list[list[int]]:
+    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
         self.model.eval()
         self.model.gradient_checkpointing_disable()  # in training mode with it there is no cache
         ids = torch.tensor(prompts, device=self.model.device)
-        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self.config)
+        limit = None if seconds == float("inf") else max(seconds, 1.0)
+        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self.config, max_time=limit)
         self.model.gradient_checkpointing_enable()
         self.model.train()
         return found[:, ids.shape[1]:].tolist()
@@ -111,10 +122,6 @@ class Generate(Way):
 
 class Vllm(Way):
     def open(self) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise RuntimeError("vllm is not installed here")
-        if not torch.cuda.is_available():
-            raise RuntimeError("vllm is measured on a GPU only")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that it can be given the weights
         from vllm import LLM
 
@@ -126,7 +133,7 @@ class Vllm(Way):
                             max_model_len=self.args.prompt_tokens + self.args.new_tokens, max_num_seqs=512,
                             gpu_memory_utilization=self.args.vllm_memory, enable_prefix_caching=True)
 
-    def rollout(self, prompts: list[list[int]]) -> list[list[int]]:
+    def rollout(self, prompts: list[list[int]], seconds: float) -> list[list[int]]:
         from vllm import SamplingParams
 
         began = time.perf_counter()
@@ -148,6 +155,7 @@ class Vllm(Way):
 
 
 WAYS = {"quire": Quire, "generate_batch": GenerateBatch, "generate": Generate, "vllm": Vllm}
+SHARES = {"quire": 2.0, "generate_batch": 3.0, "generate": 3.0, "vllm": 4.0}  # of the time; vLLM compiles for over a minute
 
 
 def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: list[list[int]], args: argparse.Namespace
@@ -166,57 +174,17 @@ def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: lis
     optimizer.zero_grad(set_to_none=True)
 
 
-def measure(name: str, model: Any, optimizer: Any, prompts: list[list[int]], args: argparse.Namespace, record: Record) -> None:
+def measure(name: str, results: record.Record, args: argparse.Namespace) -> None:
     """Add the way's row, and bring it up to date after each step."""
-    way, many = WAYS[name](model, args), [p for p in prompts for _ in range(args.group)]
-    steps: list[tuple[float, float, float]] = []
-    row: dict[str, Any] = {"way": name}
-    try:
-        while len(steps) <= args.steps and (not steps or record.left > 1.2 * steps[-1][1]):
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-            synchronize()
-            began = time.perf_counter()
-            completions = way.rollout(many)
-            synchronize()
-            generated = time.perf_counter() - began
-            if [len(c) for c in completions] != [args.new_tokens] * len(many):
-                raise RuntimeError(f"{name} returned completions of other lengths than {args.new_tokens}")
-            train(model, optimizer, many, completions, args)
-            synchronize()
-            steps.append((generated, time.perf_counter() - began, way.sync_s))
-            generated, total, sync = (statistics.median(of) for of in zip(*(steps[1:] or steps), strict=True))
-            peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-            row |= {"rollout_s": generated, "step_s": total, "share_generating": generated / total,
-                    "tokens_per_s": len(many) * args.new_tokens / generated, "sync_s": sync, "peak_gib": peak,
-                    "first": len(steps) == 1, "steps": max(1, len(steps) - 1)}
-            if len(steps) == 1:
-                record.keep(row)
-            record.write()
-        print(json.dumps(row), flush=True)
-    finally:
-        way.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=2, help="after a first one that is not counted, as far as time allows")
-    parser.add_argument("--vllm-memory", type=float, default=0.4, help="share of the GPU's memory for vLLM")
-    add_arguments(parser)
-    args = parser.parse_args()
-    if unknown := sorted(set(args.ways.split(",")) - WAYS.keys()):
-        parser.error(f"unknown ways {', '.join(unknown)}; there are: {', '.join(WAYS)}")
-    args.layers = layers_asked(args.layers)
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise RuntimeError("vllm is not installed here")
+    if name == "vllm" and not torch.cuda.is_available():
+        raise RuntimeError("vllm is measured on a GPU only")
+    row: dict[str, Any] = {"way": name, "doing": "its start"}
+    results.rows.append(row)
+    results.write()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    record = Record(args.json, device, args.deadline, arguments=vars(args))
     model: Any = build(ModelSpec(args.model, dtype, device, args.layers))
     model.train()
     model.gradient_checkpointing_enable()
@@ -224,10 +192,60 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.get_text_config().vocab_size
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
-    for name in args.ways.split(","):
-        record.measure(name, lambda name=name: measure(name, model, optimizer, prompts, args, record))
-        gc.collect()
-        torch.cuda.empty_cache()
+    many, asked = [p for p in prompts for _ in range(args.group)], args.prompts * args.group * args.new_tokens
+    way, steps = WAYS[name](model, args), list[tuple[float, float, float, int]]()
+    row["start_s"] = args.deadline - results.left if args.deadline else None
+    try:
+        while len(steps) <= args.steps and (not steps or results.left > 1.2 * steps[-1][1]):
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            row["doing"] = "a rollout"
+            results.write()
+            synchronize()
+            began = time.perf_counter()
+            completions = way.rollout(many, results.left - min(TRAINING_S, results.left / 2))
+            synchronize()
+            rollout = time.perf_counter() - began
+            tokens = sum(map(len, completions))
+            if not tokens or len(completions) != len(many):
+                raise RuntimeError(f"{name} returned {len(completions)} completions of {tokens} tokens")
+            if not steps:
+                row |= {"rollout_s": rollout, "tokens": tokens, "tokens_asked": asked, "tokens_per_s": tokens / rollout,
+                        "cut": tokens < asked, "first": True}
+            row["doing"] = "an update"
+            results.write()
+            if not model.training:  # a manager of continuous batching has set eval mode, which ends gradient checkpointing
+                model.train()
+            train(model, optimizer, many, [c + [0] * (args.new_tokens - len(c)) for c in completions], args)
+            synchronize()
+            steps.append((rollout, time.perf_counter() - began, way.sync_s, tokens))
+            rollout, total, sync, tokens = (statistics.median(of) for of in zip(*(steps[1:] or steps), strict=True))
+            peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+            row |= {"rollout_s": rollout, "step_s": total, "share_generating": rollout / total, "tokens": int(tokens),
+                    "tokens_per_s": tokens / rollout, "cut": tokens < asked, "sync_s": sync, "peak_gib": peak,
+                    "first": len(steps) == 1, "steps": max(1, len(steps) - 1)}
+            del row["doing"]
+            results.write()
+    finally:
+        way.close()
+        print(row, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=2, help="after a first one that is not counted, as far as time allows")
+    parser.add_argument("--vllm-memory", type=float, default=0.4, help="share of the GPU's memory for vLLM")
+    apart.add_arguments(parser, list(WAYS))
+    record.add_arguments(parser)
+    args = parser.parse_args()
+    args.layers = layers_asked(args.layers)
+    apart.run(args, SHARES, lambda way, results: measure(way, results, args))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@
 # against   decode with triton, compared with benchmarks/results/h200_decode_triton.json (or $BEFORE); exits with 1 if slower
 # pieces    flashinfer's steps of decodes and a prompt, captured in pieces and not
 # backends  attention kernels of the backends side by side (backend_kernels.py); mla: on the latent cache; composite: hybrid,
-#           cascade and two_batch beside their parts; sparse: approximate decoding at 32k. Each ends after 150 seconds,
+#           cascade and two_batch beside their parts; sparse: approximate decoding at 32k. Each ends before LIMIT,
 #           and a call with RESUME='earlier.json ...' goes on with it; $KERNELS: more arguments
 # engines   decode steps with cascades and two half batches, and approximate ones at a long context ($CONTEXT, 32768)
 # prefix    time to first token of requests that begin equally; fast_prefill: with kv_sharing_fast_prefill and without
@@ -32,9 +32,9 @@
 #           full layers; updates: of all weights; cast: of the copy in the dtype that the engine computes in
 # kits      the conformance kit on every backend in $KIT_JOBS (12) processes, as JSON for docs/backends.md; RESUME as above
 # page      docs/backends.md from the kit's JSON files in $KITS_JSON (default: $OUT/*kits*.json)
-# grpo      rollouts and training beside generate_batch and generate; grpo_vllm: beside vLLM in the same process; of
-#           $GRPO_MODELS (qwen3-0.6b llama-1b)
-# evaluate  lm-eval's requests per second: quire and HFLM; adapters: what LoRA costs in a decode step (gpu_wheels.sh has
+# grpo      rollouts and training beside generate_batch and vLLM colocated, of $GRPO_MODELS (qwen3-0.6b llama-1b; LIMIT=340
+#           for each, with vLLM)
+# evaluate  lm-eval's requests per second: quire, HFLM, vLLM; adapters: what LoRA costs in a decode step (gpu_wheels.sh has
 #           the wheels that both need)
 # tests     the GPU tests (or $TESTS), $JOBS (8) at a time, then those that must run alone
 #
@@ -64,7 +64,7 @@ deadline() {  # [at most]: the same for a script that ends by itself and writes 
 KIT=all,hybrid:flashinfer+triton,cascade:triton@1,two_batch:triton,double_sparsity:1048576:0:all,dual_chunk:1048576:524288
 
 kernels_of() {  # a piece of backend_kernels.py
-    run "h200_$1" benchmarks/backend_kernels.py "$1" --json "$OUT/h200_$1.json" --deadline "$(deadline 150)" \
+    run "h200_$1" benchmarks/backend_kernels.py "$1" --json "$OUT/h200_$1.json" --deadline "$(deadline)" \
         --resume ${RESUME:-} ${KERNELS:-}
 }
 
@@ -137,14 +137,11 @@ for part in "$@"; do
                        && cp "$OUT/backends.md" docs/backends.md || worst=1 ;;
         grpo)      for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
                        run "h200_grpo_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_$m.json" \
-                           --deadline "$(deadline)" ${GRPO:---ways quire,generate_batch,generate}; done ;;
-        grpo_vllm) for m in ${GRPO_MODELS:-qwen3-0.6b llama-1b}; do
-                       run "h200_grpo_vllm_$m" benchmarks/grpo.py --model "$m" --json "$OUT/h200_grpo_vllm_$m.json" \
-                           --deadline "$(deadline)" ${GRPO:---ways quire,vllm}; done ;;
+                           --deadline "$(deadline)" ${GRPO:---ways quire,generate_batch,vllm}; done ;;
         adapters)  run h200_adapters benchmarks/adapters.py --json "$OUT/h200_adapters.json" --deadline "$(deadline)" \
                        ${ADAPTERS:---model $MODEL --attention triton} ;;
         evaluate)  run h200_evaluate benchmarks/evaluate.py --json "$OUT/h200_evaluate.json" --deadline "$(deadline)" \
-                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000 --ways QuireLM,HFLM,HFLM-paged} ;;
+                       ${EVALUATE:---model $MODEL --documents 128 --batch 64 --examples 1000} ;;
         attention) QUIRE_CACHE_DIR="$OUT" bench h200_attention attention --attention triton,flashinfer --save \
                        ${HEADS:+--heads "$HEADS"} ;;
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \

@@ -153,7 +153,7 @@ def check_packing(paged: PagedModel, sites: Sequence[AttentionSite], backend: At
                 "report it.")
     if precise:
         if plain is not None:
-            _check_own_forward(found, plain, rounding * found.effect)
+            _check_own_forward(found, plain, rounding * found.effect, backend.approximate)
         if found.most > _LAST_BITS * max(_largest(found.one), _largest(found.two)):
             in_float32(True)
         if plain is not None:
@@ -248,9 +248,14 @@ def _compare(run: Run, ids: _Sequences, routed: bool, rounding: Callable[[_Found
     return found
 
 
-def _check_own_forward(found: _Found, plain: torch.Tensor, limit: float) -> None:
+def _check_own_forward(found: _Found, plain: torch.Tensor, limit: float, approximate: str = "") -> None:
     most = _gap(found.one, plain.to(found.one)).max().item()
     if not most <= limit:
+        if approximate:
+            raise UnsupportedAttention(
+                f"a trial sequence of {len(found.one)} tokens has other logits than by the model's own forward, by "
+                f"{most / found.effect:.2g} times what another token in its past changes: the attention backend {approximate}. "
+                "Give it larger sizes, so that short sequences are exact")
         raise UnsupportedAttention(
             "a trial sequence has other logits paged than by the model's own forward: they differ by "
             f"{most / found.effect:.2g} times what another token in its past changes. The forward may do something else when "

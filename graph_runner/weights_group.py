@@ -15,6 +15,7 @@ would fill a part of the other's memory, and a larger one end the process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 _HEADER = 1024  # bytes
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class WeightsGroup:
@@ -127,7 +129,16 @@ def _process_group(backend: str, store: Any, rank: int, world_size: int, timeout
             raise ValueError("backend 'nccl' is not in this build of torch; use 'gloo' with tensors on the CPU")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        # Waits on the host, and raises. By default a watchdog ends the process, and the engine with it, when a rank is gone.
+        before = os.environ.get(_BLOCKING)
+        os.environ[_BLOCKING] = "1"  # read by the constructor
+        try:
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        finally:
+            if before is None:
+                del os.environ[_BLOCKING]
+            else:
+                os.environ[_BLOCKING] = before
     raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
 
 

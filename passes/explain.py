@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class Explanation:
         lines = [f"{self.model_name}: {len(self.sites)} attention sites"]
         if self.sites:
             served = self.selection.sites if self.selection else self.sites
-            ops = [self._lowered_to(s) for s in served]
+            lowered = functools.cache(self._lowered_to)  # it may look for compiled kernels
+            ops = [lowered(replace(s, layer=0, name="")) for s in served]
             lines += format_sites(served, ops).splitlines() if every else _grouped(served, ops)
         if self.selection is not None:
             why = f", {self.selection.why}" if self.selection.why else ""

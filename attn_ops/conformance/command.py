@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--jobs", type=int, default=1, metavar="N", help="processes to check in (default: this one)")
     add("--deadline", type=float, metavar="SECONDS", help="start nothing after that, and end what --jobs started; what is left "
         "is in --json, and the exit code is 3. Each feature of each backend comes first, many cases of one last")
+    add("--limit", type=float, default=240.0, metavar="SECONDS", help="a check of --jobs that takes longer fails (default: "
+        "240; a package may compile its kernels in it)")
     add("--resume", nargs="*", default=[], metavar="FILE", help="take the results of these files that did not fail (those of "
         "the same device and versions), and make the checks that are left")
     given = parser.parse_args(arguments)
@@ -168,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_table(title, [run.results[name] for name in run.names if name in run.results], len(run.left))
 
     work_off(tasks, run_case, take, lambda case, why: Result(case.check, "FAIL", why), jobs=given.jobs,
-             until=None if given.deadline is None else began + given.deadline,
+             until=None if given.deadline is None else began + given.deadline, each=given.limit,
              poisoned=lambda result: "CUDA error" in result.detail)
     write()
     for run in runs:

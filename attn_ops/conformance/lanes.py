@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
-#: Of the processes that run checks: many share the CPU, so each computes and compiles in one thread.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+#: Of the processes that run checks: many share the CPU, so each computes and compiles in one thread; ninja, of which few run,
+#: compiles 6 files at a time, because each compiler takes some GB.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "MAX_JOBS": "6"}
 LATE: Any = object()
 
 
@@ -24,7 +25,7 @@ class Ended(RuntimeError):
     """A process ended before it answered."""
 
 
-class _Worker:
+class Worker:
     """A process that runs ``function`` on what it is sent."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -62,15 +63,16 @@ def _serve(pipe: Any, function: Callable[[Any], Any]) -> None:
 
 
 def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Callable[[Task, Answer], None],
-             failed: Callable[[Task, str], Answer], *, jobs: int, until: float | None,
+             failed: Callable[[Task, str], Answer], *, jobs: int, until: float | None, each: float,
              poisoned: Callable[[Answer], bool]) -> None:
     """Run ``function``, which can be imported by name, on the tasks in this order; ``take`` their answers, one at a time.
 
     Args:
-        failed: makes the answer for a task whose process ended.
+        failed: makes the answer for a task whose process ended, or took too long.
         jobs: processes; 1: this one.
         until: by ``time.time()``; nothing is started after it, and with several processes what is not done by then is ended
             without an answer.
+        each: seconds for one task, with several processes.
         poisoned: an answer after which a process can do nothing more.
     """
     if jobs == 1:
@@ -82,23 +84,26 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
     left, lock = collections.deque(tasks), threading.Lock()
 
     def lane() -> None:
-        worker: _Worker | None = None
+        worker: Worker | None = None
         try:
             while left and (until is None or time.time() < until):
                 try:
                     task = left.popleft()
                 except IndexError:
                     return
-                worker = worker or _Worker(function)
+                worker = worker or Worker(function)
+                ends = time.time() + each
                 try:
-                    answer = worker.call(task, until)
+                    answer = worker.call(task, ends if until is None else min(ends, until))
                 except Ended as error:
                     answer = failed(task, str(error))
-                if answer is LATE:
-                    return
+                if stuck := answer is LATE:
+                    if until is not None and until <= ends:
+                        return
+                    answer = failed(task, f"took more than {each:.0f} s")
                 with lock:
                     take(task, answer)
-                if poisoned(answer) or not worker.process.is_alive():
+                if stuck or poisoned(answer) or not worker.process.is_alive():
                     worker.end()
                     worker = None
         finally:
@@ -118,4 +123,4 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-__all__ = ["work_off"]
+__all__ = ["LATE", "Ended", "Worker", "work_off"]

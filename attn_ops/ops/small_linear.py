@@ -29,6 +29,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
+from quire.attn_ops.ops.small_linear_wide import fits_wide, launch_wide
 from quire.attn_ops.tuning.launch_config import Config, config_for, padded
 
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
@@ -99,6 +100,8 @@ def small_linear_cuda(
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
+    if config.block_m and scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
+        return launch_wide(x2, weight, scale, n, bias, res, config, pdl).view(*x.shape[:-1], n)
     kernels = host.kernel_module("kernels.small_linear")
     options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
                                "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0,

@@ -22,6 +22,8 @@ class Config(NamedTuple):
         block_n, block_k: weight rows and columns per tile (per warp, for codes and up to 32 tokens).
         splits: for codes and more tokens, programs that share the columns of a tile, to occupy the GPU where a weight has few
             rows.
+        block_m: tokens per tile of ``attn_ops/kernels/small_linear_wide.py``; 0: not that kernel.
+        turned: its order of columns.
     """
 
     block_n: int
@@ -29,6 +31,8 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     splits: int = 1
+    block_m: int = 0
+    turned: int = 0
 
 
 def padded(num_tokens: int) -> int:
@@ -67,7 +71,8 @@ def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | 
 def _read(devices: Any) -> dict[str, dict[str, list[int] | None]]:
     for configs in devices.values():
         for config in configs.values():
-            if config is not None and (len(config) not in (4, 5) or not all(type(x) is int and x > 0 for x in config)):
+            if config is not None and (not 4 <= len(config) <= 7 or not all(type(x) is int for x in config)
+                                       or min(config[:5]) < 1 or min(config) < 0):
                 raise ValueError(f"{config} are not launch parameters")
     return devices
 

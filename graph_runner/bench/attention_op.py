@@ -97,9 +97,9 @@ class Timing:
     how: str
 
 
-def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True) -> Timing:
+def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True, states: dict[str, Any] | None = None) -> Timing:
     """Time the backend on the batch. Errors of its op propagate. Prompts are served as beside another backend, where there is a
-    way for that (``AttentionBackend.prefill``). ``graph``: in a CUDA graph if the backend allows it."""
+    way for that (``AttentionBackend.prefill``). ``graph``: in a CUDA graph if the backend allows it. ``states``: the step's."""
     m, device = batch.metadata, batch.q.device
     if backend.prefill is not None and m.max_query_len > 1 and not m.has_single_queries:
         backend = replace(backend, make_state=backend.prefill.make_state)
@@ -107,7 +107,7 @@ def measure(backend: AttentionBackend, batch: OpBatch, graph: bool = True) -> Ti
     least = CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if decode else CudagraphSupport.ALWAYS
     captured = graph and device.type == "cuda" and backend.capabilities.cudagraph_support >= least
     # A backend that plans must know that a graph is captured, to give it buffers that stay.
-    with planned(backend, batch, graph_key="bench" if captured else None, capturing=captured):
+    with planned(backend, batch, states=states or {}, graph_key="bench" if captured else None, capturing=captured):
         given = prepared(backend, batch)
 
         def call(i: int) -> None:

@@ -31,11 +31,13 @@ class Record:
         deadline: seconds from the start of the process. A measurement that runs then is interrupted, or, where it does not
             return to Python for 10 more seconds, as a hanging step on the GPU, a row says so and the process ends with exit
             code 124. None: no limit.
+        interrupts: False: nothing is interrupted at the deadline, only ``left`` counts down to it.
         facts: of the whole run, for the file.
     """
 
-    def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, **facts: Any) -> None:
-        self.path, self.facts, self.rows = path, facts, list[Row]()
+    def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,
+                 **facts: Any) -> None:
+        self.path, self.facts, self.rows, self.interrupts = path, facts, list[Row](), interrupts
         self.environment = environment(device, None)
         self._end = None if deadline is None else deadline - _age()
         self._began, self._armed = time.monotonic(), False
@@ -56,25 +58,26 @@ class Record:
         if self.path is not None:
             write(self.path, self.environment, self.rows, command=this_command(), **self.facts)
 
-    def measure(self, name: str, run: Any, needs: float = 0.0) -> bool:
+    def measure(self, name: str, run: Any, needs: float = 0.0, most: float = float("inf")) -> bool:
         """Call ``run``, which keeps its rows. Returns whether it ended well; if not, a row named ``name`` says why.
 
         Args:
             needs: seconds. It is not begun with less time left.
+            most: seconds. It is interrupted after them, too.
         """
         began = time.monotonic()
         if self.left <= max(needs, 1.0):
             self.keep({"row": name, "error": f"left out: {max(self.left, 0):.0f} s are left of the time"})
             return False
-        outermost = self._end is not None and not self._armed  # measurements may be nested
+        outermost = self.interrupts and self._end is not None and not self._armed  # measurements may be nested
         if outermost:
             previous, self._armed = signal.signal(signal.SIGALRM, self._interrupt), True
-            last = threading.Timer(self.left + PATIENCE, self._exit, [name])
+            last = threading.Timer(min(self.left, most) + PATIENCE, self._exit, [name])
             last.daemon = True
             last.start()
         try:
             if outermost:
-                signal.setitimer(signal.ITIMER_REAL, self.left)
+                signal.setitimer(signal.ITIMER_REAL, min(self.left, most))
             run()
         except Exception as error:
             self.keep({"row": name, "after_s": time.monotonic() - began, **failure(error)})
@@ -91,7 +94,7 @@ class Record:
         raise OutOfTime("the deadline has come")
 
     def _exit(self, name: str) -> None:
-        self.keep({"row": name, "error": "cut off: the deadline has come, and the process did not return to Python"})
+        self.keep({"row": name, "error": "cut off: its time is over, and the process did not return to Python"})
         os._exit(124)
 
 

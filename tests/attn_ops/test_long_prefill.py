@@ -187,6 +187,44 @@ def test_kernels_that_fail(caplog) -> None:
     assert "planning for prompts failed: RuntimeError: invalid device function" in caplog.text
 
 
+def test_a_plan_that_fails_costs_one_step(caplog) -> None:
+    """A batch that is too large for the kernels' buffers must not take the fast prompts from the engine for its life; kernels
+    that always fail are given up."""
+    fails = [True, True, False, True, True, True, False]
+
+    def plan(metadata, step):
+        if fails.pop(0):
+            raise ValueError("exceeds the StepLimits")
+
+    backend = made(prompts=dataclasses.replace(PROMPTS, plan=plan))
+    case = make_case([5], [5], num_heads=8, num_kv_heads=2, head_dim=64, page_size=4)
+    states = {backend.name: backend.make_state([case.site], case.cache, None)}
+    served = []
+    while fails:
+        calls.clear()
+        with in_step(backend, case, states=states):
+            backend.op(*case.arguments(prepared(backend, case)), **case.options)
+        served += [name for name, _ in calls]
+        if len(served) == 6:
+            break
+    assert served == ["rest", "rest", "prompts", "rest", "rest", "rest"] and fails == [False]
+    with in_step(backend, case, states=states):
+        pass
+    assert fails == [False], "given up: it is not asked again"
+    assert "later ones try again: planning for prompts failed" in caplog.text and "3 steps in a row" in caplog.text
+
+
+def test_kernels_to_come_are_said_to_come() -> None:
+    """explain must not promise kernels that are not compiled."""
+    assert made().route(SITE) == "rest_paged_attention, long prompts prompts_paged_attention"
+    later = dataclasses.replace(PROMPTS, prefill=PrefillPart(lambda *args: "not compiled", PROMPTS.make_state))
+    backend = made(prompts=later)
+    assert backend.serves(SITE).endswith("long prompts prompts_paged_attention once its kernels are compiled")
+    broken = made(prompts=dataclasses.replace(PROMPTS, plan=lambda metadata, step: 1 / 0))
+    broken.warm_up([SITE], CPU, 1.0)
+    assert broken.serves(SITE) == "rest_paged_attention"
+
+
 def test_a_step_by_hand_asks_and_reserves_only_if_it_gains() -> None:
     """Each such step makes its states: a loop of short ones would ask ninja, and allocate workspaces, at every step."""
     states: list[int] = []

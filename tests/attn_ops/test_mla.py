@@ -80,8 +80,9 @@ def test_selection() -> None:
     with pytest.raises(UnsupportedAttention, match="(?s)no MLA on the latent cache.*head dims 192/128"):
         select_latent_or_dense(weak, [V3], device=CPU, page_size=16)
     for name in ("flashinfer_mla", "flashmla"):
-        with pytest.raises(UnsupportedAttention, match="runs on cuda"):
+        with pytest.raises(UnsupportedAttention, match="runs on cuda") as refusal:
             select_latent_or_dense(name, [V3], device=CPU, page_size=64)
+        assert str(refusal.value).count("runs on cuda") == 1
 
 
 def test_torch_native() -> None:

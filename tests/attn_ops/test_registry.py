@@ -64,6 +64,8 @@ def test_unknown_name(empty) -> None:
         get_backend("three")
     with pytest.raises(ValueError, match="unknown attention backend 'three'"):
         select_backend("three", [SITE], device=CPU, page_size=16)
+    with pytest.raises(ValueError, match=r"backend 'TWO' \(did you mean 'two'\?\)"):
+        get_backend("TWO")
     with pytest.raises(ValueError, match=r"backend 'tow' \(did you mean 'two'\?\); there are: auto, one, two$"):
         get_backend("tow")
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import time
 
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+import quire
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
+from tests.graph_runner.test_weights import free_port
 from tests.graph_runner.test_window_pages import poison
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
@@ -52,3 +57,43 @@ def test_pages_behind_the_window(asynchronous, options) -> None:
         outs = tokens(engine.generate(prompts, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)))
         assert engine.runner.graphs.stats.replayed > 100
     assert outs == [hf_greedy(model, p, 200) for p in prompts]
+
+
+def other_weights() -> dict[str, torch.Tensor]:
+    """The same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    return {name: p.cpu() * (1 + 0.5 * torch.randn(p.shape, generator=generator)) for name, p in
+            load_model("cpu").named_parameters()}
+
+
+def send(port: int, most: int | None) -> None:
+    """A trainer on the second GPU; with ``most`` it dies after that many parameters, without a word."""
+    group = quire.WeightsGroup("127.0.0.1", port, 0, 2, device="cuda:1", timeout=60)
+    for name, value in list(other_weights().items())[:most]:
+        group.send(value.to("cuda:1"), name)
+    if most is not None:
+        os._exit(1)
+    group.close()
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
+@pytest.mark.parametrize("most", [None, 3])
+def test_weights_over_nccl(most) -> None:
+    """A trainer that dies in the middle leaves the engine, its process and its graphs serving the old weights."""
+    new, port, model = other_weights(), free_port(), load_model("cuda")
+    with Engine(model, num_pages=64, max_num_seqs=4, max_model_len=128, cudagraph_capture_sizes=[1, 4]) as engine:
+        said, captured = tokens(engine.generate(IDS, GREEDY)), engine.runner.graphs.stats.captured
+        process = multiprocessing.get_context("spawn").Process(target=send, args=(port, most))
+        process.start()
+        engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60 if most is None else 20)
+        error = pytest.raises(quire.WeightUpdateError, match="receiving the parameter")
+        with contextlib.nullcontext() if most is None else error:
+            engine.update_weights_from_distributed(list(new), ["float32"] * len(new), [v.shape for v in new.values()])
+        process.join(60)
+        if most is None:
+            engine.destroy_weights_update_group()
+            assert all(torch.equal(engine.get_weights_by_name(name).cpu(), value) for name, value in new.items())
+        got = tokens(engine.generate(IDS, GREEDY))
+        assert (got == said) == (most is not None) and engine.runner.graphs.stats.captured == captured
+    assert got == [hf_greedy(model, ids, 20) for ids in IDS]

@@ -22,6 +22,7 @@ from quire.attn_ops.registry import get_backend
 from quire.attn_ops.step import Step, ensure_planned, running
 from tests.attn_ops.oracle import oracle_attention
 from tests.steps import ragged
+from tests.tiny import small_llama
 
 SITE = AttentionSite(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=torch.float32, scale=0.25)
 CHUNK, LOCAL = 12, 4
@@ -332,3 +333,11 @@ def test_rotary_embeddings_that_differ_between_sequences_are_refused() -> None:
         else:
             with pytest.raises(UnsupportedAttention, match="different rotary embeddings at position 12"):
                 run()
+
+
+def test_sizes_that_change_short_sequences_are_named() -> None:
+    """Not as a bug of quire: the trial sequence of an engine's start is longer than CHUNK."""
+    with pytest.raises(UnsupportedAttention, match="the attention backend scores no key at a distance of more than 4 tokens. "
+                                                   "Give it larger sizes"):
+        quire.Engine(small_llama(std=0.3), attention="dual_chunk:4:2", compiler="eager", num_pages=16, max_num_seqs=2,
+                     max_model_len=64)

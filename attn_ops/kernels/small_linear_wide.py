@@ -1,0 +1,153 @@
+"""Products with quantized weights for up to some hundred tokens: kernels of ``attn_ops/ops/small_linear.py``.
+
+A program has BLOCK_N weight rows and BLOCK_M tokens; codes are read once per BLOCK_M tokens, converted in registers and
+multiplied on the tensor cores, the rows as the left operand. Tokens and rows past the end are read as copies of the last one
+and not stored, so no load has a mask.
+
+NOTE [Columns in another order]: of 16 columns of the left operand a thread holds two pairs, 2c, 2c+1, 2c+8 and 2c+9, with c its
+place among four. In memory pairs of codes are two bytes, and a load from shared memory per pair costs more than converting it.
+A sum does not depend on the order of its terms. So a thread takes 16 adjacent bytes of a row, and the rows of x are loaded in
+the order in which the codes then stand: column (j, h, c, e) of a block of 64 is column (c, j, h, e) in memory, each with four,
+two, four and two values. TURNED = 0 keeps the order of memory; 2 expects x with its columns in the new order already.
+``python -m benchmarks.hopper --loops wide`` counts the instructions.
+
+NOTE [int4 tiles]: PyTorch's packed int4 weight (``aten._convert_weight_to_int4pack`` with 8 inner tiles) is int32 (N / 8,
+K / 128, 32, 4). As bytes, 64 adjacent ones belong to a row and 128 columns. Byte (c, w, f, b) of them, with four, four, two and
+two values, has the codes of columns 32 w + 16 b + 2 c + f (low half) and 8 more (high half), which is the order of fragments:
+turned to (w, b, c, f), low halves are columns 0..7, 16..23, ... in order, high halves the others. scale_and_zero is bf16
+(K / group, N, 2), and a weight is (code - 8) * scale + zero, rounded to x's dtype.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.attn_ops.kernels.kv_quant import NO_ASSEMBLY, widen
+from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
+
+#: Four bytes -> the low halves less 8 and the high halves less 8, as bfloat16: 0x4300 with a code is 128 plus the code.
+_NIBBLES = tl.constexpr("""{
+    .reg .b32 t, u, one, less;
+    and.b32 t, $4, 0x0f0f0f0f;
+    shr.u32 u, $4, 4;
+    and.b32 u, u, 0x0f0f0f0f;
+    prmt.b32 $0, t, 0x43, 0x4140;
+    prmt.b32 $1, t, 0x43, 0x4342;
+    prmt.b32 $2, u, 0x43, 0x4140;
+    prmt.b32 $3, u, 0x43, 0x4342;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 less, 0xc308c308;
+    fma.rn.bf16x2 $0, $0, one, less;
+    fma.rn.bf16x2 $1, $1, one, less;
+    fma.rn.bf16x2 $2, $2, one, less;
+    fma.rn.bf16x2 $3, $3, one, less;
+}""")
+
+
+@triton.jit
+def _halves(codes, like):
+    """Bytes -> their low and their high four bits, less 8, in the dtype of ``like``."""
+    if NO_ASSEMBLY or like.dtype != tl.bfloat16:
+        return ((codes & 15).to(tl.float32) - 8.0).to(like.dtype), ((codes >> 4).to(tl.float32) - 8.0).to(like.dtype)
+    else:
+        return tl.inline_asm_elementwise(_NIBBLES, "=&r,=&r,=&r,=&r,r", [codes], (tl.bfloat16, tl.bfloat16), True, 4)
+
+
+@triton.jit
+def _scaled(codes, scale, zero):
+    """codes * scale + zero, rounded once to the dtype of codes. scale, zero: bf16, one per row."""
+    if NO_ASSEMBLY or codes.dtype != tl.bfloat16:
+        return (codes.to(tl.float32) * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None]).to(codes.dtype)
+    else:
+        scale, zero = tl.broadcast_to(scale[:, None], codes.shape), tl.broadcast_to(zero[:, None], codes.shape)
+        return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [codes, scale, zero], tl.bfloat16, True,
+                                         2)
+
+
+@triton.jit
+def _share(K, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
+    """First column of this program's share, and the column after its last. No share is empty; the compiler must know that the
+    loop runs, or it waits for each product before the next."""
+    first, last = 0, K
+    if PARTS:
+        blocks = K // BLOCK_K
+        first = blocks * tl.program_id(2) // tl.num_programs(2) * BLOCK_K
+        last = blocks * (tl.program_id(2) + 1) // tl.num_programs(2) * BLOCK_K
+    tl.assume(first < last)
+    return first, last
+
+
+@triton.jit
+def _store(acc, rows, tokens, scale, bias, res, out, M, N, stride_r, PARTS: tl.constexpr):
+    """Sums (BLOCK_N, BLOCK_M), with scales, bias and residual; with PARTS as they are, for ``add_up_kernel``."""
+    inside = (rows < N)[:, None] & (tokens < M)[None, :]
+    if PARTS:
+        tl.store(out + (tl.program_id(2) * M + tokens)[None, :] * N + rows[:, None], acc, mask=inside)
+    else:
+        if scale is not None:
+            acc *= tl.load(scale + rows, mask=rows < N, other=0.0)[:, None]
+        if bias is not None:
+            acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        if res is not None:
+            acc += tl.load(res + tokens[None, :] * stride_r + rows[:, None], mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + tokens[None, :] * N + rows[:, None], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def wide_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride_r, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """w (N, K) int8 or fp8, scale (N,). K a multiple of BLOCK_K, that of 64. With PARTS the third dim of the grid shares the
+    columns, and out is (shares, M, N) float32."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.arange(0, BLOCK_K)
+    if TURNED == 1:  # see NOTE [Columns in another order]
+        cols = place // 64 * 64 + place // 2 % 4 * 16 + place // 16 % 4 * 4 + place // 8 % 2 * 2 + place % 2
+    else:
+        cols = place
+    first, last = _share(K, BLOCK_K, PARTS)
+    wait_for_previous(PDL)
+    w += tl.minimum(rows, N - 1).to(tl.int64)[:, None] * stride_w + place[None, :]
+    x += tl.minimum(tokens, M - 1)[None, :] * stride_x + cols[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(first, last, BLOCK_K):
+        xs = tl.load(x + start)
+        codes = tl.load(w + start, eviction_policy="evict_first")
+        if TURNED > 0:
+            codes = codes.reshape(BLOCK_N, BLOCK_K // 64, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_N, BLOCK_K)
+        acc = tl.dot(widen(codes, xs), xs, acc)
+    let_next_start(PDL)
+    _store(acc, rows, tokens, scale, bias, res, out, M, N, stride_r, PARTS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def int4_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride_r, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """w: bytes (N / 8, K / 128, 512), scale: (K / GROUP, N, 2) bf16 as int32, one word for both, see NOTE [int4 tiles]. K a
+    multiple of 128. stride_w: of w's first dim. GROUP: a multiple of 128."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.arange(0, 64)
+    first, last = _share(K, 128, PARTS)
+    wait_for_previous(PDL)
+    row = tl.minimum(rows, N - 1)
+    w += (row // 8).to(tl.int64)[:, None] * stride_w + (row % 8 * 64)[:, None] + place[None, :]
+    x += tl.minimum(tokens, M - 1)[None, :] * stride_x + tl.arange(0, 128)[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(first, last, 128):
+        xs = tl.load(x + start)
+        codes = tl.load(w + start * 4, eviction_policy="evict_first")
+        codes = codes.reshape(BLOCK_N, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(BLOCK_N, 64)
+        pair = tl.load(scale + start // GROUP * N + row)
+        low, high = _halves(codes, xs)
+        s, z = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+        s, z = s.to(tl.bfloat16), z.to(tl.bfloat16)
+        both = tl.join(_scaled(low, s, z), _scaled(high, s, z))
+        both = both.reshape(BLOCK_N, 8, 8, 2).permute(0, 1, 3, 2).reshape(BLOCK_N, 128)
+        acc = tl.dot(both, xs, acc)
+    let_next_start(PDL)
+    _store(acc, rows, tokens, None, bias, res, out, M, N, stride_r, PARTS)
+
+
+__all__ = ["int4_kernel", "wide_kernel"]

@@ -1,0 +1,84 @@
+"""Linear layers with quantized weights by ``attn_ops/kernels/small_linear_wide.py``; ``torch.ops.quire.int4_linear``.
+
+``launch_wide`` runs int8, fp8 and int4 weights for up to some hundred tokens; ``small_linear`` calls it for the first two where
+that was measured to be faster. int4 weights are those of torchao's ``Int4TilePackedTo4dTensor``, read as they are: PyTorch's
+packed layout (``aten._convert_weight_to_int4pack``, 8 inner tiles), int32 (N / 8, K / 128, 32, 4), with groups of columns that
+have a scale and a zero each, bf16 (K / group, N, 2). A weight is (code - 8) * scale + zero, rounded to x's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quire.attn_ops.kernels import host
+from quire.attn_ops.kernels.launch import launch
+from quire.attn_ops.tuning.launch_config import Config
+
+#: A column block of the packed layout: K and the groups are multiples of it.
+INT4_COLUMNS = 128
+
+
+def launch_wide(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, n: int, bias: torch.Tensor | None,
+                res: torch.Tensor | None, config: Config, pdl: bool) -> torch.Tensor:
+    """x (M, K), weight (N, K) of codes with scale (N,), or packed int4 with its scales and zeros -> (M, N).
+
+    Args:
+        config: with ``block_m`` > 0. K must be a multiple of ``block_k``, that of 64 (``fits_wide``).
+    """
+    m, k = x.shape
+    kernels = host.kernel_module("kernels.small_linear_wide")
+    stride_r = res.stride(0) if res is not None else 0
+    out = x.new_empty(m, n)
+    splits = min(config.splits, k // config.block_k)
+    parts = splits > 1
+    target = x.new_empty(splits, m, n, dtype=torch.float32) if parts else out
+    grid = (-(-n // config.block_n), -(-m // config.block_m), splits)
+    options: dict[str, Any] = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PARTS": parts, "pdl": pdl,
+                               "num_warps": config.num_warps, "num_stages": config.num_stages}
+    if weight.dtype == torch.int32:
+        scales = scale.view(torch.int32)  # a scale and a zero per word
+        launch(kernels.int4_kernel, grid, x, weight.view(torch.uint8), scales, bias, res, target, m, n, k, weight.stride(0) * 4,
+               x.stride(0), stride_r, GROUP=k_of(weight) // scale.shape[0], **options)
+        scale = None  # type: ignore[assignment]
+    else:
+        launch(kernels.wide_kernel, grid, x, weight, scale, bias, res, target, m, n, k, weight.stride(0), x.stride(0), stride_r,
+               BLOCK_K=config.block_k, TURNED=config.turned, **options)
+    if parts:
+        launch(host.kernel_module("kernels.small_linear").add_up_kernel, (-(-n // 256), -(-m // 4)), target, scale, bias, res,
+               out, m, n, stride_r, BLOCK_M=4, BLOCK_N=256, SPLITS=splits, pdl=pdl)
+    return out
+
+
+def fits_wide(k: int, config: Config) -> bool:
+    """Whether the kernel can run with these parameters: it has no masks for columns."""
+    return config.block_m > 0 and k % config.block_k == 0 and config.block_k % 64 == 0
+
+
+def k_of(weight: torch.Tensor) -> int:
+    """Columns of a packed int4 weight, with padding."""
+    return int(weight.shape[1]) * INT4_COLUMNS
+
+
+def unpacked(weight: torch.Tensor, scale_and_zero: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A packed int4 weight as (N, K) of ``dtype``, with padding. See NOTE [int4 tiles] in the kernels' file."""
+    blocks_n, blocks_k = weight.shape[:2]
+    each = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
+    codes = (weight.unsqueeze(-1) >> each) & 15  # (N/8, K/128, 32, 4, 8), the last: first bit, half of 16 columns, pair of 8
+    codes = codes.view(blocks_n, blocks_k, 8, 4, 4, 2, 2, 2)  # row, c, word w, f, b, high half
+    codes = codes.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(blocks_n * 8, blocks_k * INT4_COLUMNS)
+    groups = scale_and_zero.float().unbind(-1)
+    scale, zero = (g.t().repeat_interleave(codes.shape[1] // g.shape[0], 1) for g in groups)
+    return ((codes - 8).float() * scale + zero).to(dtype)
+
+
+def int4_linear_eager(x: torch.Tensor, weight: torch.Tensor, scale_and_zero: torch.Tensor, bias: torch.Tensor | None,
+                      residual: torch.Tensor | None) -> torch.Tensor:
+    """The definition: x (..., K), weight packed int4 -> (..., N). bias (N,); residual: of the result's shape."""
+    out = F.linear(x, unpacked(weight, scale_and_zero, x.dtype)[:, : x.shape[-1]], bias)
+    return out if residual is None else residual + out
+
+
+__all__ = ["INT4_COLUMNS", "fits_wide", "int4_linear_eager", "k_of", "launch_wide", "unpacked"]
