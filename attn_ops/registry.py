@@ -77,11 +77,6 @@ class Registry:
         self.load()
         return list(self._families.values())
 
-    @property
-    def usages(self) -> list[str]:
-        """The forms of the names of families."""
-        return [family.usage for family in self.families]
-
 
 REGISTRY = Registry()
 
@@ -187,4 +182,4 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
                                backend.verified))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
-    return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
+    return BackendTable(rows, where, tuning.summary(where), [family.usage for family in REGISTRY.families])

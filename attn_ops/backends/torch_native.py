@@ -76,8 +76,8 @@ def paged_attention(
 
 def attention_state(*tensors: Any, scale: float, softcap: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv) and the log-sum-exp (T, H). STATE_SCHEMA has the arguments."""
-    *given, prepared = tensors
-    return _attend(*given, None, prepared, scale=scale, window=None, softcap=softcap, chunk=None, causal=causal)
+    tensors = (*tensors[:-1], None, tensors[-1])  # the place of sinks
+    return _attend(*tensors, scale=scale, window=None, softcap=softcap, chunk=None, causal=causal)
 
 
 def _attend(

@@ -20,12 +20,7 @@ import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    BackendFamily,
-    CudagraphSupport,
-    define_paged_op,
-)
+from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport, define_paged_op
 from quire.attn_ops.composite import check_every_step, op_name
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache

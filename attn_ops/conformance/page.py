@@ -107,7 +107,7 @@ def _kind(run: dict[str, Any]) -> tuple[Any, ...]:
 def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
     """The page. ``earlier``: a page whose tables of other devices stay as they are."""
     backends = sorted(all_backends().values(), key=lambda b: (not b.verified, b.name))
-    made = [f"- `{form}`: {what}." for form, _, what in (usage.partition(": ") for usage in REGISTRY.usages)]
+    made = [f"- `{form}`: {what}." for form, _, what in (family.usage.partition(": ") for family in REGISTRY.families)]
     lines = [INTRODUCTION, "## Declared", "", *declared(backends), "",
              "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "", *made, "",
              "## Checked", "",

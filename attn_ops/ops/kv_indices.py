@@ -39,8 +39,10 @@ def _tokens(req_to_token: torch.Tensor, rows: torch.Tensor, columns: torch.Tenso
     return req_to_token[rows.long(), columns.clamp(0, req_to_token.shape[1] - 1)]
 
 
-def _flat(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor, kv_indptr: torch.Tensor,
-          kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
+@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, Tensor? kv_start, Tensor(a!) out")
+def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
+                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
     if not kv_lens.shape[0] or not out.shape[0]:
         return
     begin = kv_indptr[:-1].long()
@@ -53,8 +55,13 @@ def _flat(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: t
     out.copy_(torch.where(live, found, out))
 
 
-def _paged(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor, kv_start: torch.Tensor | None,
-           out: torch.Tensor, page_size: int) -> None:
+@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
+def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
+                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
+    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
+
+    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
+    """
     out = out[: kv_lens.shape[0]]
     page = torch.arange(out.shape[1], device=out.device)
     column = (page * page_size).expand(out.shape[0], -1)
@@ -63,23 +70,6 @@ def _paged(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: 
     live = page * page_size < kv_lens[:, None]
     found = torch.div(_tokens(req_to_token, req_pool_indices[:, None], column), page_size, rounding_mode="floor")
     out.copy_(torch.where(live, found.to(out.dtype), out))
-
-
-@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, Tensor? kv_start, Tensor(a!) out")
-def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
-    _flat(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
-
-
-@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
-def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
-    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
-
-    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
-    """
-    _paged(req_to_token, req_pool_indices, kv_lens, kv_start, out, page_size)
 
 
 @_as_op("Tensor(a!) out, Tensor seq_lens, int num_heads, int num_kv_heads, int max_kv_splits, int num_cores, "
@@ -139,7 +129,7 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
     kv_lens.copy_((done if prefix_only else seq_lens) - kv_start)
     kv_indptr[0] = 0
     kv_indptr[1:] = kv_lens.cumsum(0)
-    _flat(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
+    create_flashinfer_kv_indices(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
     if slot_map is not None:
         live = torch.arange(out.shape[0], device=out.device) < kv_indptr[-1]
         slots = torch.where(live, out, 0).long()
@@ -176,7 +166,7 @@ def normal_decode_set_metadata(cache_seqlens: torch.Tensor, cu_seqlens_k: torch.
     cache_seqlens.copy_(seq_lens + seq_len_delta)
     cu_seqlens_k[0] = 0
     cu_seqlens_k[1:] = cache_seqlens.cumsum(0)
-    _paged(req_to_token, req_pool_indices, cache_seqlens, None, page_table, page_size)
+    create_flashmla_kv_indices(req_to_token, req_pool_indices, cache_seqlens, None, page_table, page_size)
     if slot_map is not None and window_page_table is not None:
         first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
         slots = _tokens(req_to_token, req_pool_indices[:, None], first.expand(page_table.shape[0], -1)).long()

@@ -75,8 +75,6 @@ def uses_kernel(logits: Tensor) -> bool:
     return logits.is_cuda and logits.dtype in KERNEL_DTYPES and _HAS_TRITON
 
 
-# ---- the op
-
 #: Logits that a program reads at once, and the number of programs to aim for: enough loads in flight to hide the memory's
 #: latency (an H200 runs about a thousand at a time), and to spread a sampled row among greedy ones.
 BLOCK, PROGRAMS = 1024, 2048
@@ -134,9 +132,6 @@ _sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, 
                               cpu=_eager, cuda=sample_tokens_cuda, fake=_fake, launches=True)
 
 
-# ---- rows
-
-
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(B, V) cut into (B, chunks, tokens per chunk), float32, padded with -inf; and the token ids, without B.
 
@@ -184,9 +179,6 @@ def winner(score: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
     rank, token = best >> 32, (best & 0xFFFF_FFFF) ^ 0xFFFF_FFFF
     below = torch.where(is_greedy(temperature), _NAN_RANK, _INF_RANK)
     return torch.where((rank > _MINUS_INF_RANK) & (rank < below), token, INVALID_TOKEN)
-
-
-# ---- noise
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:

@@ -76,7 +76,9 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
             like = first.setdefault(signature, piece)
             if like is piece or not values.copy(piece, like, at):
                 values.compute(piece.nodes, at)
-            _check_outputs(piece, values)
+            for x in map(values.of.get, piece.outputs):
+                if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not _wraps(x):
+                    raise _Whole(f"a {type(x).__name__} crosses a cut")
             pieces.append((piece, signature))
         if len(first) == len(pieces) and not always:
             raise _Whole(f"its {len(first)} pieces all differ")
@@ -258,12 +260,6 @@ def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
         new[node].meta["example_value"] = values[node]  # AOTAutograd caches no graph in which one is missing
     graph.output(tuple(new[n] for n in piece.outputs))
     return fx.GraphModule({}, graph)
-
-
-def _check_outputs(piece: _Piece, values: _Values) -> None:
-    for x in map(values.of.get, piece.outputs):
-        if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not _wraps(x):
-            raise _Whole(f"a {type(x).__name__} crosses a cut")
 
 
 # -- which pieces are equal -------------------------------------------------------------------------------------------------

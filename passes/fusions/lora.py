@@ -70,11 +70,8 @@ def fuse_lora(fusion: Fusion) -> int:
         if layer is not None:
             key = (layer.base.product, layer.shrunk.product, layer.real.shape[1])
             groups.setdefault(key, []).append(layer)
-    count = 0
-    for layers in groups.values():
-        for i in range(0, len(layers), MAX_SEGMENTS):
-            count += _fuse(fusion, layers[i : i + MAX_SEGMENTS])
-    return count
+    return sum(_fuse(fusion, layers[i : i + MAX_SEGMENTS])
+               for layers in groups.values() for i in range(0, len(layers), MAX_SEGMENTS))
 
 
 def _layer(node: fx.Node, fusion: Fusion) -> _Layer | None:

@@ -71,11 +71,7 @@ def group_lora(fusion: Fusion) -> int:
         layer = _of_tokens(node) or _of_all(node, fusion)
         if layer is not None:
             groups.setdefault(layer.x, []).append(layer)
-    count = 0
-    for layers in groups.values():
-        for part in _parts(layers):
-            count += _rewrite(fusion, part)
-    return count
+    return sum(_rewrite(fusion, part) for layers in groups.values() for part in _parts(layers))
 
 
 def _of_tokens(node: fx.Node) -> _Layer | None:

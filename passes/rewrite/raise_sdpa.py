@@ -39,8 +39,6 @@ SDPA: tuple[Any, ...] = (torch.nn.functional.scaled_dot_product_attention, torch
         torch.ops.aten.scaled_dot_product_attention)
 _VIEWS = {"getitem", "expand", "reshape", "view", "unsqueeze", "flatten", "broadcast_to", "repeat_interleave", "repeat",
           "contiguous", "clone", "expand_as", "squeeze", "transpose", "permute"}
-
-
 _WITHIN = "quire_attends_within_tokens"
 
 
@@ -89,10 +87,8 @@ def _tokens(nodes: list[fx.Node]) -> Any:
 
 def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arg = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    q: Any = arg["query"]
-    k: Any = arg["key"]
-    v: Any = arg["value"]
+    arg: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    q, k, v = arg["query"], arg["key"], arg["value"]
     try:
         dropout, scale = constant(arg.get("dropout_p", 0.0)), constant(arg.get("scale"))
     except ValueError as error:
@@ -121,8 +117,7 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         raise Refusal(f"{heads} query heads, {kv_heads} key heads, {v_heads} value heads")
     if kv_heads not in (1, heads) and k is arg["key"] and not arg.get("enable_gqa", False):
         raise Refusal(f"{heads} query heads over {kv_heads} key heads without enable_gqa")
-    mask: Any = arg.get("attn_mask")
-    is_causal = arg.get("is_causal", False)
+    mask, is_causal = arg.get("attn_mask"), arg.get("is_causal", False)
     if mask is None:
         kind = MaskKind(causal=bool(is_causal))
     elif is_causal:

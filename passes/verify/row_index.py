@@ -214,9 +214,6 @@ def _index_add(call: Call) -> Known:
     return x
 
 
-# -- routing ----------------------------------------------------------------------------------------------------------------
-
-
 @rule("histc")
 def _histc(call: Call) -> Known:
     known = call.of("self")

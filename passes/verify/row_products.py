@@ -85,9 +85,6 @@ def _convolution(call: Call) -> Known:
     return rows
 
 
-# -- norms, pooling, padding ------------------------------------------------------------------------------------------------
-
-
 @rule("native_layer_norm _fused_rms_norm")
 def _layer_norm(call: Call) -> Known:
     rows, x = call.rows("input"), call["input"]

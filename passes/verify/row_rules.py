@@ -113,9 +113,6 @@ def no_lengths(call: Call, but: tuple[str, ...] = ()) -> None:
             raise Mixes("arithmetic with the length of the row")
 
 
-# -- elementwise ------------------------------------------------------------------------------------------------------------
-
-
 def broadcast(call: Call, operands: Sequence[Any], ndim: int) -> Rows | None:
     """Rows of the elementwise result with ``ndim`` dimensions; None if all operands are constant."""
     found = []
@@ -186,9 +183,6 @@ def _isin(call: Call) -> Known:
     if call.rows("test_elements") is not None:
         raise Mixes("it looks the values up among those of all tokens")
     return call.rows("elements") or CONST
-
-
-# -- along dimensions -------------------------------------------------------------------------------------------------------
 
 
 @rule("sum nansum mean prod amax amin any all var std var_mean std_mean logsumexp norm linalg_vector_norm argmax argmin max "
@@ -265,9 +259,6 @@ def _triangle(call: Call) -> Known:
     if rows is not None and rows.dim >= call["self"].dim() - 2:
         raise Mixes("it zeroes by the place of the token in the row")
     return rows or CONST
-
-
-# -- constructors -----------------------------------------------------------------------------------------------------------
 
 
 @rule("zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like empty_strided "

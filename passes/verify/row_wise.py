@@ -62,12 +62,8 @@ def picked(node: fx.Node) -> tuple[int | None, Any]:
     if not is_function(node, (operator.getitem,)):
         return None, None
     parts: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    cuts = [(dim, part) for dim, part in enumerate(parts) if not _is_whole(part)]
+    cuts = [(dim, part) for dim, part in enumerate(parts) if part != slice(None)]
     return cuts[0] if len(cuts) == 1 else (None, None)
-
-
-def _is_whole(part: Any) -> bool:
-    return isinstance(part, slice) and (part.start, part.stop, part.step) == (None, None, None)
 
 
 def _is_one(size: Any) -> bool:

@@ -24,7 +24,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import Strides
 from quire.attn_ops.kernels.launch import launch
-from quire.attn_ops.kernels.paged import find_block, find_row
+from quire.attn_ops.kernels.paged import find_block, find_row, load_rows
 from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
 
 WORKSPACE = 1 << 25  # most float32 elements of partial results
@@ -68,20 +68,6 @@ def write_kernel(c, k_rope, cache, slot_mapping, c_stride, rope_stride, TILE: tl
 
 
 @triton.jit
-def load_part(start, live, DIM: tl.constexpr, DIM_P2: tl.constexpr, MASKED: tl.constexpr):
-    """(N, DIM_P2) numbers that begin at the N pointers ``start``, padded with zeros; rows that are not live are zeros too:
-    memory there may hold NaN."""
-    columns = tl.arange(0, DIM_P2)
-    pointers = start[:, None] + columns[None, :]
-    if MASKED:
-        return tl.load(pointers, mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
-    elif DIM == DIM_P2:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
-
-
-@triton.jit
 def attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, begin, stop, scale, TILE: tl.constexpr,
                 MASKED: tl.constexpr):
     """The running softmax over keys begin..stop. Without MASKED all rows see them, and block_n divides their number."""
@@ -96,8 +82,8 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, table_row, b
         else:
             page = tl.load(table_row + offsets // TILE.page)
         start = cache + page.to(tl.int64) * TILE.row.page + offsets % TILE.page * TILE.row.token
-        latent = load_part(start, live, TILE.rank, RANK_P2, MASKED)
-        rotary = load_part(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
+        latent = load_rows(start, live, TILE.rank, RANK_P2, MASKED)
+        rotary = load_rows(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
         scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
         scores = tl.dot(query_rope, tl.trans(rotary), scores, input_precision=PRECISION) * (scale * LOG2E)
         if MASKED:
