@@ -219,5 +219,3 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
 
 attention = define_op(ATTENTION_SCHEMA, cpu=attention_eager, cuda=attention_eager, fake=attention_fake)
 torch.library.register_autograd("quire::attention", _backward, setup_context=_setup_context, lib=LIBRARY)
-
-__all__ = ["AttentionSite", "Latent", "attention", "attention_eager", "dtype_name", "visible"]

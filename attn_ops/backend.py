@@ -391,8 +391,3 @@ def _rope_paged_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: tor
 
 def listed(items: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, items))) or "none"
-
-
-__all__ = ["AttentionBackend", "AttentionCapabilities", "BackendFamily", "CudagraphSupport", "PAGED_SCHEMA", "PrefillPart",
-           "ROPE_PAGED_SCHEMA", "STATE_SCHEMA", "UnsupportedAttention", "define_paged_op", "define_state_op", "dtype_name",
-           "listed"]

@@ -46,6 +46,3 @@ def left_out(implementation: Implementation, fake: Implementation, args: tuple[A
              ) -> torch.Tensor:
     """A recorder for running the rest of a step: attention gives zeros, and writes nothing."""
     return fake(*args, **kwargs).zero_()
-
-
-__all__ = ["Recorder", "breakable", "breaking", "left_out"]

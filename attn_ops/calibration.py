@@ -45,14 +45,8 @@ class ChannelMoments:
 
 
 def recorder(base: AttentionBackend, moments: ChannelMoments) -> AttentionBackend:
-    """``base``, with every step's queries and keys added to ``moments``. Its name is a new one.
-
-    Args:
-        base: a backend without state and plan.
-
-    Raises:
-        ValueError: a ``base`` that has them.
-    """
+    """``base``, with every step's queries and keys added to ``moments``. Its name is a new one. ``base``: a backend without
+    state and plan. Raises ValueError for a ``base`` that has them."""
     if base.op is None or base.make_state is not None or base.plan is not None:
         raise ValueError(f"channels are measured through a backend without state and plan, which {base.name} is not")
     name = op_name("calibration")
@@ -83,6 +77,3 @@ def recorder(base: AttentionBackend, moments: ChannelMoments) -> AttentionBacken
     return AttentionBackend(name=name, capabilities=capabilities, available=base.available,
                             op=define_paged_op(name, paged_attention), make_state=make_state, prepare=base.prepare,
                             every_step=True)
-
-
-__all__ = ["ChannelMoments", "recorder"]

@@ -42,10 +42,7 @@ def kind_of(window: int | None, chunk: int | None) -> str:
 
 def attention_name(attention: Any) -> Any:
     """``attention`` as a name: ``{"full": "a", "window": "b"}`` is "full=a,window=b". Anything else is returned as it is.
-
-    Raises:
-        ValueError: a kind that does not exist, or no kind at all.
-    """
+    Raises ValueError for a kind that does not exist, or no kind at all."""
     if not isinstance(attention, Mapping):
         return attention
     unknown = [k for k in attention if k not in KINDS]
@@ -218,12 +215,16 @@ def op_name(name: str) -> str:
     return op
 
 
+def check_every_step(name: str, parts: Iterable[AttentionBackend]) -> None:
+    """Raises UnsupportedAttention if one of the parts must see every step."""
+    for part in parts:
+        if part.every_step:
+            raise UnsupportedAttention(f"attention={name!r}: every step must run whole through {part.name}, which keeps data "
+                                       f"about the cached keys; use attention={part.name!r}")
+
+
 def check_parts(name: str, parts: Iterable[AttentionBackend]) -> None:
     """Raises UnsupportedAttention if no device or dtype is common to all."""
     for what in ("devices", "dtypes", "layouts"):
         if not frozenset.intersection(*(getattr(part.capabilities, what) for part in parts)):
             raise UnsupportedAttention(f"attention={name!r}: its backends have no {what} in common")
-
-
-__all__ = ["KINDS", "Composite", "CompositeCapabilities", "attention_name", "check_parts", "common_capabilities", "kind_of",
-           "op_name"]

@@ -27,30 +27,27 @@ def register_site_finder(find: Finder) -> Finder:
 class PagedKVCache:
     """Keys and values of all layers, by page.
 
-    ``k[i]`` is (num_pages, page_size, Hkv, D) and ``v[i]`` (num_pages, page_size, Hkv, Dv) for the i-th attention layer: that
-    is the *logical* shape. In memory ``layout`` "NHD" has that order, "HND" the heads outside the tokens of a page; kernels
-    read the strides. Each tensor is its own allocation (slices of one storage, passed to a compiled graph, make Inductor copy
-    the whole cache). Page 0 is the null page; see NOTE [Padding].
+    ``k[i]`` is (num_pages, page_size, Hkv, D) and ``v[i]`` (num_pages, page_size, Hkv, Dv) for the i-th attention layer: the
+    *logical* shape. In memory ``layout`` "NHD" has that order, "HND" the heads outside the tokens of a page; kernels read the
+    strides. Each tensor is its own allocation: slices of one storage, passed to a compiled graph, make Inductor copy all of it.
+    Page 0 is the null page; see NOTE [Padding].
 
     With a quantized dtype (int8, float8_e4m3fn, float8_e5m2) ``k`` and ``v`` hold codes, and ``k_scale[i]``, ``v_scale[i]``
-    (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), in either layout with the heads outside the
-    tokens in memory: a kernel reads the scales of one head. Else both lists hold None.
+    (num_pages, page_size, Hkv) float32 their scales (``attn_ops/kv_quant.py``), with the heads outside the tokens in memory in
+    either layout: a kernel reads the scales of one head. Else both lists hold None. In a latent layer (MLA,
+    ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first rank of them: ``of_layer``
+    gives None for it. Quantized, ``k_scale[i]`` is that of these, and ``v_scale[i]`` of the other R.
 
-    In a latent layer (MLA, ``attn_ops/mla.py``) a token has one key of rank + R numbers, and ``v[i]`` is a view of the first
-    rank of them: ``of_layer`` gives None for it. Quantized, ``k_scale[i]`` is that of these, and ``v_scale[i]`` of the other R.
-
-    Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``). A layer
-    that attends to the keys and values of an earlier one has the tensors of that one.
+    Layers may have page numbers of their own: those with a window need fewer pages (``graph_runner/window_pages.py``).
 
     Args:
         num_pages: the null page included, so that (num_pages - 1) * page_size tokens fit.
-        layer_pages: pages of each layer, where they differ; num_pages of each by default.
-        page_size: tokens per page.
+        layer_pages: pages of each layer, where they differ.
         num_kv_heads, head_dim, head_dim_v: Hkv, D, Dv; an int, or one per layer. head_dim_v defaults to head_dim.
-        layout: "NHD" or "HND"; ``get_kv_cache_layout()`` by default.
+        layout: ``get_kv_cache_layout()`` by default.
         layer_ids: the model's own numbers of the layers, in order; default 0..num_layers-1.
         latent: whether values are the first head_dim_v numbers of the keys; a bool, or one per layer.
-        kv_sources: of layers without keys of their own, the earlier layer whose tensors they have, by the model's numbers.
+        kv_sources: of layers that attend to an earlier layer's keys and values: the layer whose tensors they have.
 
     Raises:
         ValueError: a size that is not positive, fewer than two pages, a list that is not num_layers long, a dtype that
@@ -137,11 +134,8 @@ class PagedKVCache:
     def for_sites(cls, sites: Sequence[AttentionSite], *, num_pages: int, page_size: int = 16, device: torch.device | str,
                   dtype: torch.dtype | None = None, layout: Layout | None = None, window_pages: int | None = None
                   ) -> PagedKVCache:
-        """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent.
-
-        Args:
-            window_pages: of layers with a window or chunk, the null page included; num_pages by default.
-        """
+        """A cache for the attention sites of a model, as ``quire.explain`` lists them: MLA layers are latent. ``window_pages``:
+        of layers with a window or chunk, the null page included; num_pages by default."""
         if not sites:
             raise ValueError("no attention sites: there is nothing to cache")
         heads, dims, dims_v = zip(*map(_entry, sites), strict=True)
@@ -156,14 +150,9 @@ class PagedKVCache:
     @classmethod
     def for_model(cls, model: Any, *, num_pages: int, page_size: int = 16, dtype: torch.dtype | None = None,
                   device: torch.device | str | None = None, layout: Layout | None = None, latent: bool = False) -> PagedKVCache:
-        """A cache for ``model``: its attention sites are found by tracing it (nothing is computed).
-
-        Args:
-            latent: latent vectors for MLA layers. Such a cache serves compiled models only, and backends that have MLA.
-
-        Raises:
-            UnsupportedAttention: quire cannot serve the model; the message says which site and why.
-        """
+        """A cache for ``model``: its attention sites are found by tracing it (nothing is computed). ``latent``: latent vectors
+        for MLA layers. Such a cache serves compiled models only, and backends that have MLA. Raises UnsupportedAttention if
+        quire cannot serve the model; the message says which site and why."""
         if not site_finders:
             raise RuntimeError("PagedKVCache.for_model needs quire's capture; use quire.PagedKVCache")
         if device is None:
@@ -256,6 +245,3 @@ def _per_layer(name: str, value: int | Sequence[int], num_layers: int) -> list[i
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages for ``num_tokens`` tokens."""
     return math.ceil(num_tokens / page_size)
-
-
-__all__ = ["Layout", "PagedKVCache", "bytes_per_page", "pages_for", "register_site_finder", "token_bytes", "vector_bytes"]

@@ -5,12 +5,11 @@ token is written and never changed:
 
     scale = max(max|x| / qmax, smallest normal float32)      codes = x / scale, rounded to the nearest code, ties to even
 
-Every query attends to ``codes * scale``, the token's own included. So results depend on how a sequence was cut into steps, and
-on which backend wrote a page, no more than the keys before rounding do (where a last bit can select the next code). The
-largest element keeps its value up to float32 rounding; no calibration is needed, and nothing saturates.
-
-A vector with a NaN or an infinity gets scale NaN and codes 0: all of it reads back as NaN, in every dtype. A zero is code 0
-without a sign. Vectors below the range of float32's normal numbers read back as zeros.
+Every query attends to ``codes * scale``, the token's own included, so that results depend no more on how a sequence was cut
+into steps, and on which backend wrote a page, than the keys before rounding do (where a last bit can select the next code). The
+largest element keeps its value up to float32 rounding; no calibration is needed, and nothing saturates. A vector with a NaN or
+an infinity gets scale NaN and codes 0: all of it reads back as NaN. A zero is code 0 without a sign. Vectors below the range of
+float32's normal numbers read back as zeros.
 """
 
 from __future__ import annotations
@@ -22,13 +21,8 @@ import torch
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """The values of a code's dtype as a float format (int8 too: its values lie below 2**7).
-
-    Args:
-        qmax: the largest value.
-        mantissa: bits after the leading one.
-        min_exponent: values below 2**min_exponent are multiples of 2**(min_exponent - mantissa).
-    """
+    """The values of a code's dtype as a float format (int8 too: its values lie below 2**7): the largest one, and the bits of
+    mantissa after the leading one. Values below 2**min_exponent are multiples of 2**(min_exponent - mantissa)."""
 
     qmax: float
     mantissa: int
@@ -97,7 +91,3 @@ def write_kv(k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tens
     if k is not None and v is not None:
         write(k_cache, k_scale, k, slot_mapping)
         write(v_cache, v_scale, v, slot_mapping)
-
-
-__all__ = ["ALIASES", "CodeFormat", "FORMATS", "QUANTIZED_KV_DTYPES", "check_scales", "dequantize", "quantize", "write",
-           "write_kv"]

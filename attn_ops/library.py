@@ -14,16 +14,14 @@ LIBRARY = torch.library.Library("quire", "FRAGMENT")
 
 def define_op(schema: str, *, cpu: Callable[..., Any] | None, cuda: Callable[..., Any] | None, fake: Callable[..., Any],
               launches: bool = False) -> Any:
-    """Register ``quire::<schema>`` and return its overload.
-
-    Registered by ``Library`` and not ``custom_op``: a quarter of the call overhead, which eager steps pay once per layer.
+    """Register ``quire::<schema>`` and return its overload. By ``Library`` and not ``custom_op``: a quarter of the call
+    overhead, which eager steps pay once per layer.
 
     Args:
         schema: ``name(arguments) -> result``.
-        cpu, cuda: implementations by device; None: no implementation for it.
-        fake: shapes, strides and dtypes of the results.
-        launches: ``cuda`` launches all its Triton kernels with ``kernels.launch.launch`` and works on fake tensors, so that
-            an engine can compile the kernels ahead.
+        cpu, cuda: implementations by device; None: no implementation for it.  fake: shapes, strides and dtypes of the results.
+        launches: ``cuda`` launches all its Triton kernels with ``kernels.launch.launch`` and works on fake tensors, so that an
+            engine can compile the kernels ahead.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -36,6 +34,3 @@ def define_op(schema: str, *, cpu: Callable[..., Any] | None, cuda: Callable[...
         assert cuda is not None
         implementations[op] = cuda
     return op
-
-
-__all__ = ["LIBRARY", "define_op"]

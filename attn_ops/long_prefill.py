@@ -1,13 +1,12 @@
 """Two backends in one: PREFILL for the prompts of steps in which it was measured faster, REST for everything else.
 
 The kernels that are best for long prompts may be slow at decoding, need planning on the host, and allow no CUDA graph. So
-PREFILL serves a step only where all of this holds:
+PREFILL serves a step only where the step is no CUDA graph's and
 
-* the step is no CUDA graph's;
 * by the times measured on this device (``attn_ops/tuning/prefill.py``) it spares all layers of a kind together at least
   PLAN_US: a function of queries, context, heads, head dims and dtype;
-* PREFILL supports the site and the cache (its capabilities), and its kernels are compiled (``PrefillPart.ready``): an engine
-  has them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
+* it supports the site and the cache (its capabilities), and its kernels are compiled (``PrefillPart.ready``): an engine has
+  them compiled while it starts, in other processes and for a limited time; nothing is compiled in a step.
 
 Sequences of one token at the head of such a step (decodes) stay with REST where it takes a part of a batch. Without times, or
 without PREFILL's package, all steps are REST's.
@@ -28,7 +27,7 @@ import torch
 
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, UnsupportedAttention
-from quire.attn_ops.composite import Composite, CompositeCapabilities
+from quire.attn_ops.composite import Composite, CompositeCapabilities, check_every_step
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
@@ -69,9 +68,8 @@ class State:
     """Of one engine or step.
 
     Args:
-        parts: the parts' states, by name.
+        parts: the parts' states, by name.  split: whether decodes at the head of a batch stay with REST.
         rules: of the layers that PREFILL may serve, by kind: one of the sites, their number, the rule.
-        split: whether decodes at the head of a batch stay with REST.
         given: what PREFILL's state will be made of; None: it is made.
         serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
@@ -184,11 +182,8 @@ class LongPrefill(Composite):
     def _try(self, site: AttentionSite, device: torch.device) -> None:
         cache = PagedKVCache.for_sites([site], num_pages=2, page_size=16, device=device)
         metadata = CommonAttentionMetadata.build([2], [2], [[1]], page_size=16, device=device)
-        part = self.prefill.prefill
-        make = part.make_state if part is not None else self.prefill.make_state
         step = Step(cache, metadata, attention=self.prefill)
-        if make is not None:
-            step.states[self.prefill.name] = make([site], cache, StepLimits(1, 2, 1))
+        self._make_prefill(step.states, [site], cache, StepLimits(1, 2, 1))
         if self.prefill.plan is not None:
             self.prefill.plan(metadata, step)
         q = torch.zeros(2, site.num_heads, site.head_dim, dtype=site.dtype, device=device)
@@ -233,11 +228,15 @@ class LongPrefill(Composite):
         if why := self.ready(sites, cache.device):
             self._give_up(state, why)
             return False
+        self._make_prefill(state.parts, [s for s in sites if Kind.of(s) in state.rules], cache, limits)
+        return True
+
+    def _make_prefill(self, states: dict[str, Any], sites: Sequence[AttentionSite], cache: PagedKVCache, limits: StepLimits
+                      ) -> None:
         part = self.prefill.prefill
         make = part.make_state if part is not None else self.prefill.make_state
         if make is not None:
-            state.parts[self.prefill.name] = make([s for s in sites if Kind.of(s) in state.rules], cache, limits)
-        return True
+            states[self.prefill.name] = make(sites, cache, limits)
 
     def _give_up(self, state: State, why: str) -> None:
         state.rules.clear()
@@ -354,22 +353,12 @@ class LongPrefill(Composite):
 
 def make(name: str, prefill: AttentionBackend, rest: AttentionBackend, rule: Callable[..., PrefillRule | None] = tuning.rule
          ) -> AttentionBackend:
-    """The backend ``name``; ``rule``: see LongPrefill.
-
-    Raises:
-        UnsupportedAttention: two backends of one name, one that must see every step, or one that is an approximation.
-    """
+    """The backend ``name``; ``rule``: see LongPrefill. Raises UnsupportedAttention for two backends of one name, one that must
+    see every step, or one that is an approximation."""
     if prefill is rest:
         raise UnsupportedAttention(f"attention={name!r}: two different backends are needed")
-    for part in (prefill, rest):
-        if part.every_step:
-            raise UnsupportedAttention(f"attention={name!r}: every step must run through {part.name}, which keeps data about "
-                                       f"the cached keys; use attention={part.name!r}")
+    check_every_step(name, (prefill, rest))
     if rest.op is None or prefill.op is None:
         raise UnsupportedAttention(f"attention={name!r}: both backends must serve keys and values of all heads")
     parts = (rest, prefill)
     return LongPrefill(name, parts, lambda *of_step: rest, lambda *of_step: (), lambda site: (rest,), rule=rule).long_backend()
-
-
-__all__ = ["BUILD_SECONDS", "Kind", "LongPrefill", "PLAN_US", "State", "build_seconds", "leading_ones", "make",
-           "wait_seconds"]

@@ -116,14 +116,10 @@ def read_latent(rows: torch.Tensor, rank: int, c_scale: torch.Tensor, rope_scale
 
 def define_mla_op(name: str, impl: Callable[..., torch.Tensor], devices: Iterable[str] = ("CPU", "CUDA"),
                   launches: bool = False) -> Any:
-    """Register ``impl`` as ``quire::<name>_mla_paged_attention`` with MLA_PAGED_SCHEMA and its fake; return the op overload.
-
-    Args:
-        impl: stores the step's latent vectors at their slots of ``cache``, mutates nothing else, and gives zeros for padding
-            tokens. See NOTE [Padding]. It gets scales only where the backend declares ``latent_kv_dtypes``.
-        devices: "CPU", "CUDA" or both.
-        launches: see ``define_op``.
-    """
+    """Register ``impl`` as ``quire::<name>_mla_paged_attention`` with MLA_PAGED_SCHEMA and its fake, for "CPU", "CUDA" or both;
+    return the op overload. ``impl`` stores the step's latent vectors at their slots of ``cache``, mutates nothing else, and
+    gives zeros for padding tokens (NOTE [Padding]); it gets scales only where the backend declares
+    ``latent_kv_dtypes``. ``launches``: see ``define_op``."""
     keys, impl = set(devices), breakable(impl, _paged_fake)
     return define_op(f"{name}_mla_paged_attention{MLA_PAGED_SCHEMA}", cpu=impl if "CPU" in keys else None,
                      cuda=impl if "CUDA" in keys else None, fake=_paged_fake, launches=launches)
@@ -133,7 +129,3 @@ def _paged_fake(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: to
                 ) -> torch.Tensor:
     heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
     return q.new_empty(q.shape[0], heads, kv_b.shape[0] // heads - nope)
-
-
-__all__ = ["MLA_PAGED_SCHEMA", "absorb_query", "define_mla_op", "expand_output", "mla_attention", "mla_attention_eager",
-           "read_latent", "split_weight", "write_latent"]

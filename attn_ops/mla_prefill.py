@@ -105,6 +105,3 @@ def _state(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.T
     k = torch.cat([kv[..., :nope], k_rope[:, None].expand(-1, heads, -1)], dim=-1)
     found: Any = torch.ops.quire.varlen_attention(q, k, kv[..., nope:], starts_q, starts_k, scale=scale, causal=causal)
     return found
-
-
-__all__ = ["CHUNK_ELEMENTS", "attend", "expanding_pays"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -23,11 +23,8 @@ from quire.attn_ops.tuning import attention as tuning
 
 
 class Registry:
-    """Backends by name, from entry points (quire's own too) and ``register``.
-
-    Args:
-        entries: None: the entry points of the group ``quire.backends``, loaded at first use.
-    """
+    """Backends by name, from entry points (quire's own too) and ``register``. ``entries``: by default those of
+    the group ``quire.backends``, loaded at first use."""
 
     def __init__(self, entries: Iterable[EntryPoint] | None = None) -> None:
         self._entries, self._loaded = entries, False
@@ -80,11 +77,6 @@ class Registry:
         self.load()
         return list(self._families.values())
 
-    @property
-    def usages(self) -> list[str]:
-        """The forms of the names of families."""
-        return [family.usage for family in self.families]
-
 
 REGISTRY = Registry()
 
@@ -120,6 +112,12 @@ def plain_backend(device_type: str) -> AttentionBackend:
     if not found:
         raise UnsupportedAttention(f"no backend without a state and a plan is usable on {device_type}")
     return min(found, key=lambda item: item[0])[1]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines, their cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 FEATURES = ("window", "softcap", "sinks", "chunk", "non_causal", "mla", "lse")
@@ -160,8 +158,7 @@ class BackendTable(list[BackendRow]):
             features = ", ".join(f for f in FEATURES if getattr(caps, f)) or "none"
             table.append([row.name, "yes" if row.usable else "no", dtypes, kv, caps.head_dims_note, caps.page_sizes_note,
                           features, caps.cudagraph_support.name])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines = aligned(table)
         lines += [f"{row.name}: not usable on {self.device}: {row.reason}" for row in self if row.reason]
         unverified = [row.name for row in self if not row.verified]
         if unverified:
@@ -172,11 +169,8 @@ class BackendTable(list[BackendRow]):
 
 
 def backends(device: torch.device | str | None = None) -> BackendTable:
-    """Every attention backend: usable on ``device`` or the reason why not, and what it can do.
-
-    Args:
-        device: None: the GPU if there is one, else the CPU.
-    """
+    """Every attention backend: usable on ``device`` or the reason why not, and what it can do. ``device``: by default the
+    GPU if there is one, else the CPU."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded, broken = REGISTRY.load()
     rows = []
@@ -188,8 +182,4 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
                                backend.verified))
     rows.sort(key=lambda r: (r.priority is None, r.priority or 0))
     rows += [BackendRow(name, why, None, None) for name, why in broken.items()]
-    return BackendTable(rows, where, tuning.summary(where), REGISTRY.usages)
-
-
-__all__ = ["FEATURES", "BackendRow", "BackendTable", "Registry", "all_backends", "backends", "get_backend",
-           "long_prefill_name", "plain_backend", "register_backend"]
+    return BackendTable(rows, where, tuning.summary(where), [family.usage for family in REGISTRY.families])

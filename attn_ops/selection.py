@@ -41,13 +41,8 @@ class Selection:
 def select_latent_or_dense(name: str | Mapping[str, str] | AttentionBackend, sites: Sequence[AttentionSite],
                            **where: Any) -> Selection:
     """``select_backend`` with MLA layers on the latent cache; where no backend serves that, on keys and values of all heads.
-
-    Args:
-        where: keyword arguments of ``select_backend``.
-
-    Raises:
-        UnsupportedAttention: neither is served; has the reasons against both.
-    """
+    ``where``: keyword arguments of ``select_backend``. Raises UnsupportedAttention if neither is served, with the reasons
+    against both."""
     try:
         return select_backend(name, sites, **where)
     except UnsupportedAttention as latent:
@@ -74,10 +69,8 @@ def select_backend(
     kv_dtype: torch.dtype | None = None, layout: str | None = None,
 ) -> Selection:
     """Choose the backend for a model: ``name``, or for "auto" the best that can serve every site; where none can, the best for
-    each kind of layer (``attn_ops/composite.py``).
-
-    The best is the fastest by what was measured on this device (``attn_ops/tuning/attention.py`` has the rule), else the
-    first in order of priority. Nothing is measured here.
+    each kind of layer (``attn_ops/composite.py``). The best is the fastest by what was measured on this device
+    (``attn_ops/tuning/attention.py`` has the rule), else the first in order of priority. Nothing is measured here.
 
     Raises:
         UnsupportedAttention: no backend (or not the one asked for) can; lists the site, its needs, and each reason.
@@ -123,7 +116,9 @@ def select_backend(
             how = tuning.COMMAND if kv_dtype in (None, sites[0].dtype) else "only caches of the model's dtype are"
             return replace(first, why=f"first in order of priority; this shape is not measured here: {how}")
         chosen = Selection(decision.backend, {**against, **decision.passed_over}, decision.why, tuple(sites))
-        return _with_long_prefill(chosen, _usable_for_some(candidates, sites, device, cache), device, cache)
+        for_some = [b for b in candidates if b.op is not None and not b.available(device)
+                    and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
+        return _with_long_prefill(chosen, for_some, device, cache)
     if auto and against and (by_kind := _by_kind(sites, device, cache)) is not None:
         return replace(by_kind, passed_over=against)
     others = ""
@@ -135,13 +130,6 @@ def select_backend(
     listing = "".join(f"\n  {n}: {'; '.join(why)}" for n, why in against.items())
     raise UnsupportedAttention(
         f"attention={name!r} cannot serve this model on {device} with page_size={page_size}.{at} Why not:{listing}{others}")
-
-
-def _usable_for_some(candidates: Sequence[AttentionBackend], sites: Sequence[AttentionSite], device: torch.device,
-                    cache: dict[str, Any]) -> list[AttentionBackend]:
-    """The backends that are usable on the device and can serve at least one site."""
-    return [b for b in candidates if b.op is not None and not b.available(device)
-            and any(not b.capabilities.reasons_against(site, device=device, **cache) for site in sites)]
 
 
 def _with_long_prefill(chosen: Selection, others: Sequence[AttentionBackend], device: torch.device, cache: dict[str, Any]
@@ -177,6 +165,3 @@ def _by_kind(sites: Sequence[AttentionSite], device: torch.device, cache: dict[s
                          tuple(sites))
     except UnsupportedAttention:
         return None
-
-
-__all__ = ["Selection", "select_backend", "select_latent_or_dense"]

@@ -38,7 +38,7 @@ class Step:
     Args:
         notes: what backends work out once for all layers of this step.
         window_metadata: as ``metadata``, with the slots and the block table of layers with a window or chunk, where those have
-            page numbers of their own (``LoweringTarget.window_tables``); None: they have those of all layers.
+            page numbers of their own (``LoweringTarget.window_tables``).
         states: the backends' own states, by name (``AttentionBackend.make_state``).
         graph_key: names the CUDA graph that is captured or replayed; None in eager steps.
         by_hand: of ``quire.step``, and not of an engine, whose scheduler knows what the model needs.
@@ -89,6 +89,3 @@ def ensure_planned(step: Step, backend: AttentionBackend, sites: list[AttentionS
     if backend.plan is not None:
         backend.plan(step.metadata, step)
     step.planned.add(backend.name)
-
-
-__all__ = ["Step", "StepLimits", "current_step", "ensure_planned", "running"]

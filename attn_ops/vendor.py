@@ -34,10 +34,7 @@ def missing(module: str, install: str) -> str | None:
 
 def too_old(distribution: str, oldest: str, install: str | None = None) -> str | None:
     """None if the installed version of ``distribution`` is ``oldest`` or newer, or unknown; else how to get a newer one.
-
-    Args:
-        install: how to install it, where other distributions have a module of the same name: then one must be of this.
-    """
+    ``install``: how to install it, where other distributions have a module of the same name: then one must be of this."""
 
     def numbers(version: str) -> tuple[int, ...]:
         return tuple(int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n)  # type: ignore[index]
@@ -97,8 +94,7 @@ def slots_end_to_end(block_table: torch.Tensor, lens: torch.Tensor, page_size: i
 def define_by_token(name: str, multiple: Callable[[int], int] = lambda page_size: 1) -> Any:
     """Register ``by_token`` as the op ``quire::<name>_prepare``, for ``AttentionBackend.prepare``; return its overload.
 
-    Args:
-        multiple: page size -> number of which the columns of the table must be a multiple; added ones are the null page.
+    ``multiple``: page size -> number of which the columns of the table must be a multiple; added ones are the null page.
     """
 
     def fake(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
@@ -135,11 +131,8 @@ def state_of(name: str, make: Callable[[], Any]) -> Any:
 def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Callable[..., torch.Tensor]
                    ) -> Callable[..., torch.Tensor]:
     """The paged op of a kernel that decodes: each token of a ragged batch is a sequence of its own; right for any batch.
-
-    Args:
-        attend: q (T, H, D) contiguous, the caches, and table and lens of ``by_token``, each of at least 1; scale, window,
-            softcap and sinks by name -> (T, H, Dv), a new tensor. Not called without a token.
-    """
+    ``attend``: q (T, H, D) contiguous, the caches, and table and lens of ``by_token``, each of at least 1; scale, window,
+    softcap and sinks by name -> (T, H, Dv), a new tensor. Not called without a token."""
 
     def paged_attention(
         q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -163,13 +156,9 @@ def paged_by_token(name: str, capabilities: AttentionCapabilities, attend: Calla
 
 def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], int] = lambda page_size: 1
                  ) -> Callable[..., torch.Tensor]:
-    """The MLA op of a kernel that decodes on the latent cache, in absorbed terms; see ``paged_by_token``.
-
-    Args:
-        attend: (query (T, H, rank), its rotary part (T, H, R), cache (pages, page_size, rank + R), table, lens, scale, Dn)
-            -> (T, H, rank).
-        multiple: see ``define_by_token``.
-    """
+    """The MLA op of a kernel that decodes on the latent cache, in absorbed terms; see ``paged_by_token`` and
+    ``define_by_token``. ``attend``: (query (T, H, rank), its rotary part (T, H, R), cache (pages, page_size, rank + R), table,
+    lens, scale, Dn) -> (T, H, rank)."""
 
     def mla_paged_attention(
         q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, kv_b: torch.Tensor, cache: torch.Tensor,
@@ -189,7 +178,3 @@ def mla_by_token(attend: Callable[..., torch.Tensor], multiple: Callable[[int], 
         return expand_output(out.masked_fill((lens == 0)[:, None, None], 0.0), w_uv)
 
     return mla_paged_attention
-
-
-__all__ = ["by_token", "define_by_token", "missing", "mla_by_token", "no_compiler", "paged_by_token", "refuse",
-           "slots_end_to_end", "state_of", "too_old", "wrong_gpu"]

@@ -44,11 +44,8 @@ class QuireBackend:
 
 def quire_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
                   mode: str | None = None) -> TracedGraph:
-    """Entry point ``torch_dynamo_backends: quire``. ``options``: see QuireOptions.
-
-    Raises:
-        TypeError: an unknown option. ValueError: a ``mode`` (Inductor's modes bring their own CUDA graphs).
-    """
+    """Entry point ``torch_dynamo_backends: quire``. ``options``: see QuireOptions. Raises TypeError for an unknown option,
+    ValueError for a ``mode`` (Inductor's modes bring their own CUDA graphs)."""
     if mode not in (None, "default"):
         raise ValueError(f"backend 'quire' takes no mode (got {mode!r}): CUDA graphs are quire's own. Use options={{...}}")
     chosen = QuireOptions.of(options)
@@ -69,6 +66,3 @@ def _shared_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedWeights:
     pairs = zip(placeholders(gm.graph), inputs, strict=False)
     first = next((x for node, x in pairs if is_module_tensor(node) and isinstance(x, torch.Tensor)), None)
     return FusedWeights() if first is None else _weights.setdefault(first, FusedWeights())
-
-
-__all__ = ["QuireBackend", "quire_backend"]

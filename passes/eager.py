@@ -55,6 +55,3 @@ def paged_eager(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
                      softcap=softcap, chunk=chunk)
     step.served.add(layer)
     return out.view(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-
-
-__all__ = ["check_step", "paged_eager"]

@@ -15,6 +15,7 @@ import torch
 from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import token_bytes
+from quire.attn_ops.registry import aligned
 from quire.attn_ops.selection import Selection
 from quire.passes.capture.paged_model import PagedModel, find_sites
 from quire.passes.options import QuireOptions
@@ -93,8 +94,7 @@ def _grouped(sites: Sequence[AttentionSite], ops: Sequence[str]) -> list[str]:
     for (pattern, *rest), equal in groups.items():
         name = equal[0].name if len(equal) == 1 else pattern
         rows.append([_ranges([site.layer for site in equal]), name or "-", *rest])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def _ranges(layers: Sequence[int]) -> str:
@@ -102,22 +102,15 @@ def _ranges(layers: Sequence[int]) -> str:
     steps = {b - a for a, b in itertools.pairwise(layers)}
     if len(layers) > 2 and len(steps) == 1 and steps != {1}:
         return f"{layers[0]}-{layers[-1]} by {steps.pop()}"
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
+    runs = [[layer for _, layer in run] for _, run in itertools.groupby(enumerate(layers), lambda at: at[1] - at[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
 
 
 def explain(model: torch.nn.Module, *, attention: str | Mapping[str, str] = "auto", page_size: int = 16) -> Explanation:
     """Trace ``model`` (nothing is computed) and show for each site how its attention would run, or why it is refused.
 
     Args:
-        model: as for ``quire.Engine``, loaded.
-        attention: as for ``quire.Engine``.
+        model, attention: as for ``quire.Engine``.
         page_size: tokens per page, which some backends restrict.
 
     Raises:
@@ -148,12 +141,8 @@ def attention_sites(model: torch.nn.Module) -> str:
 
 def assert_attention_sites(model: torch.nn.Module, expected: str) -> None:
     """Fail unless the model's attention sites are the ``expected`` table, in the form that a failure prints (indentation and
-    blank lines at the ends do not count).
-
-    Raises:
-        AssertionError: with a diff.
-        UnsupportedAttention: the model cannot be served.
-    """
+    blank lines at the ends do not count). Raises AssertionError with a diff, UnsupportedAttention if the model cannot be
+    served."""
     found, pinned = _lines(attention_sites(model)), _lines(expected)
     if found != pinned:
         diff = "\n".join(difflib.unified_diff(pinned, found, "expected", "actual", lineterm=""))
@@ -163,6 +152,3 @@ def assert_attention_sites(model: torch.nn.Module, expected: str) -> None:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
-
-
-__all__ = ["Explanation", "assert_attention_sites", "attention_sites", "explain"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 import math
@@ -99,6 +100,15 @@ def target_name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
+def torch_name(node: fx.Node) -> str:
+    """``target_name`` of a node that calls a method, or a function or operator of PyTorch or Python; empty for any other."""
+    if isinstance(node.target, str):
+        return node.target if node.op == "call_method" else ""
+    name = getattr(node.target, "__name__", "")
+    owners = (operator, torch, torch.Tensor, F, torch._C._nn, builtins)
+    return name if any(getattr(owner, name, None) is node.target for owner in owners) else ""
+
+
 def is_function(node: Any, targets: tuple[Any, ...]) -> bool:
     """Whether this is a node that calls one of these functions."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
@@ -185,11 +195,8 @@ def written_between(first: fx.Node, last: fx.Node) -> bool:
 
 
 def constant(arg: Any) -> Any:
-    """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal.
-
-    Raises:
-        ValueError: it can change from call to call.
-    """
+    """The number that an argument of a node is known to be: itself, or what the trace proved a symbolic scalar to equal. Raises
+    ValueError if it can change from call to call."""
     val = value(arg)
     if isinstance(val, (torch.SymInt, torch.SymFloat)):
         expr = val.node.shape_env.replace(val.node.expr)
@@ -204,9 +211,8 @@ def constant(arg: Any) -> Any:
 def shape_conditions(graph: fx.Graph, size: Any, limits: Iterable[int] = (), longest: int | None = None
                      ) -> dict[str, int]:
     """Guards of the trace that hold for only some values of the dynamic ``size``, such as ``s27 <= 8``; of each, the least
-    value from 2 on for which it does not hold.
-
-    A graph with one is the model's path for some batch shapes; another path may compute something else.
+    value from 2 on for which it does not hold. A graph with one is the model's path for some batch shapes; another path may
+    compute something else.
 
     Args:
         limits: sizes beyond which the model cannot run at all; guards against them are left out.
@@ -329,10 +335,7 @@ def is_pure(node: fx.Node) -> bool:
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node], private: Collection[fx.Node] = ()) -> int:
     """Erase the candidates without users, then their inputs as they become unused; returns how many nodes were erased.
-
-    Args:
-        private: nodes to erase even if they change a value in place: nothing else reads it.
-    """
+    ``private``: nodes to erase even if they change a value in place: nothing else reads it."""
     todo, erased = list(candidates), set[fx.Node]()
     while todo:
         node = todo.pop()
@@ -379,3 +382,9 @@ def compute_value(node: fx.Node) -> fx.Node:
         evaluate([node], inputs)
     node.meta["example_value"] = inputs[node]
     return node
+
+
+def made_like(node: fx.Node, like: fx.Node) -> fx.Node:
+    """``compute_value`` of a new node, which counts as one of the module that made ``like``."""
+    node.meta["nn_module_stack"] = like.meta.get("nn_module_stack")
+    return compute_value(node)

@@ -19,7 +19,8 @@ from quire.passes.fusions.registry import fusion_names
 
 @dataclass(frozen=True)
 class QuireOptions:
-    """Options of ``torch.compile(backend="quire", options={...})``.
+    """Options of ``torch.compile(backend="quire", options={...})``; the last three are for ``PagedModel`` only. Raises
+    ValueError for an unknown backend, compiler, layout or fusion, or a page size below 1.
 
     Args:
         attention: backend name, or "auto", or a name for each kind of layer: {"full": NAME, "window": NAME, "chunk": NAME}.
@@ -28,15 +29,11 @@ class QuireOptions:
         fusions: fusion passes to run: names (a sequence, or with commas between), "all" or "none"; see
             ``passes/fusions/registry.py``.
         page_size, kv_cache_dtype, layout: of the cache. None: those of each step; else every step must have them.
-        max_model_len: longest sequence; some models can be served only up to a length. (For ``PagedModel`` only.)
+        max_model_len: longest sequence; some models can be served only up to a length.
         window_tables: in a model that has both kinds of layers, those with a window or chunk take slots and a block table of
-            their own, if the backend plans nothing on the host or plans with both. (For ``PagedModel`` only; see
-            ``Step.window_metadata``.)
+            their own (``Step.window_metadata``), if the backend plans nothing on the host or plans with both.
         kv_sharing_fast_prefill: make a second graph for steps whose metadata have ``logits_indices_padded``, in which layers
-            that share earlier layers' keys and values run on those tokens alone. (For ``PagedModel`` only.)
-
-    Raises:
-        ValueError: an unknown backend, compiler, layout or fusion, or a page size below 1.
+            that share earlier layers' keys and values run on those tokens alone.
     """
 
     attention: str | Mapping[str, str] = "auto"
@@ -74,6 +71,3 @@ class QuireOptions:
         if unknown:
             raise TypeError(f"unknown options for backend 'quire': {unknown}; it takes {sorted(known)}")
         return cls(**(options or {}))
-
-
-__all__ = ["QuireOptions"]

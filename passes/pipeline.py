@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,18 +56,15 @@ _LONGEST = "quire_longest"  # in the meta of a graph: sequences up to this lengt
 
 def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_shape: bool, *, row_data: str | None = None,
                 max_length: int | None = None, by_hand: bool = False) -> tuple[fx.GraphModule, list[AttentionSite]]:
-    """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites.
+    """A copy of ``traced`` in which every attention call is the semantic op, and its attention sites. Raises
+    UnsupportedAttention if the model cannot be served.
 
     Args:
         inputs: real values of the placeholders.
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, whatever Dynamo's guards were.
         row_data: source of the inputs that hold a number for each row whose logits are asked for, and pick no rows.
-        max_length: no sequence will be longer; None: unknown.
-        by_hand: every step is checked by ``check_longest``.
-
-    Raises:
-        UnsupportedAttention: the model cannot be served.
+        max_length: no sequence will be longer; None: unknown.  by_hand: every step is checked by ``check_longest``.
     """
     gm = copy_graph(traced)
     inline_checkpoints(gm)
@@ -103,15 +101,12 @@ def raise_graph(traced: fx.GraphModule, inputs: Sequence[Any], config: Any, any_
 def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringTarget, fusions: str | Sequence[str],
                 weights: FusedWeights, small: bool = False, last_rows: bool = False, row_data: str | None = None
                 ) -> tuple[Lowered, FusedInputs]:
-    """A copy of ``raised``, fused and lowered.
+    """A copy of ``raised``, fused and lowered. Raises UnsupportedAttention for ``last_rows`` of a graph that is not proved to
+    allow it.
 
     Args:
-        small: for steps of at most MAX_TOKENS tokens.
+        small: for steps of at most MAX_TOKENS tokens.  row_data: as for ``raise_graph``.
         last_rows: layers that share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``).
-        row_data: as for ``raise_graph``.
-
-    Raises:
-        UnsupportedAttention: ``last_rows`` of a graph that is not proved to allow it.
     """
     gm = copy_graph(raised)
     if last_rows:
@@ -131,17 +126,16 @@ def _row_data(gm: fx.GraphModule, source: str | None) -> list[fx.Node]:
 def compile_graph(lowered: Lowered, compiler: str, context: TracingContext | None, earlier: list[Any],
                   ahead: CompileAhead | None = None, fits: Callable[[StepShape], bool] = lambda shape: True
                   ) -> tuple[Callable[..., Any], Assumptions]:
-    """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks.
-
-    Args:
-        context: Dynamo's when it traced the graph.
-        earlier: guards of earlier compilations of the same traced graph; see ``watched``.
-        ahead: compiles kernels in other processes meanwhile, those for steps that ``fits`` accepts.
-    """
+    """``lowered`` as a callable, and what the compiler assumed about sizes, which the callable checks. ``context``: Dynamo's
+    when it traced the graph. ``earlier``: see ``watched``. ``ahead``: compiles kernels in other processes meanwhile, those for
+    steps that ``fits`` accepts."""
     # Of fakes: fused parameters have moved since tracing. A size that the trace has settled is behind a guard of Dynamo's.
     inputs = [value(n) for n in placeholders(lowered.gm.graph)]
     dynamic = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape if symbolic(size) and not _settled(size)]
-    with torch.no_grad(), _traced_in(context), watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
+    within: Any = contextlib.nullcontext()
+    if context is not None and TracingContext.try_get() is not context:  # inside a backend's call it is active
+        within = tracing(context)
+    with torch.no_grad(), within, watched(lowered.gm.graph, earlier) as assumed, timed("compile"):
         look = None if ahead is None else functools.partial(ahead.start, roles=assumed.roles, fits=fits)
         run = compile_lowered(lowered, compiler, look)
     _check_still_dynamic(dynamic)
@@ -179,24 +173,14 @@ def _check_shape_conditions(gm: fx.GraphModule, inputs: Sequence[Any], tokens: A
 
 
 def check_longest(raised: fx.GraphModule, step: Step) -> None:
-    """Refuse a step with a sequence that is longer than those for which the graph is the model's path.
-
-    Raises:
-        UnsupportedAttention: names the length, and the condition of the trace.
-    """
+    """Refuse a step with a sequence that is longer than those for which the graph is the model's path. Raises
+    UnsupportedAttention, which names the length, and the condition of the trace."""
     longest, conditions = raised.meta.get(_LONGEST, (None, ""))
     if longest is not None and step.metadata.max_seq_len > longest:
         raise UnsupportedAttention(
             f"the model takes a path of its own for some numbers of tokens ({conditions}), so this trace shows what it "
             f"computes for sequences of at most {longest} tokens, and the step has one of {step.metadata.max_seq_len}; make "
             "shorter sequences, or let its forward not branch on the length of its input.")
-
-
-def _traced_in(context: TracingContext | None) -> Any:
-    """Dynamo's tracing context: active inside a backend call, restored when compiling later."""
-    if context is None or TracingContext.try_get() is context:
-        return torch.no_grad()
-    return tracing(context)
 
 
 def _settled(size: Any) -> bool:
@@ -211,6 +195,3 @@ def _check_still_dynamic(sizes: Sequence[Any]) -> None:
             raise UnsupportedAttention(
                 f"compiling the model settled a size that changes from batch to batch (at {size}): an operation in "
                 "it, such as a quantized layer, depends on the number of tokens. compiler='eager' runs it as it is.")
-
-
-__all__ = ["check_longest", "compile_graph", "lower_graph", "raise_graph"]

@@ -32,6 +32,3 @@ def since(before: dict[str, float]) -> dict[str, float]:
 
 def format_seconds(spent: dict[str, float]) -> str:
     return ", ".join(f"{stage} {took:.1f} s" for stage, took in sorted(spent.items(), key=lambda item: -item[1]))
-
-
-__all__ = ["format_seconds", "seconds", "since", "timed"]

@@ -23,8 +23,7 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
     ``position_ids=metadata.positions[None]``, with ``use_cache=False`` and no attention mask.
 
     Args:
-        cache: from ``PagedKVCache.for_model``.
-        metadata: of this step's batch.
+        cache: from ``PagedKVCache.for_model``.  metadata: of this step's batch.
         attention: as in ``QuireOptions``. Options given to ``torch.compile`` count only if this is "auto".
 
     Raises:
@@ -55,6 +54,3 @@ def step(cache: PagedKVCache, metadata: CommonAttentionMetadata, *, attention: s
             f"a paged step ended in which layers {missing[:8]}{'...' if len(missing) > 8 else ''} of the KV cache were not "
             "attended through quire, so the model's results in it are not those of a paged model. Compile the model with "
             "torch.compile(model, backend='quire'), decorate its forward with quire.paged, or call quire.paged(model) first.")
-
-
-__all__ = ["step"]

@@ -1,17 +1,17 @@
 """Backends ``cascade:NAME``: a prefix that all sequences of a batch share is attended to once, by NAME.
 
-Sequences with a common system prompt have its pages in common (prefix cache). Where a batch does, all its queries attend to
-these pages as one sequence, which reads them once and not once per sequence, each sequence attends to the rest of its pages,
-and ``merge_state`` makes one result of both: exact but for rounding.
+Where the sequences of a batch have their first pages in common (a system prompt, by the prefix cache), all queries attend to
+these pages as one sequence, which reads them once, each sequence attends to the rest of its pages, and ``merge_state`` makes
+one result of both: exact but for rounding.
 
 How long the common prefix is, and whether to use it, is worked out on the device from ``block_table`` and the lengths, once per
 forward. So the shapes of all launches are those of the batch, and the steps that NAME allows are captured in CUDA graphs; a
 replay that finds no prefix worth it runs the same kernels over no keys.
 
 With a prefix of P tokens and n sequences, (n - 1) P reads of a key and a value are saved per layer; the two further launches
-cost some 10 us. A prefix counts from READS saved reads on. The default is an estimate, not measured: 16,384 reads of 8 heads of
-128 in bfloat16 are 64 MiB, 14 us of an H200's memory. Batches of one sequence, of more than 8 tokens per sequence, and layers
-with a window or a chunk go to NAME as they are. Never chosen by ``attention="auto"``.
+cost some 10 us. A prefix counts from READS saved reads on: estimated, not measured (16,384 reads of 8 heads of 128 in bfloat16
+are 64 MiB, 14 us of an H200's memory). Batches of one sequence, of more than 8 tokens per sequence, and layers with a window or
+a chunk go to NAME as they are. Never chosen by ``attention="auto"``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ TABLES = 5  # of ``shared_prefix``
 
 def shared_prefix(block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, page_size: int, reads: int
                   ) -> list[torch.Tensor]:
-    """A batch cut in two: all queries as one sequence over the common prefix, and the sequences without it.
-
-    The prefix consists of whole pages that all sequences with queries have in the same columns, and that no query's own token
-    lies in. Where fewer than ``reads`` reads are saved it has no pages.
+    """A batch cut in two: all queries as one sequence over the common prefix, and the sequences without it. The prefix consists
+    of whole pages that all sequences with queries have in the same columns, and that no query's own token lies in. Where fewer
+    than ``reads`` reads are saved it has no pages.
 
     Returns:
         block_table (1, W), query_start_loc (2,) and seq_lens (1,) of the prefix; block_table (B, W) and seq_lens (B,) of the
-        rest. All int32. No value is read on the host.
+            rest. All int32. No value is read on the host.
     """
     lens = query_start_loc.diff()
     live = lens > 0
@@ -92,12 +91,8 @@ def _part(base: AttentionBackend, reads: int) -> AttentionBackend:
 
 
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
-    """The backend ``cascade:NAME`` or ``cascade:NAME@READS``.
-
-    Raises:
-        ValueError: a name of another form, or an unknown backend.
-        UnsupportedAttention: a backend that does not give attention as a state.
-    """
+    """The backend ``cascade:NAME`` or ``cascade:NAME@READS``. Raises ValueError for a name of another form or an unknown
+    backend, UnsupportedAttention for a backend that does not give attention as a state."""
     base_name, at, number = name.partition(":")[2].partition("@")
     if not base_name or (at and not (number.isdecimal() and int(number))):
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}")

@@ -9,13 +9,11 @@ reads its keys once per token, and is slow.
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch
 
 from quire.attn_ops.backend import AttentionBackend, AttentionCapabilities, CudagraphSupport
 from quire.attn_ops.mla import define_mla_op
-from quire.attn_ops.step import StepLimits
 from quire.attn_ops.vendor import define_by_token, missing, mla_by_token, state_of, too_old, wrong_gpu
 
 NAME, PAGE_SIZE, RANK, ROPE, HEADS = "cutlass_mla", 128, 512, 64, 128
@@ -38,10 +36,6 @@ def _workspace(pages: int, tokens: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _make_state(sites: Any, cache: Any, limits: StepLimits) -> torch.Tensor:
-    return _workspace(max(1, limits.max_pages_per_seq), max(1, limits.max_num_tokens), cache.k[0].device)
-
-
 def available(device: torch.device) -> str | None:
     return (wrong_gpu(device, 10) or missing(LIBRARY, "pip install sgl-kernel, of the version for your torch and CUDA")
             or too_old("sgl-kernel", "0.3.21"))
@@ -59,5 +53,7 @@ BACKEND = AttentionBackend(
     ),
     available=available, op=None,
     mla_op=define_mla_op(NAME, mla_paged_attention, devices=("CUDA",)),
-    make_state=_make_state, prepare=define_by_token(NAME), packages=("sgl-kernel",), verified=False,
+    make_state=lambda sites, cache, limits: _workspace(
+        max(1, limits.max_pages_per_seq), max(1, limits.max_num_tokens), cache.k[0].device),
+    prepare=define_by_token(NAME), packages=("sgl-kernel",), verified=False,
 )

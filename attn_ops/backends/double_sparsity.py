@@ -39,11 +39,15 @@ from quire.attn_ops.kv_quant import write_kv
 from quire.attn_ops.ops.merge_state import merge_states_eager, merge_states_triton
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import StepLimits, current_step
-from quire.attn_ops.vendor import by_token, define_by_token
+from quire.attn_ops.vendor import by_token, define_by_token, refuse
 
 NAME = "double_sparsity"
 SCORE_BYTES = 256 << 20  # of the approximate scores that are held at a time
 SPAN = 256  # keys of one program of the attention kernel
+CAPABILITIES = AttentionCapabilities(
+    devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True,
+    cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
 USAGE = (f"{NAME}:TOKENS:DENSE_BELOW:CHANNELS:FILE: an approximation. Decodes over TOKENS keys of sequences longer than "
          f"DENSE_BELOW; FILE is from `quire calibrate`. {NAME}:TOKENS:DENSE_BELOW:all needs no file")
 
@@ -203,8 +207,7 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
         scale: float, window: int | None, softcap: float | None, chunk: int | None,
     ) -> torch.Tensor:
         """Store k and v and their labels, then attend: q (T, H, D) -> (T, H, Dv)."""
-        if window is not None or chunk is not None or sinks is not None or k_scale is not None:
-            raise UnsupportedAttention(f"the {NAME} backend has no windows, chunks, sinks or quantized KV cache")
+        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         step = current_step()
         if step is None or name not in step.states:
             raise RuntimeError(f"{name} keeps labels beside the KV cache: run it inside `with quire.step(...)`")
@@ -227,10 +230,7 @@ def backend(name: str, options: Options, decode: Callable[..., torch.Tensor] | N
 
     return AttentionBackend(
         name=name,
-        capabilities=AttentionCapabilities(
-            devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-            head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True,
-            cudagraph_support=CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        capabilities=CAPABILITIES,
         available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
         make_state=functools.partial(State, options), prepare=_prepare_op(), packages=("triton",), every_step=True,
         page_bytes=None if options.channels is None else lambda site, page_size: (

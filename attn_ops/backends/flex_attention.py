@@ -164,12 +164,6 @@ def paged_attention(
     return out.masked_fill(spoilt[..., None], float("nan")).masked_fill(~live[:, None, None], 0).contiguous()
 
 
-def available(device: torch.device) -> str | None:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return "no CUDA device is visible to PyTorch"
-    return None
-
-
 BACKEND = AttentionBackend(
     name=NAME,
     capabilities=AttentionCapabilities(
@@ -178,6 +172,7 @@ BACKEND = AttentionBackend(
         head_dims_note="16, 32, 64, 128 and 256, the same for values", window=True, softcap=True, sinks=True, chunk=True,
         any_batch=True, cudagraph_support=CudagraphSupport.NEVER,
     ),
-    available=available,
+    available=lambda device: None if device.type != "cuda" or torch.cuda.is_available() else (
+        "no CUDA device is visible to PyTorch"),
     op=define_paged_op(NAME, paged_attention),
 )

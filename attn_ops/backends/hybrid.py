@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import AttentionBackend, BackendFamily, UnsupportedAttention
-from quire.attn_ops.composite import Composite, check_parts, common_capabilities
+from quire.attn_ops.backend import AttentionBackend, BackendFamily
+from quire.attn_ops.composite import Composite, check_every_step, check_parts, common_capabilities
 from quire.attn_ops.long_prefill import make as make_long
 from quire.attn_ops.step import current_step
 
@@ -32,9 +32,8 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
         return make_long(name, prefill, decode)
     parts = (decode,) if decode is prefill else (decode, prefill)
     check_parts(name, parts)
-    if len(parts) > 1 and (alone := [part.name for part in parts if part.every_step]):
-        raise UnsupportedAttention(f"attention={name!r}: every step must run through {alone[0]}, which keeps data about the "
-                                   f"cached keys; use attention={alone[0]!r}")
+    if len(parts) > 1:
+        check_every_step(name, parts)
 
     def part(tokens: int, rows: int, captured: bool) -> AttentionBackend:
         return decode if tokens <= rows or captured else prefill

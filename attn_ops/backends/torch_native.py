@@ -26,11 +26,6 @@ KEYS = 512  # keys per block: bounds the memory of gathered keys and scores
 Scale = torch.Tensor | tuple[int, torch.Tensor, torch.Tensor] | None  # of keys; (rank, of latent vectors, of rotary parts)
 
 
-def _tile_size(num_tokens: int, num_reqs: int) -> int:
-    """M: 1 for a batch of decodes."""
-    return 1 if num_tokens <= num_reqs else TILE
-
-
 def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
              page_size: int) -> list[torch.Tensor]:
     """Cut the batch into tiles, once per forward.
@@ -39,7 +34,7 @@ def _prepare(slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_
     query; (tiles, M) position of each in its sequence.
     """
     num_tokens, num_reqs = slot_mapping.shape[0], seq_lens.shape[0]
-    size = _tile_size(num_tokens, num_reqs)
+    size = 1 if num_tokens <= num_reqs else TILE  # M
     start = query_start_loc.long()
     lens = start.diff()
     tiles_end = ((lens + size - 1) // size).cumsum(0)
@@ -83,15 +78,10 @@ def paged_attention(
                    prepared, scale=scale, window=window, softcap=softcap, chunk=chunk, causal=True)[0]
 
 
-def attention_state(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float,
-    softcap: float | None, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_state(*tensors: Any, scale: float, softcap: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Store k and v, then attend: q (T, H, D) -> (T, H, Dv) and the log-sum-exp (T, H). STATE_SCHEMA has the arguments."""
-    return _attend(q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, None,
-                   prepared, scale=scale, window=None, softcap=softcap, chunk=None, causal=causal)
+    tensors = (*tensors[:-1], None, tensors[-1])  # the place of sinks
+    return _attend(*tensors, scale=scale, window=None, softcap=softcap, chunk=None, causal=causal)
 
 
 def _attend(

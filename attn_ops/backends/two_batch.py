@@ -1,12 +1,11 @@
 """Backends ``two_batch:NAME``: a batch cut between sequences into two of about equally many tokens, each attended to by NAME.
 
 On a GPU the halves run on two streams, so that the end of one half's kernels, where few programs are left, overlaps with the
-other's. On a CPU one runs after the other. All keys of the step are stored before: a sequence may read pages that one of the
-other half fills. What NAME plans and prepares, it does for each half; ``prepare`` runs in every layer, for its sizes follow
-from the cut. A batch that has no border between sequences stays whole, and so does one outside a step.
-
-In a CUDA graph the cut is that of the batch's shape, the middle row: so only batches of one token per sequence are captured.
-Never chosen by ``attention="auto"``. Whether the halves overlap was not measured.
+other's (not measured); on a CPU one after the other. All keys of the step are stored before: a sequence may read pages that one
+of the other half fills. What NAME plans and prepares, it does for each half, ``prepare`` in every layer: its sizes follow from
+the cut. A batch that has no border between sequences stays whole, and so does one outside a step. In a CUDA graph the cut is
+that of the batch's shape, the middle row: so only batches of one token per sequence are captured. Never chosen by
+``attention="auto"``.
 """
 
 from __future__ import annotations
@@ -21,14 +20,8 @@ import numpy as np
 import torch
 
 from quire.attn_ops.attention import AttentionSite
-from quire.attn_ops.backend import (
-    AttentionBackend,
-    BackendFamily,
-    CudagraphSupport,
-    UnsupportedAttention,
-    define_paged_op,
-)
-from quire.attn_ops.composite import op_name
+from quire.attn_ops.backend import AttentionBackend, BackendFamily, CudagraphSupport, define_paged_op
+from quire.attn_ops.composite import check_every_step, op_name
 from quire.attn_ops.kernels.launch import is_recording
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.kv_quant import write_kv
@@ -148,9 +141,7 @@ def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     if not base_name:
         raise ValueError(f"attention={name!r}: write {FAMILY.usage}")
     base = get(base_name)
-    if base.every_step:
-        raise UnsupportedAttention(f"attention={name!r}: every token must run through one state of {base.name}, which keeps "
-                                   f"data about the cached keys; use attention={base.name!r}")
+    check_every_step(name, (base,))
     support = min(base.capabilities.cudagraph_support, CudagraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     op = define_paged_op(op_name(name), _op(base, name), launches="cuda" in base.capabilities.devices)
     return replace(

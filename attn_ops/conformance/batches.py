@@ -341,7 +341,3 @@ def compare(out: torch.Tensor, batch: Batch) -> None:
     compare_numbers(out[:live], batch.expected[:live], batch.bound[:live])
     if not (out[live:] == 0).all():
         raise Failure("outputs of padding tokens are not zero")
-
-
-__all__ = ["Batch", "Failure", "Worst", "bits", "check", "compare", "compare_numbers", "lay_out", "noting_errors", "planned",
-           "prepared", "reference", "run", "scattered"]

@@ -345,6 +345,3 @@ class Kit:
     def need_cuda(self) -> None:
         if self.device.type != "cuda":
             raise Skip(f"a {self.device.type} has none")
-
-
-__all__ = ["DECODE", "DIMS", "FEATURES", "Kit", "MIXED", "PAGE_SIZES", "PREFILL", "REFUSED", "Rows", "Skip"]

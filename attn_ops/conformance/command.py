@@ -181,6 +181,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if left:
         print(f"{left} checks are left; continue with --resume {given.json or 'FILE'}")
     return 1 if not checked or any(r.status == "FAIL" for r in checked) else 3 if left else 0
-
-
-__all__ = ["main"]

@@ -242,6 +242,3 @@ class MlaKit(Kit):
                 if not self.backend.op(*given, **batch.options).is_contiguous():
                     raise Failure("the output is not contiguous, which the fake says")
         return "mla_op"
-
-
-__all__ = ["MlaBatch", "MlaKit", "lay_out_mla"]

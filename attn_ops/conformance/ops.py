@@ -209,6 +209,3 @@ class OpKit:
             expected, _ = varlen_attention_eager(q.double(), k.double(), v.double(), starts, cu, scale=scale)
             size, _ = varlen_attention_eager(q.double(), k.double(), v.double().abs(), starts, cu, scale=scale)
             compare_numbers(out, expected, (size + expected.abs()) * torch.finfo(self.dtype).eps + 1e-5)
-
-
-__all__ = ["OpKit", "op_checks"]

@@ -107,7 +107,7 @@ def _kind(run: dict[str, Any]) -> tuple[Any, ...]:
 def page(records: Sequence[dict[str, Any]], earlier: str = "") -> str:
     """The page. ``earlier``: a page whose tables of other devices stay as they are."""
     backends = sorted(all_backends().values(), key=lambda b: (not b.verified, b.name))
-    made = [f"- `{form}`: {what}." for form, _, what in (usage.partition(": ") for usage in REGISTRY.usages)]
+    made = [f"- `{form}`: {what}." for form, _, what in (family.usage.partition(": ") for family in REGISTRY.families)]
     lines = [INTRODUCTION, "## Declared", "", *declared(backends), "",
              "Made from a name, of others or with sizes. `attention=\"auto\"` never chooses an approximation:", "", *made, "",
              "## Checked", "",
@@ -126,5 +126,3 @@ if __name__ == "__main__":
     given = [(name, Path(name).read_text()) for name in sys.argv[1:]]
     print(page([json.loads(text) for name, text in given if not name.endswith(".md")],
                next((text for name, text in given if name.endswith(".md")), "")), end="")
-
-__all__ = ["checked", "declared", "page"]

@@ -77,6 +77,3 @@ def write_record(path: str | Path, runs: Sequence[dict[str, Any]]) -> None:
     whole, part = Path(path), Path(f"{path}.part")
     part.write_text(json.dumps(record, indent=1) + "\n")
     part.replace(whole)  # a reader never sees half a file
-
-
-__all__ = ["Result", "environment", "read_results", "run_record", "write_record"]

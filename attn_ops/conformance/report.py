@@ -103,6 +103,3 @@ def print_table(title: str, results: Sequence[Result], left: int = 0) -> None:
     failed, skipped = (sum(r.status == s for r in results) for s in ("FAIL", "skip"))
     print(f"{len(results) - failed - skipped} passed, {failed} failed, {skipped} skipped"
           + (f", {left} left" if left else ""))
-
-
-__all__ = ["DTYPES", "Result", "backend_checks", "check_backend", "first_dtype", "print_table", "run_checks"]

@@ -126,6 +126,3 @@ def opcheck(kit: Kit) -> None:
         torch.library.opcheck(op, arguments(kit, batch), {
             "scale": batch.site.scale, "softcap": None, "causal": True},
             test_utils=["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"])
-
-
-__all__ = ["checks"]

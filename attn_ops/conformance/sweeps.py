@@ -155,6 +155,3 @@ def reused(kit: Kit, rows: list[tuple[int, int]], later: list[tuple[int, int]]) 
             batch.metadata, query_start_loc=m.query_start_loc, seq_lens=m.seq_lens, block_table_tensor=m.block_table_tensor,
             slot_mapping=m.slot_mapping)
         compare(run(kit.backend, shown, states=states), shown)
-
-
-__all__ = ["SHAPES", "drafts", "edges", "ignored", "parts", "reused", "shape", "shapes"]

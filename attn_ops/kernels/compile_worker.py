@@ -66,6 +66,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["compile_launch", "triton_version", "use_target"]

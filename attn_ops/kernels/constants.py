@@ -7,5 +7,3 @@ import triton
 from quire.attn_ops.kernels import host
 
 next_power_of_2 = triton.constexpr_function(host.next_power_of_2)
-
-__all__ = ["next_power_of_2"]

@@ -68,18 +68,15 @@ def kv_starts(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, min_queries
 
 def gather_kv(caches: Caches, block_table: torch.Tensor, kv_starts: torch.Tensor, num_tokens: int, dtype: torch.dtype,
               padded: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys (N, Hkv, D) and values (N, Hkv, Dv) of the cached sequences, one after another, in fresh memory.
+    """Keys (N, Hkv, D) and values (N, Hkv, Dv) of the cached sequences, one after another, in fresh memory. Raises ValueError
+    for an unquantized cache of another dtype than ``dtype``.
 
     Args:
-        caches: of a layer; the head dims contiguous.
-        block_table: (B, W) int32.
+        caches: of a layer; the head dims contiguous.  block_table: (B, W) int32.
         kv_starts: (B + 1,) int32, device: exclusive prefix sums of the tokens to copy per sequence (``kv_starts`` above).
         num_tokens: N, their sum, known to the host. Tokens past the last start are left as they are.
         dtype: of the result: of unquantized caches theirs, of quantized ones the queries'.
         padded: D and Dv padded to powers of two, at least 16, with zeros.
-
-    Raises:
-        ValueError: an unquantized cache of another dtype.
     """
     if caches.k_scale is None and caches.k.dtype != dtype:
         raise ValueError(f"gather_kv copies a cache of {caches.k.dtype} as it is, not as {dtype}; only quantized caches are "
@@ -95,6 +92,3 @@ def gather_kv(caches: Caches, block_table: torch.Tensor, kv_starts: torch.Tensor
         launch(gather_kernel, grid, caches, block_table, kv_starts, keys, values, num_tokens, num_reqs, block_table.stride(0),
                layout, block, width, width_v, num_warps=4)
     return keys, values
-
-
-__all__ = ["gather_kv", "kv_starts"]

@@ -141,8 +141,3 @@ def _pdl_setting() -> bool | None:
 @functools.cache
 def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-__all__ = ["CacheLayout", "Caches", "NUM_COUNTERS", "Rope", "Strides", "cache_layout", "check_cache_strides", "head_blocks",
-           "kernel_module", "new_counters", "next_power_of_2", "num_sms", "on_device", "rows_contiguous",
-           "use_pdl"]

@@ -191,6 +191,3 @@ def encode_and_store(x, head, live, slot, cache, scales, PAGE: tl.constexpr, ROW
         store_rows(codes, scale, head, live, slot, cache, scales, PAGE, ROW, SCALE, DIM)
     else:
         store_rows(x, None, head, live, slot, cache, None, PAGE, ROW, SCALE, DIM)
-
-
-__all__ = ["code_format", "encode", "encode_and_store", "joined", "store_rows", "unpack", "widen"]

@@ -1,8 +1,8 @@
 """Launching Triton kernels; and recording launches, so that other processes can compile the kernels ahead.
 
-Triton compiles kernels one after the other, each at its first launch, and starting a model launches some fifty for the first
-time. Which ones follows from shapes, dtypes and strides alone. So an op's implementation can be called with fake tensors
-inside ``recording``: nothing is launched, and each ``launch`` is recorded in a form that another process can compile
+Triton compiles kernels one after the other, each at its first launch, some fifty of them when a model starts. Which ones
+follows from shapes, dtypes and strides alone. So an op's implementation can be called with fake tensors inside ``recording``:
+nothing is launched, and each ``launch`` is recorded in a form that another process can compile
 (``attn_ops/kernels/compile_worker.py``). The real launch finds the result in Triton's cache on disk.
 """
 
@@ -93,10 +93,7 @@ def _described(value: Any, constant: bool) -> Any:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool | None = None, **options: Any) -> None:
     """``kernel[grid](*args, **options)`` on the device of the first tensor; inside ``recording`` it is recorded instead.
-
-    Args:
-        pdl: for a kernel with a constant PDL: whether to use programmatic dependent launch (attn_ops/kernels/pdl.py).
-    """
+    ``pdl``: for a kernel with a constant PDL: whether to use programmatic dependent launch (attn_ops/kernels/pdl.py)."""
     if pdl is not None:
         options["PDL"] = pdl
         if pdl:  # the interpreter knows no launch_pdl
@@ -122,10 +119,7 @@ def descriptor(tensor: torch.Tensor, block_shape: tuple[int, ...]) -> Any:
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which graphs are captured, one per device: cuBLAS keeps a workspace of 32 MiB for each stream it ran on.
-
-    Args:
-        device: a CUDA device; without an index the current one.
-    """
+    ``device``: a CUDA device; without an index the current one."""
     return _side_stream(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -168,7 +162,3 @@ def recording() -> Iterator[set[Launch]]:
 def is_recording() -> bool:
     """Whether this thread is inside ``recording``."""
     return _recorded.get() is not None
-
-
-__all__ = ["DescriptorArgument", "Launch", "TensorArgument", "descriptor", "fix_cache_key", "implementations", "is_recording",
-           "launch", "recording", "side_stream"]

@@ -125,6 +125,3 @@ def rows_expand_kernel(bases, rows, b, shrunk, out, t, n, sizes, strides, layers
                 total = tl.where((on != 0)[:, None], total + more, total)
     let_next_start(PDL)
     tl.store(out + tokens.to(tl.int64)[:, None] * n + (column + columns)[None, :], total.to(out.dtype.element_ty), mask=live)
-
-
-__all__ = ["expand_kernel", "rows_expand_kernel", "rows_shrink_kernel"]

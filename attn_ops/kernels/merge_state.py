@@ -43,6 +43,3 @@ def merge_kernel(out_a, out_b, lse_a, lse_b, merged, total_lse, states, strides_
         tl.store(total_lse + row, highest + tl.log(total))
         acc = acc / total
     tl.store(merged + row * DIM + columns, acc, mask=live)
-
-
-__all__ = ["merge_kernel"]

@@ -52,8 +52,14 @@ def load_keys(cache, block_table_row, kv_head, offsets, live, PAGE: tl.constexpr
               DIM_P2: tl.constexpr, MASKED: tl.constexpr):
     """Keys (or values) of one head at positions ``offsets``: (N, DIM_P2), padded with zeros. Rows that are not live are zeros
     too: memory there may hold NaN, and 0 * NaN is NaN."""
+    return load_rows(key_rows(cache, block_table_row, kv_head, offsets, live, PAGE, ROW, MASKED), live, DIM, DIM_P2, MASKED)
+
+
+@triton.jit
+def load_rows(start, live, DIM: tl.constexpr, DIM_P2: tl.constexpr, MASKED: tl.constexpr):
+    """The DIM numbers from each of the N pointers ``start`` on: (N, DIM_P2), as of ``load_keys``."""
     columns = tl.arange(0, DIM_P2)
-    pointers = key_rows(cache, block_table_row, kv_head, offsets, live, PAGE, ROW, MASKED)[:, None] + columns[None, :]
+    pointers = start[:, None] + columns[None, :]
     if MASKED:
         if DIM == DIM_P2:
             return tl.load(pointers, mask=live[:, None], other=0.0)
@@ -74,6 +80,3 @@ def load_scales(scale, block_table_row, kv_head, offsets, live, PAGE: tl.constex
         return tl.load(at, mask=live, other=0.0)
     else:
         return tl.load(at)
-
-
-__all__ = ["find_block", "find_row", "key_rows", "load_keys", "load_scales"]

@@ -3,11 +3,9 @@
 In a decode step some two hundred kernels of 3 to 60 microseconds follow each other; between two of them the GPU idles while
 one's last programs finish and the next's first programs are set up. A kernel launched with PDL is set up as soon as every
 program of its predecessor has called ``let_next_start`` or ended; ``wait_for_previous`` then blocks until the predecessor has
-completed and its writes are visible. (PTX ISA, "griddepcontrol"; compute capability 9.0 and up.)
-
-Waiting programs hold registers and shared memory that the kernel before could use. So ``let_next_start`` comes after a
-kernel's loop, and steps of several tokens, whose kernels fill the GPU, do not use PDL (``host.use_pdl``; times:
-docs/performance.md).
+completed and its writes are visible. (PTX ISA, "griddepcontrol"; compute capability 9.0 and up.) Waiting programs hold
+registers and shared memory: so ``let_next_start`` comes after a kernel's loop, and steps of several tokens, whose kernels fill
+the GPU, do not use PDL (``host.use_pdl``; times: docs/performance.md).
 
 NOTE [Everyone waits]: every program of a kernel launched with PDL must call ``wait_for_previous``, before it reads or writes
 anything that another kernel touches and before it returns early: the next kernel relies on this one's end implying that all
@@ -32,6 +30,3 @@ def wait_for_previous(PDL: tl.constexpr):
     """Block until the kernel before has completed. See NOTE [Everyone waits]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-__all__ = ["let_next_start", "wait_for_previous"]

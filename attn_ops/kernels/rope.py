@@ -97,6 +97,3 @@ def rope_kv_write_kernel(
                 value = tl.load(v + token * v_strides[0] + (head * v_strides[1])[:, None] + columns_v[None, :],
                                 mask=live[:, None] & (columns_v < LAYOUT.dim_v)[None, :], other=0.0)
                 encode_and_store(value, head, live, slot, caches.v, caches.v_scale, LAYOUT.page, V, SCALE, LAYOUT.dim_v)
-
-
-__all__ = ["rope_kv_write_kernel", "rotated"]

@@ -44,9 +44,9 @@ def log1p_minus(u):
 
     With w = 1 - u rounded, log(w) * u / (1 - w) (Kahan; Goldberg, "What every computer scientist should know about
     floating-point arithmetic", 1991, theorem 4): 1 - w is exact (w is 1/2 to 1, or 1 - u was exact), and log(w) / (1 - w)
-    changes so slowly with w that w's rounding, 2**-25, moves it by less than that. What is left are the roundings of the
-    logarithm, the product and the quotient: a few units in the last place of the result, however small u is. Where w is 1,
-    u is at most 2**-25 and log(1 - u) is -u within that.
+    changes so slowly with w that w's rounding, 2**-25, moves it by less than that. The roundings of logarithm, product and
+    quotient are left: a few units in the last place, however small u is. Where w is 1, u is at most 2**-25 and log(1 - u) is -u
+    within that.
     """
     w = 1.0 - u
     missing = tl.where(w == 1.0, 1.0, 1.0 - w)

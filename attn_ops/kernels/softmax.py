@@ -39,6 +39,3 @@ def softmax_step(highest, total, scores, factor, FOLD: tl.constexpr, MASKED: tl.
     else:
         weights = tl.exp2(scores - safe[:, None])
     return new_highest, total * shrink + tl.sum(weights, 1), weights, shrink
-
-
-__all__ = ["LN2", "LOG2E", "logits", "softmax_step"]

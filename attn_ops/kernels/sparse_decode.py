@@ -95,6 +95,3 @@ def attend_listed_kernel(q, k_cache, v_cache, table, lens, listed, out, lse, q_s
     else:
         tl.store(lse + row, float("-inf"))
     tl.store(out + row * DV + columns_v, acc, mask=columns_v < DV)
-
-
-__all__ = ["attend_listed_kernel", "label_scores_kernel"]

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.kernels.constants import next_power_of_2
+from quire.attn_ops.kernels.paged import find_block
 from quire.attn_ops.kernels.softmax import LN2, logits, softmax_step
 
 
@@ -20,19 +21,9 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
     block = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    low = num_reqs * 0
-    high = num_reqs
-    while low < high:  # the last sequence whose blocks start at or before this one; num_reqs: the padding tokens
-        middle = (low + high + 1) // 2
-        if tl.load(cu_q + middle) // BLOCK_M + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    row = low
-    start = tl.load(cu_q + row)
+    row, _, first = find_block(cu_q, num_reqs, block, BLOCK_M)
     end = tl.load(cu_q + tl.minimum(row + 1, num_reqs))
     end = tl.where(row == num_reqs, num_tokens, end)
-    first = start + (block - start // BLOCK_M - row) * BLOCK_M
     if first >= end:
         return
     token = first + tl.arange(0, BLOCK_M)
@@ -82,6 +73,3 @@ def varlen_kernel(q, k, v, out, lse, cu_q, cu_k, num_tokens, num_reqs, scale, so
     acc = acc / tl.where(some, total, 1.0)[:, None]
     tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], acc, mask=out_live)
     tl.store(lse + out_row, tl.where(some, (highest + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf")), mask=live)
-
-
-__all__ = ["varlen_kernel"]

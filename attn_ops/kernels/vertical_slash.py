@@ -76,6 +76,3 @@ def lines_kernel(q, k, v, out, lse, of_key, of_distance, listed, listed_from, li
     out_row = token * heads + head
     tl.store(out + out_row[:, None] * DIM_V + columns_v[None, :], acc, mask=live[:, None] & (columns_v < DIM_V)[None, :])
     tl.store(lse + out_row, tl.where(some, (highest + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf")), mask=live)
-
-
-__all__ = ["lines_kernel"]

@@ -100,6 +100,3 @@ def subclass_attention_metadata(name_prefix: str, metadata_cls: type, fields: Se
     frozen: bool = metadata_cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     added = [(name, kind, field(default=default)) for name, kind, default in fields]
     return make_dataclass(name_prefix + metadata_cls.__name__, added, bases=(metadata_cls,), frozen=frozen)
-
-
-__all__ = ["AttentionCGSupport", "AttentionMetadataBuilder", "subclass_attention_backend", "subclass_attention_metadata"]

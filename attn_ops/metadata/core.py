@@ -237,6 +237,3 @@ def _positions(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
     """(sum of query_lens,) int64 positions of the scheduled tokens; no Python loop over tokens or sequences."""
     ends = np.cumsum(query_lens, dtype=np.int64)
     return np.arange(ends[-1] if ends.size else 0, dtype=np.int64) + np.repeat(seq_lens - ends, query_lens)
-
-
-__all__ = ["NULL_PAGE", "PAD_SLOT_ID", "CommonAttentionMetadata"]

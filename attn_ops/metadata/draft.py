@@ -83,6 +83,3 @@ def _branched(table: torch.Tensor, seq_lens: torch.Tensor, draft_table: torch.Te
     own = table.repeat_interleave(topk, 0).gather(1, column.clamp_max(table.shape[1] - 1).expand(draft_table.shape[0], -1))
     drafts = draft_table.to(table.dtype).gather(1, (column - ends).clamp(0, draft_table.shape[1] - 1))
     return torch.where(column < ends, own, drafts)
-
-
-__all__ = ["make_draft_metadata"]

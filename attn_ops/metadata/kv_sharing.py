@@ -124,7 +124,3 @@ def _fast_prefill_builder(prefix: str, builder: Any) -> type:
             return with_logits(whole, common_attn_metadata)
 
     return FastPrefillBuilder
-
-
-__all__ = ["KV_SHARING_FAST_PREFILL_METADATA_FIELDS", "KVSharingFastPrefillMetadata", "create_fast_prefill_custom_backend",
-           "make_kv_sharing_fast_prefill_common_attn_metadata"]

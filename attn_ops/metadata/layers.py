@@ -62,6 +62,3 @@ def infer_global_hyperparameters(per_layer_params: Mapping[K, PerLayerParameters
     first = next(iter(groups))
     return replace(first, has_same_window_lefts=len({p.window_left for p in groups}) == 1,
                    has_same_all_params=len(groups) == 1)
-
-
-__all__ = ["PerLayerParameters", "get_per_layer_parameters", "group_layers", "infer_global_hyperparameters"]

@@ -43,6 +43,3 @@ def set_kv_cache_layout(cache_layout: KVCacheLayoutType | None) -> None:
     if cache_layout is not None and not is_valid_kv_cache_layout(cache_layout):
         raise ValueError(f"the layout of a KV cache is 'NHD' or 'HND', got {cache_layout!r}")
     _override = cache_layout
-
-
-__all__ = ["KVCacheLayoutType", "get_kv_cache_layout", "is_valid_kv_cache_layout", "set_kv_cache_layout"]

@@ -59,6 +59,3 @@ def make_local_attention_virtual_batches(attn_chunk_size: int, common_attn_metad
         max_query_len=int((end - begin).max(initial=0)), max_seq_len=int(lens.max(initial=0)), page_size=page,
         total_lens=(meta.seq_lens if meta.total_lens is None else meta.total_lens)[rows],
         encoder_seq_lens=None if meta.encoder_seq_lens is None else meta.encoder_seq_lens[row])
-
-
-__all__ = ["make_local_attention_virtual_batches"]

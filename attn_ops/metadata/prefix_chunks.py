@@ -85,6 +85,3 @@ def get_prefix_chunk_seq_lens(prefix_lens: np.ndarray, num_prefix_chunks: int, p
     starts = np.broadcast_to(np.arange(num_prefix_chunks, dtype=np.int32)[:, None] * prefix_chunk_len,
                              (num_prefix_chunks, len(prefix_lens))).copy()
     return starts, np.clip(prefix_lens - starts, 0, prefix_chunk_len).astype(np.int32)
-
-
-__all__ = ["MAX_CHUNK_CAPACITY", "PrefixChunks", "get_prefix_chunk_seq_lens"]

@@ -71,6 +71,3 @@ def compute_causal_conv1d_metadata(query_start_loc_cpu: torch.Tensor, device: to
         "nums": nums, "tot": total, "mlist": torch.from_numpy(sequence), "mlist_len": total,
         "offsetlist": torch.from_numpy(block), "batch_ptr": batch_ptr, "token_chunk_offset_ptr": offset_ptr}
     return {_BLOCK_M: found}, batch_ptr, offset_ptr
-
-
-__all__ = ["compute_causal_conv1d_metadata", "reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode"]

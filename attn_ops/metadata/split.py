@@ -133,7 +133,3 @@ def reorder_batch_to_split_decodes_and_prefills(input_batch: InputBatch, schedul
             holds[[place, source]] = holds[[source, place]]
             at[holds[[place, source]]] = place, source
     return bool(moved)
-
-
-__all__ = ["InputBatch", "SchedulerOutput", "decode_first_order", "reorder_batch_to_split_decodes_and_prefills",
-           "split_decodes_and_prefills", "split_decodes_prefills_and_extends", "split_prefill_chunks"]

@@ -100,6 +100,3 @@ def _part(meta: CommonAttentionMetadata, start: np.ndarray, seqs: np.ndarray, ro
         num_reqs=len(lens), num_actual_tokens=int(local[-1]), max_query_len=int(np.diff(local).max()),
         max_seq_len=int(lens.max()), total_lens=meta.seq_lens[rows] if meta.total_lens is None else meta.total_lens[rows],
         encoder_seq_lens=None if meta.encoder_seq_lens is None else meta.encoder_seq_lens[rows])
-
-
-__all__ = ["UBatchSlice", "create_ubatch_slices", "slice_query_start_locs", "split_attn_metadata"]

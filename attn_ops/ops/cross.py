@@ -27,7 +27,7 @@ def cross_attention(
         backend: one whose paged op needs no plan and keeps nothing about keys, such as those of plain PyTorch and of Triton.
         cache, layer: where the encoder's keys and values lie.
         block_table: (B, W) int32, pages of the encoder tokens.  query_start_loc: (B + 1,) int32, of the queries.
-        encoder_lens: (B,) int32; a request with 0 has no encoder tokens, and its queries give 0, as padding tokens do.
+        encoder_lens: (B,) int32; the queries of a request with 0 give 0, as padding tokens do.
         k, v, slot_mapping: (N, Hkv, D), (N, Hkv, Dv), (N,) int64: encoder tokens to store first, in the request's first step.
 
     Raises:
@@ -71,6 +71,3 @@ def cross_attention(
         out = backend.op(q, None, None, k_cache, v_cache, k_scale, v_scale, *tables, None, prepared, scale=scale, window=None,
                          softcap=softcap, chunk=None)
     return out.masked_fill((lens == 0)[:, None, None], 0)
-
-
-__all__ = ["cross_attention"]

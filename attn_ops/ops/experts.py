@@ -5,17 +5,13 @@ and up product, SwiGLU and down product.
 
 Legend: T tokens with k experts each, S = T * k pairs of a token and an expert, E experts, weights (E, N, K).
 
-Few pairs (a decode batch): one launch per product. The time is the bytes of the weights in use, so each of them is read once,
-for all its pairs, and nothing sorts them first: each program searches the S ids for its expert's, about a microsecond next to
-the twenty or so for a few hundred KiB of weight.
+Few pairs (a decode batch): one launch per product, bound by the bytes of the weights in use. Each weight is read once, for all
+its pairs, and nothing sorts them first: each program searches the S ids for its expert's, about a microsecond next to the
+twenty or so for a few hundred KiB of weight. More pairs: they are sorted by expert on the device and cut into tiles of one
+expert; a product is one launch over the tiles, which reads and writes rows where they are, in the order of the pairs.
 
-More pairs (a large batch, prefill): they are sorted by expert on the device and cut into tiles of one expert; a product is one
-launch over the tiles, which reads its rows and writes its results where they are, in the order of the pairs.
-
-The host reads nothing, and launches follow from shapes alone, so all of it can be captured in a CUDA graph.
-
-Limits: bf16, fp16 and fp32 on CUDA; on other devices and in other dtypes the ops run their eager definitions, which are also
-the reference.
+The host reads nothing, and launches follow from shapes alone, so all of it can be captured in a CUDA graph. Limits: bf16, fp16
+and fp32 on CUDA; elsewhere the ops run their eager definitions, which are also the reference.
 """
 
 from __future__ import annotations
@@ -40,19 +36,13 @@ _GATHERED = 1 << 24
 
 
 def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool) -> Tensor:
-    """The definition: ``y[s] = x[s // (S / R)] @ weight[e].T + bias[e]`` with ``e = expert_ids.flatten()[s]``, summed in fp32.
+    """The definition: ``y[s] = x[s // (S / R)] @ weight[e].T + bias[e]`` with ``e = expert_ids.flatten()[s]``, summed in fp32:
+    (S, N), in the order of the pairs, in x's dtype. Raises ValueError for shapes or dtypes that do not match.
 
     Args:
         x: (R, K). R divides S: a row per pair (R = S), or per token (R = T).
-        weight: (E, N, K), or (E, K, N) if ``transposed``; of x's dtype.
-        bias: (E, N), or None.
+        weight: (E, N, K), or (E, K, N) if ``transposed``; of x's dtype.  bias: (E, N), or None.
         expert_ids: (T, k) or (S,), of an integer dtype. The row of an id outside 0 .. E-1 is zeros.
-
-    Returns:
-        (S, N), in the order of the pairs, in x's dtype.
-
-    Raises:
-        ValueError: shapes or dtypes that do not match.
     """
     _check(x, weight, bias, expert_ids, transposed)
     ids = expert_ids.reshape(-1)
@@ -77,17 +67,12 @@ def expert_linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None, expert_i
 
 def expert_swiglu_eager(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
     """The definition: ``down[e] @ (silu(gate) * up)`` with ``gate, up = (gate_up[e] @ x).chunk(2)``; each product and the
-    activation are rounded to x's dtype.
+    activation are rounded to x's dtype. (S, N), in the order of the pairs. Raises ValueError for shapes or dtypes that do not
+    match.
 
     Args:
-        x, expert_ids: see ``expert_linear``.
+        x, expert_ids: see ``expert_linear_eager``.
         gate_up: (E, 2 I, K), the gate's outputs first; down: (E, N, I). ``transposed``: (E, K, 2 I) and (E, I, N).
-
-    Returns:
-        (S, N), in the order of the pairs, in x's dtype.
-
-    Raises:
-        ValueError: shapes or dtypes that do not match.
     """
     _check_swiglu(x, gate_up, down, transposed)
     gate, up = expert_linear_eager(x, gate_up, None, expert_ids, transposed).float().chunk(2, -1)
@@ -162,12 +147,8 @@ def prefill_tile(pairs: int, experts: int, k: int, dtype: torch.dtype, gated: bo
 
 def expert_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, transposed: bool, *,
                        path: str | None = None, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
-    """The op on CUDA. Runs the definition for dtypes that the kernels do not support.
-
-    Args:
-        path: "pairs" or "sorted"; None: chosen by sizes. tile: None: chosen by sizes.
-        pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
-    """
+    """The op on CUDA. Runs the definition for dtypes that the kernels do not support. ``path``: "pairs" or "sorted"; path and
+    tile are chosen by sizes by default, ``pdl`` by ``host.use_pdl`` (attn_ops/kernels/pdl.py)."""
     _check(x, weight, bias, expert_ids, transposed)
     w = weight.mT if transposed else weight  # (E, N, K)
     if not _supported(x, expert_ids, w):
@@ -263,16 +244,10 @@ def _sort(ids: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
     return order, ends
 
 
-def _fake_swiglu(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
-    return _fake(x, down, None, expert_ids, transposed)
-
-
 expert_linear = define_op(
     "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, bool transposed) -> Tensor",
     cpu=expert_linear_eager, cuda=expert_linear_cuda, fake=_fake, launches=True)
 expert_swiglu = define_op(
     "expert_swiglu(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, bool transposed) -> Tensor",
-    cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=_fake_swiglu, launches=True)
-
-__all__ = ["MAX_PAIRS", "Tile", "decode_tile", "expert_linear", "expert_linear_cuda",
-           "expert_linear_eager", "expert_swiglu", "expert_swiglu_cuda", "expert_swiglu_eager", "prefill_tile"]
+    cpu=expert_swiglu_eager, cuda=expert_swiglu_cuda, fake=lambda x, gate_up, down, *rest: _fake(x, down, None, *rest),
+    launches=True)

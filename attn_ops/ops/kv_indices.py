@@ -39,8 +39,10 @@ def _tokens(req_to_token: torch.Tensor, rows: torch.Tensor, columns: torch.Tenso
     return req_to_token[rows.long(), columns.clamp(0, req_to_token.shape[1] - 1)]
 
 
-def _flat(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor, kv_indptr: torch.Tensor,
-          kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
+@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, Tensor? kv_start, Tensor(a!) out")
+def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
+                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
     if not kv_lens.shape[0] or not out.shape[0]:
         return
     begin = kv_indptr[:-1].long()
@@ -53,8 +55,13 @@ def _flat(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: t
     out.copy_(torch.where(live, found, out))
 
 
-def _paged(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor, kv_start: torch.Tensor | None,
-           out: torch.Tensor, page_size: int) -> None:
+@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
+def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
+                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
+    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
+
+    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
+    """
     out = out[: kv_lens.shape[0]]
     page = torch.arange(out.shape[1], device=out.device)
     column = (page * page_size).expand(out.shape[0], -1)
@@ -65,35 +72,16 @@ def _paged(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: 
     out.copy_(torch.where(live, found.to(out.dtype), out))
 
 
-@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor kv_indptr, Tensor? kv_start, Tensor(a!) out")
-def create_flashinfer_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                                 kv_indptr: torch.Tensor, kv_start: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out[kv_indptr[i] : kv_indptr[i] + kv_lens[i]] = the slots of request i's tokens from kv_start[i] (default 0) on."""
-    _flat(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
-
-
-@_as_op("Tensor req_to_token, Tensor req_pool_indices, Tensor kv_lens, Tensor? kv_start, Tensor(a!) out, int page_size=64")
-def create_flashmla_kv_indices(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor,
-                               kv_start: torch.Tensor | None, out: torch.Tensor, page_size: int = 64) -> None:
-    """out[i, p] = the page of tokens p * page_size and following of request i, for p < ceil(kv_lens[i] / page_size).
-
-    Right for every page size (SGLang 0.5.2 fills only half of a long row at 32). kv_start must be a multiple of the page size.
-    """
-    _paged(req_to_token, req_pool_indices, kv_lens, kv_start, out, page_size)
-
-
 @_as_op("Tensor(a!) out, Tensor seq_lens, int num_heads, int num_kv_heads, int max_kv_splits, int num_cores, "
         "bool static=False")
 def get_num_kv_splits(out: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, max_kv_splits: int,
                       num_cores: int, static: bool = False) -> None:
-    """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``.
-
-    Long sequences get more parts than short ones, and a small batch enough to occupy ``num_cores`` multiprocessors (0:
-    unknown). The formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
+    """Parts into which a decode kernel divides the keys of each query row, between 1 and ``max_kv_splits``: more for long
+    sequences than for short ones, and for a small batch enough to occupy ``num_cores`` multiprocessors (0: unknown). The
+    formula is SGLang's; empty sequences get 1 and count for nothing (there they divide by zero).
 
     Args:
-        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).
-        static: all get ``max_kv_splits``.
+        out: (B * g,) int32, g query rows per sequence.  seq_lens: (B,).  static: all get ``max_kv_splits``.
 
     Raises:
         ValueError: ``out`` has no multiple of B rows.
@@ -141,7 +129,7 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
     kv_lens.copy_((done if prefix_only else seq_lens) - kv_start)
     kv_indptr[0] = 0
     kv_indptr[1:] = kv_lens.cumsum(0)
-    _flat(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
+    create_flashinfer_kv_indices(req_to_token, req_pool_indices, kv_lens, kv_indptr, kv_start, out)
     if slot_map is not None:
         live = torch.arange(out.shape[0], device=out.device) < kv_indptr[-1]
         slots = torch.where(live, out, 0).long()
@@ -152,11 +140,8 @@ def update_sliding_window_buffer(req_to_token: torch.Tensor, req_pool_indices: t
 def prepare_swa_spec_page_table(out: torch.Tensor, prefix_table: torch.Tensor, draft_table: torch.Tensor,
                                 prefix_lens: torch.Tensor, draft_lens: torch.Tensor, num_draft: int) -> None:
     """Page tables (page size 1) for tree verification in kernels with one window per call: row r of ``out`` is the prefix of
-    sequence r // num_draft, then the draft tokens that draft token r sees.
-
-    Raises:
-        ValueError: row counts that do not fit each other.
-    """
+    sequence r // num_draft, then the draft tokens that draft token r sees. Raises ValueError for row counts that do not fit
+    each other."""
     if out.shape[0] != prefix_table.shape[0] * num_draft or draft_table.shape[0] != out.shape[0]:
         raise ValueError(f"{prefix_table.shape[0]} sequences of {num_draft} draft tokens need "
                          f"{prefix_table.shape[0] * num_draft} rows; out has {len(out)}, draft_table {len(draft_table)}")
@@ -181,14 +166,10 @@ def normal_decode_set_metadata(cache_seqlens: torch.Tensor, cu_seqlens_k: torch.
     cache_seqlens.copy_(seq_lens + seq_len_delta)
     cu_seqlens_k[0] = 0
     cu_seqlens_k[1:] = cache_seqlens.cumsum(0)
-    _paged(req_to_token, req_pool_indices, cache_seqlens, None, page_table, page_size)
+    create_flashmla_kv_indices(req_to_token, req_pool_indices, cache_seqlens, None, page_table, page_size)
     if slot_map is not None and window_page_table is not None:
         first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
         slots = _tokens(req_to_token, req_pool_indices[:, None], first.expand(page_table.shape[0], -1)).long()
         live = first < cache_seqlens[:, None]
         pages = torch.div(slot_map[torch.where(live, slots, 0)], page_size, rounding_mode="floor").to(window_page_table.dtype)
         window_page_table.copy_(torch.where(live, pages, window_page_table))
-
-
-__all__ = ["create_flashinfer_kv_indices", "create_flashmla_kv_indices", "get_num_kv_splits", "normal_decode_set_metadata",
-           "prepare_swa_spec_page_table", "update_sliding_window_buffer"]

@@ -30,17 +30,14 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None) -> TokenLogprobs:
-    """``log_softmax(logits / temperature)`` at each row's token, in float32, and the token's rank.
+    """``log_softmax(logits / temperature)`` at each row's token, in float32, and the token's rank: 1 plus the number of tokens
+    with a larger logit, whether excluded or not. All are 0 in skipped rows.
 
     Args:
         logits: (B, V) of any floating dtype.
         tokens: (B,) int64; a negative one (INVALID_TOKEN) reads token 0.
         temperature: (B,) float32; 1 for the distribution of the model, 0 for a row to skip.
         threshold: None, or (B,) float32: tokens with a smaller logit are excluded (their log probability is -inf).
-
-    Returns:
-        See TokenLogprobs. A rank is 1 plus the number of tokens with a larger logit, whether excluded or not. All are 0 in
-        skipped rows.
     """
     if uses_kernel(logits) and logits.numel():
         return token_logprobs_cuda(logits, tokens, temperature, threshold)
@@ -74,11 +71,8 @@ def scaled(logits: Tensor, temperature: Tensor, threshold: Tensor | None) -> Ten
 
 def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, threshold: Tensor | None = None, *,
                         pdl: bool | None = None) -> TokenLogprobs:
-    """`token_logprobs` on CUDA: two launches, nothing is read back.
-
-    Args:
-        pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
-    """
+    """`token_logprobs` on CUDA: two launches, nothing is read back. ``pdl``: see attn_ops/kernels/pdl.py; None:
+    ``host.use_pdl``."""
     rows, vocabulary = logits.shape
     kernels = host.kernel_module("kernels.logprobs")
     pdl = host.use_pdl(logits.device, rows) if pdl is None else pdl
@@ -93,6 +87,3 @@ def token_logprobs_cuda(logits: Tensor, tokens: Tensor, temperature: Tensor, thr
     launch(kernels.merge_kernel, (rows,), logits, tokens, temperature, bound, partial, *out, logits.stride(0), parts, BLOCK=128,
            FILTERED=filtered, pdl=pdl, num_warps=1)
     return out
-
-
-__all__ = ["TokenLogprobs", "scaled", "token_logprobs", "token_logprobs_cuda", "token_logprobs_eager"]

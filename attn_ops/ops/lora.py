@@ -1,10 +1,9 @@
 """The second half of LoRA's layers (Hu et al., 2021) and the sums, in one kernel: ``torch.ops.quire.lora_expand``.
 
 A layer with an adapter is ``W x + s * B (A x)``. The first products of sibling layers are one product
-(``passes/fusions/projections.py``); what is left of each is small, and of q, k and v it would take nine launches.
-
-Limits: the kernel is for bf16 and fp16 on CUDA, up to MAX_TOKENS tokens, MAX_SEGMENTS layers and rank MAX_RANK; else the op
-runs its eager definition, which is also the reference.
+(``passes/fusions/projections.py``); what is left of each is small, and of q, k and v it would take nine launches. The kernel is
+for bf16 and fp16 on CUDA, up to MAX_TOKENS tokens, MAX_SEGMENTS layers and rank MAX_RANK; else the op runs its eager
+definition, which is also the reference.
 """
 
 from __future__ import annotations
@@ -74,5 +73,3 @@ def _fake(base: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, sizes: Sequ
 lora_expand = define_op(
     "lora_expand(Tensor base, Tensor shrunk, Tensor b, int[] sizes, int[] base_starts, int[] shrunk_starts, float[] scalings, "
     "Tensor? residual=None) -> Tensor", cpu=lora_expand_eager, cuda=lora_expand_cuda, fake=_fake, launches=True)
-
-__all__ = ["MAX_RANK", "MAX_SEGMENTS", "MAX_TOKENS", "lora_expand", "lora_expand_cuda", "lora_expand_eager"]

@@ -8,8 +8,8 @@ which the step in progress has (``Step.adapters``): a graph takes the same input
 adapter may also be that of every token. The adapters' own parameters are read, so changes in place are seen.
 
 On CUDA two kernels compute all adapters of a group, up to MAX_TOKENS tokens, MAX_KERNEL_ADAPTERS adapters and rank MAX_RANK,
-and skip an adapter that no token of a tile has. A decode step reads (K + N) r elements of each adapter that is used. Elsewhere
-the ops run their eager definitions, in which each adapter costs two products for all tokens.
+and skip an adapter that no token of a tile has: a decode step reads (K + N) r elements of each adapter in use. Elsewhere the
+ops run their eager definitions, in which each adapter costs two products for all tokens.
 """
 
 from __future__ import annotations
@@ -37,18 +37,13 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def lora_rows_eager(base: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float],
                     bits: Sequence[int]) -> Tensor:
-    """``base`` plus the products of each token's adapters, in their order. A new tensor.
+    """``base`` plus the products of each token's adapters, in their order: a new tensor (1, T, N) in the dtype of ``base``.
 
     Args:
-        base: (1, T, N), the layer's own product.
-        x: (1, T, K), its input.
-        a, b: (r, K) and (N, r) of each adapter; their dtype is that of its products, as in PEFT.
-        scaling: of each adapter.
+        base, x: (1, T, N), the layer's own product, and (1, T, K), its input.
+        a, b: (r, K) and (N, r) of each adapter; their dtype is that of its products, as in PEFT.  scaling: of each adapter.
         bits: of each adapter: 2**i for the i-th of the model. A token has those whose bits are set in ``Step.adapters`` (T,)
             int64. 0: every token has it.
-
-    Returns:
-        (1, T, N) in the dtype of ``base``.
 
     Raises:
         RuntimeError: no step is in progress, or it does not say which adapters its tokens have.
@@ -147,6 +142,3 @@ lora_rows = define_op("lora_rows(Tensor base, Tensor x, Tensor[] a, Tensor[] b, 
 lora_group = define_op(
     "lora_group(Tensor[] bases, Tensor x, Tensor[] a, Tensor[] b, int[] layers, float[] scaling, int[] bits) -> Tensor",
     cpu=lora_group_eager, cuda=lora_group_cuda, fake=_group_fake, launches=True)
-
-__all__ = ["MAX_ADAPTERS", "MAX_KERNEL_ADAPTERS", "MAX_RANK", "MAX_TOKENS", "lora_group", "lora_group_cuda", "lora_group_eager",
-           "lora_rows", "lora_rows_cuda", "lora_rows_eager"]

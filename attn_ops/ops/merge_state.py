@@ -36,11 +36,7 @@ def _check_two(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, ls
 
 
 def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: S states out (T, S, H, D), lse (T, S, H) float32 -> (T, H, D) in out's dtype, (T, H) float32.
-
-    Raises:
-        ValueError: shapes that do not go together, or an lse that is not float32.
-    """
+    """The definition of ``merge_states``."""
     _check(out, lse, states=True)
     lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     total = torch.logsumexp(lse, dim=1) if lse.shape[1] else lse.new_full((lse.shape[0], lse.shape[2]), float("-inf"))
@@ -52,7 +48,7 @@ def merge_states_eager(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tens
 
 def merge_state_eager(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
                       ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two states, out (T, H, D) and lse (T, H) float32 each -> their union, (T, H, D) in out_a's dtype and (T, H) float32."""
+    """The definition of ``merge_state``."""
     _check_two(out_a, lse_a, out_b, lse_b)
     return merge_states_eager(torch.stack([out_a, out_b], 1), torch.stack([lse_a, lse_b], 1))
 
@@ -113,10 +109,8 @@ def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, to
     """Merge S attention states over disjoint keys: out (T, S, H, D), lse (T, S, H) float32 natural logarithm -> (T, H, D) in
     out's dtype, (T, H) float32. ``torch.ops.quire.merge_states``.
 
-    A state with lse -inf or +inf has no keys, and its output is not read. Without any keys the result is 0 and -inf.
-
-    Raises:
-        ValueError: shapes that do not go together, or an lse that is not float32.
+    A state with lse -inf or +inf has no keys, and its output is not read. Without any keys the result is 0 and -inf. Raises
+    ValueError for shapes that do not go together, or an lse that is not float32.
     """
     return torch.ops.quire.merge_states(out, lse)
 
@@ -124,12 +118,5 @@ def merge_states(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, to
 def merge_state(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``merge_states`` of two, out (T, H, D) and lse (T, H) float32 each -> (T, H, D), (T, H). ``torch.ops.quire.merge_state``.
-
-    Raises:
-        ValueError: as ``merge_states``; two outputs of different shapes or dtypes.
-    """
+    Raises ValueError as ``merge_states``, and for two outputs of different shapes or dtypes."""
     return torch.ops.quire.merge_state(out_a, lse_a, out_b, lse_b)
-
-
-__all__ = ["merge_state", "merge_state_eager", "merge_state_triton", "merge_states", "merge_states_eager",
-           "merge_states_triton"]

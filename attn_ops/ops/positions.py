@@ -17,12 +17,8 @@ _BLOCK = 512
 def compute_position_torch(extend_prefix_lens: torch.Tensor, extend_seq_lens: torch.Tensor, extend_seq_lens_sum: int
                            ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition: (T,) int64 positions prefix_i, prefix_i + 1, ... of each sequence's tokens, end to end, and (B,) int32
-    index of each sequence's first token. No device-to-host read.
-
-    Args:
-        extend_prefix_lens, extend_seq_lens: (B,) tokens before this step, and of it.
-        extend_seq_lens_sum: T, on the host.
-    """
+    index of each sequence's first token. ``extend_prefix_lens``, ``extend_seq_lens``: (B,) tokens before this step, and of it;
+    their sum T is given on the host: there is no device-to-host read."""
     lens = extend_seq_lens.long()
     ends = lens.cumsum(0)
     start = ends - lens
@@ -57,6 +53,3 @@ compute_position = define_op(
 def clamp_position(seq_lens: torch.Tensor) -> torch.Tensor:
     """(B,) int64 positions of a decode: max(seq_len - 1, 0)."""
     return (seq_lens - 1).clamp_min(0).long()
-
-
-__all__ = ["clamp_position", "compute_position", "compute_position_torch", "compute_position_triton"]

@@ -2,15 +2,15 @@
 
 Between the q/k/v projection and attention, each token needs small pieces of work on few bytes: an RMSNorm over each head of q
 and k (Qwen3 and others), the rotation of q and k by the token's position, and storing k and v in the cache. Separately, they
-are two to five launches per layer, each of which costs more than the bytes it moves; here they are one. Attention then finds
-all keys in the cache: the paged op is called without k and v.
+are two to five launches per layer, each of which costs more than the bytes it moves. Attention then finds all keys in the
+cache: the paged op is called without k and v.
 
 The rotation (Su et al., "RoFormer", 2021, in GPT-NeoX's and Hugging Face's order of dimensions): with R rotated dimensions,
 ``x[i] * cos[i] - x[i + R/2] * sin[i]`` for i < R/2 and ``x[i] * cos[i] + x[i - R/2] * sin[i]`` for the other half; dimensions
 from R on are unchanged. Models differ in four options (``RopeForm``):
 
-* ``interleaved``: neighbours form pairs, as in RoFormer and GPT-J: ``x[2i] * cos[2i] - x[2i + 1] * sin[2i]``, and
-  ``x[2i + 1] * cos[2i + 1] + x[2i] * sin[2i + 1]``;
+* ``interleaved``: neighbours form pairs, as in RoFormer and GPT-J: ``x[2i] * cos[2i] - x[2i + 1] * sin[2i]``, and ``x[2i + 1] *
+  cos[2i + 1] + x[2i] * sin[2i + 1]``;
 * ``half_tables``: cos and sin have R/2 entries, one per pair;
 * ``norm_after``: the norms apply to the rotated heads;
 * ``norm_offset``: added to the weights of the norms (Gemma 3: 1), which then multiply in float32, before rounding. None: they
@@ -98,12 +98,9 @@ def rope_kv_write_eager(
     Args:
         q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).
         cos, sin: (T, R) of each token's position, R even and at most D; with half_tables (T, R/2).
-        q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head, before the rotation or after it; None: no norm.
-        eps: of the norms.
-        k_cache, v_cache: of the layer, (num_pages, page_size, Hkv, D or Dv); see PagedKVCache.
-        k_scale, v_scale: (num_pages, page_size, Hkv) of a quantized cache, else None.
+        q_norm_weight, k_norm_weight: (D,) of an RMSNorm over each head; None: no norm.  eps: of the norms.
+        k_cache, v_cache, k_scale, v_scale: of the layer; see PagedKVCache.
         slot_mapping: (T,) int64; a token with slot -1 is not written.
-        interleaved, half_tables, norm_after, norm_offset: see above.
     """
     form = RopeForm(interleaved, half_tables, norm_after, norm_offset)
     check_scales(k_cache, k_scale, v_scale)
@@ -149,5 +146,3 @@ rope_kv_write = define_op(
     "float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, *, "
     "bool interleaved=False, bool half_tables=False, bool norm_after=False, float? norm_offset=None) -> Tensor",
     cpu=rope_kv_write_eager, cuda=rope_kv_write_cuda, fake=_fake, launches=True)
-
-__all__ = ["PLAIN", "RopeForm", "norm_and_rotate", "rope_kv_write", "rope_kv_write_cuda", "rope_kv_write_eager", "rotate"]

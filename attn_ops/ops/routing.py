@@ -21,15 +21,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def topk_rows_eager(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The definition: the k largest of each row, in descending order; of equal numbers that with the lower index first. NaN is
-    the largest.
-
-    Args:
-        x: (..., E) of a floating dtype. k: at most E.
-
-    Returns:
-        values (..., k) in x's dtype; indices (..., k) int64.
-    """
+    """The definition: the k largest of each row of x (..., E), in descending order; of equal numbers that with the lower index
+    first. NaN is the largest. Values (..., k) in x's dtype; indices (..., k) int64."""
     values, indices = x.sort(dim=-1, descending=True, stable=True)
     return values[..., :k].contiguous(), indices[..., :k].contiguous()
 
@@ -54,5 +47,3 @@ def _fake(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 topk_rows = define_op("topk_rows(Tensor x, int k) -> (Tensor, Tensor)", cpu=topk_rows_eager, cuda=topk_rows_cuda, fake=_fake,
                       launches=True)
-
-__all__ = ["MAX_K", "MAX_ROW", "topk_rows", "topk_rows_cuda", "topk_rows_eager"]

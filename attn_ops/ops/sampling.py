@@ -2,19 +2,18 @@
 
 Legend: B rows (sequences), V the vocabulary.
 
-A row is sampled by the Gumbel-max trick (Gumbel 1954; Yellott 1977): for independent exponential e_v, the token that
-maximizes ``logits_v / temperature - log(e_v)`` is distributed as ``softmax(logits / temperature)``. So nothing is
-normalized, sorted or summed, and a row is one pass over its logits; a greedy row takes the same pass, without noise.
+The Gumbel-max trick (Gumbel 1954; Yellott 1977): for independent exponential e_v, the token that maximizes ``logits_v /
+temperature - log(e_v)`` is distributed as ``softmax(logits / temperature)``. So nothing is normalized, sorted or summed, and a
+row is one pass over its logits, without noise if it is greedy.
 
 On a CPU it is plain PyTorch, ``sample_tokens_eager``, which torch.compile fuses into one reduction. On CUDA it is the op
-``torch.ops.quire.sample_tokens``, a Triton kernel (``attn_ops/kernels/sampling.py``): the fused reduction computes the noise
-of every row, three 64-bit multiplications and two logarithms per logit, and discards that of greedy rows. The kernel reads a
-row's temperature first.
+``torch.ops.quire.sample_tokens``, a Triton kernel (``attn_ops/kernels/sampling.py``), which reads a row's temperature first:
+the fused reduction computes the noise of greedy rows too, three 64-bit multiplications and two logarithms per logit.
 
-NOTE [Same seed, same tokens]: the noise e_v is a function of (seed, position, v) alone: no generator has a state that
-other rows, the order of scheduling or a preemption could advance. The hash is in 64-bit integers, which agree on every
-device. Two runs can still differ where their logits do (another batch size can change the last bits of a matrix
-product) or where two scores agree to the last bits (``log`` may differ between devices).
+NOTE [Same seed, same tokens]: the noise e_v is a function of (seed, position, v) alone: no generator has a state that other
+rows, the order of scheduling or a preemption could advance. The hash is in 64-bit integers, which agree on every device. Two
+runs can still differ where their logits do (another batch size can change the last bits of a matrix product) or where two
+scores agree to the last bits (``log`` may differ between devices).
 """
 
 from __future__ import annotations
@@ -48,16 +47,13 @@ _NAN_RANK, _INF_RANK, _MINUS_INF_RANK = 0x7FFF_FFFF, 0x7F80_0000, -0x7F80_0001
 
 
 def sample_tokens(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """A token per row, sampled at its temperature; for a greedy row the first of the likeliest, like ``torch.argmax``.
+    """A token per row, sampled at its temperature; for a greedy row the first of the likeliest, like ``torch.argmax``: (B,)
+    int64, INVALID_TOKEN (-1) for a row with a NaN, with only -inf, or with +inf unless greedy.
 
     Args:
         logits: (B, V) of any floating dtype. -inf excludes a token.
         temperature: (B,) float32; under 1e-5 for a greedy row.
-        seed: (B,) int64.
-        position: (B,) int64, index of the token to sample; any fixed origin.
-
-    Returns:
-        (B,) int64; INVALID_TOKEN (-1) for a row with a NaN, with only -inf, or with +inf unless greedy.
+        seed, position: (B,) int64; position: index of the token to sample, from any fixed origin.
     """
     if uses_kernel(logits):
         return _sample_tokens_op(logits, temperature, seed, position)
@@ -78,8 +74,6 @@ def uses_kernel(logits: Tensor) -> bool:
     """Whether the op samples from these logits. Decided while tracing: on a CPU the op would run plain functions unfused."""
     return logits.is_cuda and logits.dtype in KERNEL_DTYPES and _HAS_TRITON
 
-
-# ---- the op
 
 #: Logits that a program reads at once, and the number of programs to aim for: enough loads in flight to hide the memory's
 #: latency (an H200 runs about a thousand at a time), and to spread a sampled row among greedy ones.
@@ -109,14 +103,11 @@ def divide(rows: int, vocabulary: int) -> tuple[int, int]:
 def sample_tokens_cuda(
     logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, *, pdl: bool | None = None
 ) -> Tensor:
-    """The op on CUDA: one launch, or two where rows are split. Nothing is read back, and nothing outlives the call.
+    """The op on CUDA: one launch, or two where rows are split. Nothing is read back, and nothing outlives the call. ``pdl``:
+    see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
 
-    The second launch picks among the parts of each row. The last program of a row could do that too (see NOTE [Last one
-    merges]) with counters that start at zero: without a forward's own counters they would be shared among streams, or zeroed
-    by a launch of its own, which gains nothing.
-
-    Args:
-        pdl: see attn_ops/kernels/pdl.py; None: ``host.use_pdl``.
+    The second launch picks among the parts of each row. The last program of a row could do that (see NOTE [Last one merges])
+    with counters that start at zero, which would be shared among streams, or zeroed by a launch of their own.
     """
     if not logits.numel() or logits.dtype not in KERNEL_DTYPES:
         return _eager(logits, temperature, seed, position)
@@ -139,9 +130,6 @@ def sample_tokens_cuda(
 
 _sample_tokens_op = define_op("sample_tokens(Tensor logits, Tensor temperature, Tensor seed, Tensor position) -> Tensor",
                               cpu=_eager, cuda=sample_tokens_cuda, fake=_fake, launches=True)
-
-
-# ---- rows
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,9 +181,6 @@ def winner(score: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
     return torch.where((rank > _MINUS_INF_RANK) & (rank < below), token, INVALID_TOKEN)
 
 
-# ---- noise
-
-
 def gumbel_noise(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
     """Standard Gumbel noise, float32, a function of the three int64 arguments alone, which broadcast together."""
     return _gumbel(random_bits(seed, position, index))
@@ -235,7 +220,3 @@ def _split_mix(n: Tensor) -> Tensor:
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Logical shift to the right; int64's own copies the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-__all__ = ["BLOCK", "INVALID_TOKEN", "PROGRAMS", "chunks", "divide", "gumbel_noise", "inverse", "is_greedy", "on_gpu",
-           "random_bits", "sample_tokens", "sample_tokens_cuda", "sample_tokens_eager", "score", "uses_kernel", "winner"]

@@ -3,11 +3,12 @@
 A batch's drafts are ordinary tokens of a step: sequence r has ``query_lens[r]`` of them, in the cache at the slots that follow
 its ``num_computed`` tokens. What differs is the mask among them, (T, W) bool: token t sees the j-th draft of its own sequence
 iff ``mask[t, j]``; and the positions for the rotary embedding, which count a draft's ancestors (``tree_positions``). W is at
-least the longest query; columns past a sequence's own drafts are not read.
+least the longest query; columns past a sequence's own drafts are not read. SGLang's and vLLM's trees are the same; there a mask
+covers the prefix too.
 
 The tokens before the step are attended to by a backend's ``state_op``, without a mask, the drafts among themselves by
 ``quire::tree_attention_state`` in float32, and ``merge_state`` makes one result of both. Only sizes of the batch enter on the
-host, so all of it can be captured. SGLang's and vLLM's trees are the same; there a mask covers the prefix too.
+host, so all of it can be captured.
 """
 
 from __future__ import annotations
@@ -34,16 +35,13 @@ def _rows(query_start_loc: torch.Tensor, tokens: int) -> tuple[torch.Tensor, tor
 
 
 def build_tree_mask(parents: torch.Tensor, query_start_loc: torch.Tensor, width: int) -> torch.Tensor:
-    """The mask of trees: a token sees itself and its ancestors.
+    """(T, W) bool, the mask of trees: a token sees itself and its ancestors, padding tokens nothing. No value is read on the
+    host.
 
     Args:
         parents: (T,) integers, the number of each token's parent among its sequence's drafts; -1 for a root, of which a
             sequence may have several. Parents may come after their children. A chain is ``[-1, 0, 1, ...]``.
-        query_start_loc: (B + 1,) int32.
-        width: W, at least the longest query.
-
-    Returns:
-        (T, W) bool; padding tokens see nothing. No value is read on the host.
+        query_start_loc: (B + 1,) int32.  width: W, at least the longest query.
     """
     tokens, rows = parents.shape[0], query_start_loc.shape[0] - 1
     row, number = _rows(query_start_loc, tokens)
@@ -83,10 +81,7 @@ def tree_attention_state_eager(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition: q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), mask (T, W) -> (T, H, Dv) in q's dtype, lse (T, H) float32.
-
-    Raises:
-        ValueError: shapes that do not go together, or a mask that is not bool.
-    """
+    Raises ValueError for shapes that do not go together, or a mask that is not bool."""
     _check(q, k, v, query_start_loc, mask)
     tokens, width, group = q.shape[0], mask.shape[1], q.shape[1] // k.shape[1]
     if not tokens:
@@ -147,17 +142,13 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store the drafts' keys and values, then attend each draft to its sequence's tokens before the step and, among the drafts,
-    to those that ``mask`` shows it.
+    to those that ``mask`` shows it: (T, H, Dv), 0 for padding tokens.
 
     Args:
         backend: one that declares ``lse``.
-        q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).
+        q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv).  sinks: (H,) or None.
         cache, layer: where keys and values lie.  metadata: of the batch of drafts.
         mask: (T, W) bool, as of ``build_tree_mask``; W is at least the longest query.
-        sinks: (H,) or None.
-
-    Returns:
-        (T, H, Dv), 0 for padding tokens.
 
     Raises:
         UnsupportedAttention: the backend does not return attention as a state; a latent cache.
@@ -186,7 +177,3 @@ def tree_attention(
     sink = torch.zeros_like(own[0]), sinks.float().expand(q.shape[0], -1)  # a key whose value is 0
     live = (own[1] > float("-inf"))[..., None]  # a token that sees nothing, as padding, gives 0
     return merge_states(*(torch.stack(states, 1) for states in zip(prefix, own, sink, strict=True)))[0] * live
-
-
-__all__ = ["build_tree_mask", "tree_attention", "tree_attention_state", "tree_attention_state_eager",
-           "tree_attention_state_triton", "tree_positions"]

@@ -1,14 +1,11 @@
-"""Attention over ragged sequences without a KV cache: ``torch.ops.quire.varlen_attention``.
+"""Attention over ragged sequences without a KV cache, for encoders, vision towers and cross attention:
+``torch.ops.quire.varlen_attention``.
 
-For encoders, vision towers and cross attention. Sequence r has queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]`` and keys
-``cu_seqlens_k[r]`` to ``cu_seqlens_k[r + 1]``: a block-diagonal mask over the ragged row. Within a sequence of n queries and m
-keys, query i has position i + m - n; it sees key j iff
-
-* ``causal``: j <= position,
-* ``window``: \\|j - position\\| < window; together with ``causal`` that is Hugging Face's sliding window.
-
-Not causal, the usual case, and without a window, it sees all keys. Scores are scaled, then capped, as in ``attention.py``. The
-second result is the log-sum-exp of the scores, which ``merge_state`` takes; a query without keys has output 0 and lse -inf.
+Sequence r has queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]`` and keys ``cu_seqlens_k[r]`` to ``cu_seqlens_k[r + 1]``: a
+block-diagonal mask over the ragged row. Within a sequence of n queries and m keys, query i has position i + m - n; it sees key
+j iff ``causal``: j <= position, and ``window``: \\|j - position\\| < window (together Hugging Face's sliding window), each
+where given; else it sees all keys. Scores are scaled, then capped, as in ``attention.py``. The second result is the log-sum-exp
+of the scores, which ``merge_state`` takes; a query without keys has output 0 and lse -inf.
 
 Implementations: "eager", the definition; "sdpa", which uses F.scaled_dot_product_attention and gives NaN for the lse; "kernel",
 quire's Triton kernel, on a GPU; the name of a backend that has ``varlen``; "auto": eager on a CPU and the kernel on a GPU.
@@ -80,20 +77,7 @@ def varlen_attention_eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *, scale: float,
     window: int | None = None, softcap: float | None = None, causal: bool = False, implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, one sequence at a time: reads the lengths on the host.
-
-    Args:
-        q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
-        implementation: see this module's docstring.
-
-    Returns:
-        (T, H, Dv) in q's dtype; (T, H) float32 lse, natural logarithm.
-
-    Raises:
-        ValueError: shapes that do not go together, a window or softcap that is not positive, an unknown implementation or one
-            that is not usable on this device.
-    """
+    """The definition of ``varlen_attention``, one sequence at a time: reads the lengths on the host."""
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, implementation)
     if implementation == "kernel":
         raise ValueError(f"quire::varlen_attention: implementation='kernel' runs on a GPU, and q is on {q.device}; use 'auto'")
@@ -182,9 +166,7 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     Args:
         q, k, v: (T, H, D), (N, Hkv, D), (N, Hkv, Dv); tokens after the last sequence are padding and give 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, exclusive prefix sums of the sequences' lengths.
-        scale, softcap: as in ``attention.py``.
-        window, causal: query i of n sees key j of m iff \\|j - (i + m - n)\\| < window, and iff j <= i + m - n.
-        implementation: "auto", "eager", "sdpa", "kernel" or the name of a backend that has it (``attn_ops/ops/varlen.py``).
+        scale, softcap: as in ``attention.py``.  window, causal, implementation: see ``attn_ops/ops/varlen.py``.
 
     Returns:
         (T, H, Dv) in q's dtype; (T, H) float32 log-sum-exp, natural logarithm, for ``merge_state``.
@@ -195,6 +177,3 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     """
     return torch.ops.quire.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, window=window, softcap=softcap,
                                             causal=causal, implementation=implementation)
-
-
-__all__ = ["IMPLEMENTATIONS", "check_implementation", "varlen_attention", "varlen_attention_cuda", "varlen_attention_eager"]

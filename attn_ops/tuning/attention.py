@@ -1,10 +1,10 @@
 """``attention="auto"`` by measurement: the times that ``quire bench attention --save`` kept, and the rule that picks by them.
 
-Each row is one backend's times for one class of shapes (Measurement). Only commands write rows, so each time was measured.
-Nothing is measured while an engine starts: kernels are compiled at first use, which can take minutes.
+Each row is one backend's times for one class of shapes (Measurement), written by commands only. Nothing is measured while an
+engine starts: kernels are compiled at first use, which can take minutes.
 
-The rule. A backend's time is the geometric mean over the points of the decode grid (batch x context) that all measured
-backends share, and over a model's layers where these differ. The fastest wins, with two exceptions:
+The rule. A backend's time is the geometric mean over the points of the decode grid (batch x context) that all measured backends
+share, and over a model's layers where these differ. The fastest wins, with two exceptions:
 
 * on a GPU a backend that captures fewer batches in CUDA graphs must be LOWER_SUPPORT times as fast as one that captures more:
   steps that mix prefill and decode then run uncaptured, and launching them takes the host longer than attention saves;
@@ -287,7 +287,3 @@ def summary(device: torch.device) -> list[str]:
             what = ", ".join([heads, f"page {shape.page_size}", *features])
             lines.append(f"measured with torch {version}: {what}: decode {ranked}")
     return lines or [f"attention=\"auto\" goes by the order above: nothing is measured on this device ({COMMAND})"]
-
-
-__all__ = ["COMMAND", "Decision", "LOWER_SUPPORT", "Measurement", "STORE", "ShapeClass", "comparable", "decide", "describe",
-           "device_name", "load", "measurement", "save", "sources", "summary", "versions"]

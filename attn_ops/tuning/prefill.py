@@ -6,12 +6,11 @@ describe them within a few percent on an H200 (docs/performance.md, "Long prompt
     us = launch + per_operation * (operations of both matrix products) + per_key * (keys of the longest sequence)
          + per_mb * (MB of keys and values)
 
-The first is what the smallest call takes. The second is the rate of the kernel on a full GPU. The third is a tile of queries
-that goes through its keys one after the other while other multiprocessors have nothing left to do. The fourth is for kernels
-that copy keys and values first, and is fitted if there are times enough. Operations count heads, head dims and visible pairs of
-query and key, so times carry over to other numbers of heads and lengths of the same class of shapes.
-
-A backend may have faster kernels in steps without a CUDA graph (``AttentionBackend.without_graph``): it has times of both.
+The first is what the smallest call takes, the second the rate of the kernel on a full GPU, the third a tile of queries that
+goes through its keys while other multiprocessors have nothing left to do. The fourth is for kernels that copy keys and values
+first, and is fitted if there are times enough. Operations count heads, head dims and visible pairs of query and key, so times
+carry over to other numbers of heads and lengths of the same class of shapes. A backend may have faster kernels in steps without
+a CUDA graph (``AttentionBackend.without_graph``): it has times of both.
 """
 
 from __future__ import annotations
@@ -145,6 +144,3 @@ def rule(prefill: AttentionBackend, rest: AttentionBackend, site: AttentionSite,
         if ours is not None and theirs is not None:
             return PrefillRule(ours, theirs, graph)
     return None
-
-
-__all__ = ["EAGER", "PrefillRule", "PrefillTime", "WINS", "Work", "fit", "of_measurement", "pairs", "rule", "work"]

@@ -49,8 +49,7 @@ class Store(Generic[Content]):
     """One kind of measurement.
 
     Args:
-        shipped: the file that ships with quire; the user's has the same name.
-        section: the key of the measurements in a file.
+        shipped: the file that ships with quire; the user's has the same name.  section: the key of the measurements in a file.
         parse: JSON -> content. Raises AttributeError, KeyError, TypeError or ValueError for what ``save`` did not write.
         advice: how a user has an unreadable file rewritten, for the warning.
     """
@@ -102,6 +101,3 @@ def _load(store: Store[Any], path: Path, mtime: int, size: int) -> Any:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("the measurements in %s are ignored (%s: %s); %s", path, type(error).__name__, error, store.advice)
         return None
-
-
-__all__ = ["FORMAT", "Store", "cache_folder", "device_name"]

@@ -27,11 +27,8 @@ def attention_function(
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: (B, H, S, D) query, un-repeated key and value -> ((B, S, H, Dv), None). Every query sees all
-    keys of its row, or of its sequence where the one row is cut by ``cu_seq_lens``.
-
-    Raises:
-        UnsupportedAttention: a mask, dropout, causal attention, or an argument that would be ignored.
-    """
+    keys of its row, or of its sequence where the one row is cut by ``cu_seq_lens``. Raises UnsupportedAttention for a mask,
+    dropout, causal attention, or an argument that would be ignored."""
     where, implementation = type(module).__name__, _IMPLEMENTATION.get()
     if implementation is None:
         raise RuntimeError(f"{where} runs with attention implementation {NAME!r} outside quire.encoder_attention")
@@ -75,8 +72,8 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
     """While inside, this encoder or vision tower of transformers attends with ``quire.varlen_attention``; afterwards as before.
 
     Args:
-        tower: the part of the model that encodes, such as ``model.model.visual`` or ``model.model.vision_tower``. Its config
-            is changed meanwhile, so no other thread may run it.
+        tower: the part that encodes, such as ``model.model.visual`` or ``model.model.vision_tower``. Its config is changed
+            meanwhile, so no other thread may run it.
         implementation: of ``varlen_attention``.
 
     Raises:
@@ -94,6 +91,3 @@ def encoder_attention(tower: torch.nn.Module, implementation: str = "auto") -> I
             yield
         finally:
             _IMPLEMENTATION.reset(token)
-
-
-__all__ = ["NAME", "attention_function", "encoder_attention", "register"]

@@ -30,11 +30,8 @@ _MEANS = {
 
 
 def unwrapped(error: Exception, model: Any, by_itself: Callable[[], Any] | None = None) -> Exception:
-    """Our own error from inside Dynamo's, or one that names the model.
-
-    Args:
-        by_itself: runs the model's own forward; where that fails, its error is the reason.
-    """
+    """Our own error from inside Dynamo's, or one that names the model. ``by_itself``: runs the model's own forward; where that
+    fails, its error is the reason."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedAttention):
@@ -109,6 +106,3 @@ def _reason(text: str, means: str = "") -> str:
               for place in re.findall(r'^ *(File ".*", line \d+)', text.partition("from user code")[2], re.MULTILINE)]
     found = [part for part in (met and met[1].strip()[:200], places and places[-1][-90:]) if part]
     return f" ({'; '.join(found)})" if found else ""
-
-
-__all__ = ["is_first_read", "unwrapped"]

@@ -29,11 +29,8 @@ class _Train:
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """While inside, no module of the model is in training mode: no dropout. The modes come back, except of modules whose
-    ``train`` or ``eval`` another thread has called meanwhile: its choice stays.
-
-    Raises:
-        ChangedWhileTraced: on leaving, if another thread put a module into training mode.
-    """
+    ``train`` or ``eval`` another thread has called meanwhile: its choice stays. Raises ChangedWhileTraced on leaving, if
+    another thread put a module into training mode."""
     modules = dict(model.named_modules())
     noted = {name: _Train(m) for name, m in modules.items() if "train" not in vars(m)}
     for name, stand_in in noted.items():
@@ -99,6 +96,3 @@ def without_backward(model: torch.nn.Module) -> Iterator[None]:
         for own, name, hooks, _ in held:
             hooks.update(own[name])
             own[name] = hooks
-
-
-__all__ = ["ChangedWhileTraced", "evaluating", "only_marks", "without_backward"]

@@ -16,11 +16,8 @@ _HEADLESS = re.compile(r".*(For(Token|Sequence)Classification|ForQuestionAnsweri
 
 
 def check_checkpoint(model: torch.nn.Module) -> None:
-    """Refuse a model that was loaded from a checkpoint of another kind, as its head then has random weights.
-
-    Raises:
-        UnsupportedAttention: names the kinds.
-    """
+    """Refuse a model that was loaded from a checkpoint of another kind, as its head then has random weights. Raises
+    UnsupportedAttention, which names the kinds."""
     config: Any = getattr(model, "config", None)
     names = getattr(config, "architectures", None) or []
     loaded = bool(getattr(config, "_name_or_path", "")) and not getattr(config, "tie_word_embeddings", False)
@@ -30,11 +27,8 @@ def check_checkpoint(model: torch.nn.Module) -> None:
 
 
 def check_logits(model: torch.nn.Module, width: int) -> None:
-    """Refuse a transformers model whose logits, ``width`` per token, are not over its vocabulary.
-
-    Raises:
-        UnsupportedAttention: names the class.
-    """
+    """Refuse a transformers model whose logits, ``width`` per token, are not over its vocabulary. Raises UnsupportedAttention,
+    which names the class."""
     head, embedding = (getattr(model, name, lambda: None)() for name in ("get_output_embeddings", "get_input_embeddings"))
     rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
     if rows is None and (config := getattr(model, "config", None)) is not None:  # a module of the user's around a model
@@ -46,6 +40,3 @@ def check_logits(model: torch.nn.Module, width: int) -> None:
         raise UnsupportedAttention(f"{type(model).__name__} gives {width} logits per token, and its embedding has {rows} rows: "
                                    f"a token of {rows} or more could be sampled, and not be read. Make the two equal: "
                                    "model.resize_token_embeddings(n).")
-
-
-__all__ = ["check_checkpoint", "check_logits"]

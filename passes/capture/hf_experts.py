@@ -8,8 +8,8 @@ registered as ``"quire"``. It computes what transformers' ``batched_mm_experts_f
     after   expert_linear -> gate -> expert_linear -> weigh and sum
 
 A model keeps its own implementation on a CPU, where torch's grouped GEMM is faster; if the user chose a kernel (deepgemm,
-sonicmoe, ...); and with anything unknown here, such as weights that are not plain tensors or a new option of the decorator.
-"eager", transformers' loop over the experts in use, is replaced: it cannot be traced into one graph.
+sonicmoe, ...); and with anything unknown here, such as weights that are not plain tensors. "eager", transformers' loop over the
+experts in use, is replaced: it cannot be traced into one graph.
 """
 
 from __future__ import annotations
@@ -107,13 +107,9 @@ def _find_class(kind: Any) -> Any:
 _find_class_once: Any = functools.cache(_find_class)  # not traced: Dynamo ignores caches with a warning
 
 
-def _class_of(module: torch.nn.Module) -> Any:
-    return _find_class_once(type(module))
-
-
 def _unknown(module: torch.nn.Module) -> str | None:
     """Why ``experts_function`` cannot compute this module; None if it can."""
-    kind = _class_of(module)
+    kind = _find_class_once(type(module))
     if inspect.getclosurevars(kind.forward).nonlocals["experts_interface"] is not _interface():
         return "it has an interface of its own"
     missing = [n for n in ("has_gate", "has_bias", "is_transposed") if not isinstance(getattr(module, n, None), bool)]
@@ -132,7 +128,7 @@ def _unknown(module: torch.nn.Module) -> str | None:
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The experts modules of ``model`` that call transformers' interface."""
-    return [m for m in model.modules() if _class_of(m) is not None]
+    return [m for m in model.modules() if _find_class_once(type(m)) is not None]
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
@@ -198,6 +194,3 @@ def experts_active(model: torch.nn.Module) -> Iterator[None]:
         for config, name in zip(configs, before, strict=True):
             config._experts_implementation_internal = name
             _BEFORE.pop(id(config), None)
-
-
-__all__ = ["NAME", "experts_active", "experts_function", "experts_of", "register", "wanted"]

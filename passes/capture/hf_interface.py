@@ -48,11 +48,8 @@ def attention_function(
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls: (B, H, S, D) query, un-repeated key and value -> ((B, S, H, Dv), None).
-
-    Raises:
-        UnsupportedAttention: the call carries something that the semantic op cannot express.
-    """
+    """The attention function transformers calls: (B, H, S, D) query, un-repeated key and value -> ((B, S, H, Dv), None). Raises
+    UnsupportedAttention if the call carries something that the semantic op cannot express."""
     where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', None)})"
     if attention_mask is not None:
         raise UnsupportedAttention(
@@ -100,11 +97,8 @@ def _chunk(module: Any, layer: int) -> int | None:
 
 
 def register() -> None:
-    """Register the name with transformers; without a mask function, so that no mask is built.
-
-    Raises:
-        UnsupportedAttention: the user gave the name another meaning.
-    """
+    """Register the name with transformers; without a mask function, so that no mask is built. Raises UnsupportedAttention if
+    the user gave the name another meaning."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:
@@ -151,11 +145,8 @@ def functions_of(name: str | None, model: torch.nn.Module | None = None) -> dict
 
 def check_implementation(name: str | None, model: torch.nn.Module | None = None) -> None:
     """Refuse an attention or mask function that the user registered: switching it over would replace it. ``model``: also an
-    eager attention that is not transformers' own.
-
-    Raises:
-        UnsupportedAttention: ``name`` is not known to mean the semantic op, or its functions are not transformers' own.
-    """
+    eager attention that is not transformers' own. Raises UnsupportedAttention if ``name`` is not known to mean the semantic op,
+    or its functions are not transformers' own."""
     plain = name.removeprefix("paged|") if name is not None else None
     known = plain in _EQUIVALENT or _FLASH_KERNELS.fullmatch(plain or "") is not None
     functions = {} if name == NAME else functions_of(name, model)
@@ -173,10 +164,7 @@ def check_implementation(name: str | None, model: torch.nn.Module | None = None)
 @contextlib.contextmanager
 def implementation_set(configs: list[Any], name: str, model: torch.nn.Module | None = None) -> Iterator[None]:
     """While inside, transformers' configs have the attention implementation ``name``. ``model``: see ``check_implementation``.
-
-    Raises:
-        UnsupportedAttention: the user chose an implementation of their own.
-    """
+    Raises UnsupportedAttention if the user chose an implementation of their own."""
     before = [c._attn_implementation_internal for c in configs]
     for found in before:
         check_implementation(found, model)
@@ -191,11 +179,8 @@ def implementation_set(configs: list[Any], name: str, model: torch.nn.Module | N
 
 @contextlib.contextmanager
 def interface_active(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards.
-
-    Raises:
-        UnsupportedAttention: the user chose an implementation of their own.
-    """
+    """While inside, the model's attention emits the semantic op. The old implementation names come back afterwards. Raises
+    UnsupportedAttention if the user chose an implementation of their own."""
     register()
     with implementation_set(configs_of(model), NAME, model):
         token = ACTIVE.set(True)
@@ -203,7 +188,3 @@ def interface_active(model: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             ACTIVE.reset(token)
-
-
-__all__ = ["ACTIVE", "HARMLESS", "NAME", "attention_function", "check_implementation", "configs_of", "functions_of",
-           "implementation_set", "interface_active", "register", "uses_interface"]

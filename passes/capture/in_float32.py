@@ -1,16 +1,13 @@
 """A model in float32, whatever its dtype, without a copy of it: each operation casts what it reads.
 
 Under the mode ``InFloat32``, bfloat16 and float16 tensors become float32 where an operation computes with them, and so do these
-dtypes among its arguments (``x.to(torch.bfloat16)``). What the model computes between two operations is float32 then, autocast
-regions included. So the code of a model, or a graph of it, runs as it would with float32 weights. The cast copy of a weight
-lives as long as the operation that reads it: that is the memory it takes.
+dtypes among its arguments (``x.to(torch.bfloat16)``). So the code of a model, or a graph of it, runs as it would with float32
+weights, autocast regions included. The cast copy of a weight lives as long as the operation that reads it.
 
 * Views of weights stay views, and rows taken from a table (``embedding``, an index) are cast, not the table.
-* A quantized weight (a tensor subclass) takes itself apart first; what its own operations compute is float32 too, where they
-  take float32.
+* A quantized weight (a tensor subclass) takes itself apart first; its own operations compute in float32 where they take it.
 * Writes to the model's own tensors of half precision are as they were.
-* An operation that takes no float32 (a kernel for half precision) runs on halves, as the model does, and its result is cast.
-  ``kept`` has the names of these.
+* An operation that takes no float32 (a kernel for half precision) runs on halves, and its result is cast; ``kept`` names it.
 """
 
 from __future__ import annotations
@@ -38,16 +35,13 @@ _PRODUCTS = {  # the place of the left factor; the right one is behind it
 
 
 class InFloat32(TorchDispatchMode):
-    """See the module's docstring.
+    """See the module's docstring. ``kept``: names of the operations that ran in half precision.
 
     Args:
         half: the model's dtype, in which operations run that take no float32.
         lengths: of the sequences in the row of tokens, each of which ``quire::attention`` attends in by itself. None: one
             sequence.
         reordered: each matrix product in two sums, to see what the order of summation does to a result.
-
-    Attributes:
-        kept: names of the operations that ran in half precision.
     """
 
     def __init__(self, half: torch.dtype, lengths: Sequence[int] | None = None, reordered: bool = False) -> None:
@@ -168,6 +162,3 @@ def _set_products(backends: Sequence[Any], whole: str | None, each: Sequence[str
     for backend, precision in zip(backends, each, strict=True):
         if backend.fp32_precision != precision:
             backend.fp32_precision = precision
-
-
-__all__ = ["EXACT", "HALVES", "InFloat32", "exact_products"]

@@ -95,6 +95,3 @@ def looped_experts_active(model: torch.nn.Module) -> Iterator[None]:
                     _ACTIVE[kind] = count - 1, own
                 else:
                     kind.forward = own
-
-
-__all__ = ["experts_forward", "looped_experts_active"]

@@ -177,6 +177,3 @@ def _has(x: torch.Tensor, bit: int) -> torch.Tensor:
     one = (x[..., :1].abs() >= 0).to(torch.float32)  # a number of each token: rows of the batch, to the proof
     unit = torch.ones(1, 1, device=x.device)
     return lora_rows(one - one, one, [unit], [unit], [1.0], [bit]) != 0
-
-
-__all__ = ["active_adapters", "adapter_layers", "adapter_names", "adapters_per_token", "can_choose", "check_adapters"]

@@ -25,14 +25,9 @@ _KNOWN = ("quire", "torch", "transformers")
 
 
 def check_masks(model: torch.nn.Module, read: Mapping[str, Any]) -> None:
-    """Refuse a model whose masks are not transformers' own.
-
-    Args:
-        read: values that the trace read outside modules (``Reads.values``): the functions that the code of the model calls.
-
-    Raises:
-        UnsupportedAttention: names the function, or the code that passes one to it.
-    """
+    """Refuse a model whose masks are not transformers' own. ``read``: values that the trace read outside modules
+    (``Reads.values``): the functions that the code of the model calls. Raises UnsupportedAttention, which names the function,
+    or the code that passes one to it."""
     functions = {name: f for name, f in read.items() if isinstance(f, types.FunctionType) and not is_code_of(f, *_KNOWN)}
     for name, function in functions.items():
         if _MAKES_MASKS.fullmatch(name):
@@ -109,6 +104,3 @@ def _names(code: types.CodeType) -> set[str]:
     """Names of globals, attributes and closed-over variables that the code reads, nested functions included."""
     return {*code.co_names, *code.co_freevars}.union(
         *(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
-
-
-__all__ = ["check_masks", "read_by_masks"]

@@ -58,7 +58,7 @@ class PagedModel:
     Args:
         model: a transformers causal LM, or any module whose forward takes ``input_ids`` (1, T) and ``position_ids`` (1, T) and
             returns logits (1, T, V), as a tensor, first in a tuple, or as ``.logits``.
-        options: see QuireOptions. With ``page_size`` set the graph is compiled here, else at the first step.
+        options: with ``page_size`` set the graph is compiled here, else at the first step.
         draws: the graph also draws the tokens of rows with a temperature (``attn_ops/ops/sampling.py``): worthwhile on CUDA or
             compiled, where that is one pass over the logits.
         ahead: starts on the kernels of the graph while it is compiled; the caller waits for it.
@@ -244,11 +244,8 @@ class PagedModel:
         return select_latent_or_dense(self.options.attention, self.sites, device=device, page_size=page_size)
 
     def check_sizes(self, num_tokens: int, num_reqs: int) -> None:
-        """Check that the compiled graphs can run a step of that size.
-
-        Raises:
-            ValueError: the compiler assumed smaller steps; gives the condition.
-        """
+        """Check that the compiled graphs can run a step of that size. Raises ValueError if the compiler assumed smaller steps:
+        it gives the condition."""
         known = {"tokens": num_tokens, "rows": num_reqs}
         for assumed in self.graph.assumed:
             condition = assumed.broken({symbol: known[role] for symbol, role in assumed.roles.items() if role in known})
@@ -266,14 +263,9 @@ class PagedModel:
     def run(self, step: Step, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor,
             sampling: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """As a call, and also the tokens (B,) int64: argmax for greedy rows (the first if several), -1 where logits are NaN.
-
-        Args:
-            sampling: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows
-                are greedy. Needs ``draws``.
-
-        Raises:
-            ValueError: ``sampling`` for a graph that does not draw. RuntimeError: after ``close``.
-        """
+        ``sampling``: temperature (B,) float32, seed (B,) int64 and position (B,) int64 of the token to draw; None: all rows are
+        greedy. Needs ``draws``. Raises ValueError for ``sampling`` without ``draws``, RuntimeError after
+        ``close``."""
         if sampling is not None and not self.draws:
             raise ValueError("this PagedModel was traced with draws=False: its graph takes greedy tokens only")
         if self._closed:

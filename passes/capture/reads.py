@@ -20,11 +20,7 @@ _ABSENT, _KEYS = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_KEYS", "MAPPING_KEYS", "S
 
 
 class Reads:
-    """What a trace read.
-
-    Attributes:
-        names: every attribute name and key.
-    """
+    """What a trace read. ``names``: every attribute name and key."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -33,11 +29,8 @@ class Reads:
         self._scope: dict[str, Any] = {}
 
     def add(self, guards: Iterable[Any], owner: Any, scope: Mapping[str, Any]) -> None:
-        """Note the guards of a trace, as ``guard_filter_fn`` gets them.
-
-        Args:
-            owner: ``self`` of the traced method. scope: its globals, to which Dynamo adds the modules that the trace read.
-        """
+        """Note the guards of a trace, as ``guard_filter_fn`` gets them. ``owner``: ``self`` of the traced method. ``scope``:
+        its globals, to which Dynamo adds the modules that the trace read."""
         guards = list(guards)
         self.names |= names_read(guards)
         self._scope = {"self": owner, "G": scope}
@@ -122,6 +115,3 @@ def _arguments(guard: Any) -> set[str]:
     create = getattr(getattr(guard, "orig_guard", None), "create_fn", None)  # a partial
     arguments = (*getattr(create, "args", ()), *(getattr(create, "keywords", None) or {}).values())
     return {value for value in arguments if isinstance(value, str)}
-
-
-__all__ = ["Reads", "is_code_of", "names_read", "readable"]

@@ -52,11 +52,8 @@ class _Row:
 
 
 class TracedCall:
-    """A call of the function that Dynamo is tracing. Holds modules and tensors weakly; see NOTE [Not kept alive].
-
-    Attributes:
-        tokens: length of its rows; None if no argument is one.
-    """
+    """A call of the function that Dynamo is tracing. Holds modules and tensors weakly; see NOTE [Not kept alive]. ``tokens``:
+    length of its rows; None if no argument is one."""
 
     def __init__(self, code: types.CodeType, scope: dict[str, Any], names: dict[str, Any]) -> None:
         self.code = code
@@ -110,11 +107,8 @@ class TracedCall:
 
     def trace(self, backend: Callable[[fx.GraphModule, Sequence[Any]], None], model: torch.nn.Module | None = None) -> None:
         """Trace the call on a longer row, and hand the graph and its inputs to ``backend``. ``model``: with the attention and
-        experts of this transformers model by quire's functions.
-
-        Raises:
-            UnsupportedAttention: the user chose the attention of ``model``.
-        """
+        experts of this transformers model by quire's functions. Raises UnsupportedAttention if the user chose the attention of
+        ``model``."""
         made: dict[_Row, Any] = {}
 
         def real(x: Any) -> Any:
@@ -161,15 +155,13 @@ class TracedCall:
 
 
 class AnyLength:
-    """Runs a graph traced for any length in the place of another one of the same call.
+    """Runs a graph traced for any length in the place of another one of the same call. Raises UnsupportedAttention if the two
+    do not compute the same things.
 
     Args:
         static: the graph whose inputs come and whose outputs are expected.
         gm: the graph for any length; ``tokens`` is its symbol.
         length: of the rows of ``static``; None: it is for any length too.
-
-    Raises:
-        UnsupportedAttention: the two do not compute the same things.
     """
 
     def __init__(self, static: fx.GraphModule, gm: fx.GraphModule, tokens: Any, length: int | None) -> None:
@@ -261,11 +253,8 @@ class AnyLength:
 
     def compare(self, static: fx.GraphModule, gm: fx.GraphModule, args: Sequence[Any]) -> None:
         """Run both graphs, unpaged, on the inputs of a call of ``static``: a model may branch on the length of its row, and
-        Dynamo takes lengths other than 1 for granted where it makes a graph for any.
-
-        Raises:
-            UnsupportedAttention: they give different numbers.
-        """
+        Dynamo takes lengths other than 1 for granted where it makes a graph for any. Raises UnsupportedAttention if they give
+        different numbers."""
         with torch.no_grad():
             own, other = (contextvars.Context().run(g.forward, *_copies(g, given))  # with no step in progress
                           for g, given in ((static, args), (gm, self.inputs(args))))
@@ -302,6 +291,3 @@ def is_static(gm: fx.GraphModule) -> bool:
     """Whether the graph was traced for rows of one length: no argument has a symbolic second dimension."""
     tensors = [value(n) for n in placeholders(gm.graph) if not is_stored(n)]
     return not any(isinstance(x, torch.Tensor) and x.dim() > 1 and symbolic(x.shape[1]) for x in tensors)
-
-
-__all__ = ["TRACED_TOKENS", "AnyLength", "Traced", "TracedCall", "is_static"]

@@ -27,11 +27,7 @@ _LEFT_OVER = "the model's forward, or a hook of it, changes what outlives the ca
 
 def check_side_effects() -> None:
     """Called by a backend during the trace. Dynamo replays side effects in its own code, with the values of the trace; a
-    captured CUDA graph does not. Torch 2.11 cannot tell.
-
-    Raises:
-        UnsupportedAttention: names the objects.
-    """
+    captured CUDA graph does not. Torch 2.11 cannot tell. Raises UnsupportedAttention, which names the objects."""
     changed = [source for source, _ in _changed(torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output)]
     if changed:
         raise UnsupportedAttention(
@@ -62,11 +58,8 @@ def note_changes(gm: torch.fx.GraphModule) -> None:
 
 
 def check_changes(gm: torch.fx.GraphModule) -> None:
-    """Refuse to serve a graph of which ``note_changes`` noted something.
-
-    Raises:
-        UnsupportedAttention: names the objects.
-    """
+    """Refuse to serve a graph of which ``note_changes`` noted something. Raises UnsupportedAttention, which names the
+    objects."""
     if _KEPT in gm.meta:
         raise UnsupportedAttention(
             f"the model's forward stores tensors that it computes ({gm.meta[_KEPT]}), so what one step computes would reach "
@@ -123,6 +116,3 @@ def _resolve(source: str, output: Any) -> Any:
 
 def _of_transformers(found: Any) -> bool:
     return type(found).__module__.startswith("transformers.")
-
-
-__all__ = ["check_changes", "check_side_effects", "note_changes"]

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from quire.attn_ops.selection import Selection, select_backend, select_latent_or
 from quire.attn_ops.step import Step, current_step, ensure_planned
 from quire.passes.capture.retrace import AnyLength, TracedCall, is_static
 from quire.passes.capture.side_effects import check_changes, note_changes
-from quire.passes.compile.ahead import CompileAhead
+from quire.passes.compile.ahead import CompileAhead, StepShape
 from quire.passes.compile.size_guards import Assumptions
 from quire.passes.eager import check_step
 from quire.passes.fusions.base import FusedInputs, FusedWeights
@@ -44,49 +44,53 @@ from quire.passes.verify.sites import check_config, site_nodes
 logger = logging.getLogger(__name__)
 
 
+class Run(NamedTuple):
+    """A compiled graph: the callable, the inputs that fusions added to it, and what the compiler assumed about sizes."""
+
+    call: Callable[..., Any]
+    fused: FusedInputs
+    assumed: Assumptions
+
+
 @dataclass
 class CompiledGraph:
     """A graph compiled for one backend, cache format and set of fusions.
 
     Attributes:
-        fused: the inputs that fusions added. fused_small: those of ``run_small``.
-        assumed: by the compiler, about sizes.
-        run_small: for at most MAX_TOKENS tokens; None: ``run`` serves those too.
-        run_last, fused_last: for steps whose metadata say which tokens' logits are wanted, those of the input number
-            ``wanted`` (``passes/rewrite/last_rows.py``). None: ``run`` serves those too.
+        run: for all steps that the others do not serve.
+        small: for at most MAX_TOKENS tokens.
+        last: for steps whose metadata say which tokens' logits are wanted, those of the input number ``wanted``
+            (``passes/rewrite/last_rows.py``).
     """
 
     lowered: Lowered
     selection: Selection
-    fused: FusedInputs
-    assumed: list[Assumptions]
-    run: Callable[..., Any]
-    run_small: Callable[..., Any] | None = None
-    fused_small: FusedInputs | None = None
-    run_last: Callable[..., Any] | None = None
-    fused_last: FusedInputs | None = None
+    run: Run
+    small: Run | None = None
+    last: Run | None = None
     wanted: int = 0
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for run in (self.run, self.small, self.last) if run is not None]
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Whether the parameters among the inputs of a call are the fused ones."""
-        return all(fused.hold(args) for fused in (self.fused, self.fused_small, self.fused_last) if fused is not None)
+        return all(run.fused.hold(args) for run in self.runs)
 
     def __call__(self, step: Step, tokens: int | None, args: Sequence[Any]) -> Any:
         """Run in ``step`` with the inputs of the traced graph; ``tokens``: their number, None if unknown."""
-        lowered = self.lowered
+        lowered, wanted = self.lowered, step.metadata.logits_indices_padded
         ensure_planned(step, lowered.target.backend, list(lowered.sites))
         step.served.update(site.layer for site in lowered.sites)
-        run, fused = self.run, self.fused
-        if self.run_small and self.fused_small and tokens is not None and tokens <= MAX_TOKENS:
-            run, fused = self.run_small, self.fused_small
-        wanted = step.metadata.logits_indices_padded
-        if self.run_last and self.fused_last and wanted is not None:
+        run = self.small if self.small and tokens is not None and tokens <= MAX_TOKENS else self.run
+        if self.last and wanted is not None:
             if args[self.wanted].data_ptr() != wanted.data_ptr():
                 raise ValueError("a step whose metadata have logits_indices_padded runs its last layers on those tokens: give "
                                  "the model that tensor as logits_indices, or metadata without it")
-            run, fused = self.run_last, self.fused_last
+            run = self.last
         with torch.no_grad():
-            return run(*args, *fused.tensors, *lowered.inputs.of(step))
+            return run.call(*args, *run.fused.tensors, *lowered.inputs.of(step))
 
 
 class TracedGraph:
@@ -97,13 +101,11 @@ class TracedGraph:
     memory after the model.
 
     Args:
-        gm: as Dynamo gave it; never changed.
-        inputs: real values of its placeholders. See NOTE [Not kept alive].
+        gm: as Dynamo gave it; never changed.  inputs: real values of its placeholders. See NOTE [Not kept alive].
         weights: made by fusions; graphs of one model share them.
         config: of a transformers model, to verify against; None for any other module.
         any_shape: the graph will run for batches of any shape, without guards.
-        ahead: compiles kernels of the lowered graph in other processes.
-        row_data: see ``raise_graph``.
+        ahead: compiles kernels of the lowered graph in other processes.  row_data: see ``raise_graph``.
         by_hand: it serves steps by hand, as it does unless ``any_shape``.
         call: what Dynamo is tracing. It is traced again for steps that this graph cannot serve: ``passes/capture/retrace.py``.
 
@@ -169,11 +171,7 @@ class TracedGraph:
 
     def prepare(self, step: Step) -> None:
         """Compile for ``step`` while Dynamo traces, so that errors are errors of the compilation; unless another graph will
-        run, which is traced at the first call.
-
-        Raises:
-            UnsupportedAttention: as ``compiled``.
-        """
+        run, which is traced at the first call. Raises UnsupportedAttention as ``compiled``."""
         if self.static:
             return
         try:
@@ -283,16 +281,12 @@ class TracedGraph:
     @property
     def assumed(self) -> list[Assumptions]:
         """The assumptions about sizes that compilers made."""
-        return [each for compiled in self.compilations.values() for each in compiled.assumed]
+        return [run.assumed for compiled in self.compilations.values() for run in compiled.runs]
 
     def compiled(self, step: Step | None = None, fusions: bool = True) -> CompiledGraph:
-        """The graph compiled for ``step``, or without one for the options. ``fusions`` False: without fusions, for parameters
-        that are not the fused ones.
-
-        Raises:
-            UnsupportedAttention: no backend can serve the graph, or the chosen one cannot.
-            ValueError: the options and the step's cache differ.
-        """
+        """The graph compiled for ``step``, or without one for the options. ``fusions`` False: for parameters that are not the
+        fused ones. Raises UnsupportedAttention if no backend, or not the chosen one, can serve the graph, ValueError if the
+        options and the step's cache differ."""
         target, selection = self._target(step)
         key = (target.backend.name, target.page_size, target.kv_dtype or self.sites[0].dtype, target.layout, fusions,
                target.latent, target.shared)
@@ -315,8 +309,7 @@ class TracedGraph:
                                      "the option out, or make a cache that goes with it")
         assert page_size is not None
         sites = self.sites if step is None else self._sites_in(step)
-        latent = any(s.latent is not None for s in sites)
-        shared = any(s.kv_source is not None for s in sites)
+        latent, shared = _latent_and_shared(sites)
         key = (attention.name if isinstance(attention, AttentionBackend) else attention, page_size, kv_dtype, layout, latent,
                shared)
         if key not in self._selected:
@@ -326,8 +319,7 @@ class TracedGraph:
             if shared and step is None and self._selected[key].backend.every_step:  # what it keeps is of one layer
                 self._selected[key] = replace(self._selected[key], sites=tuple(map(_unshared, self._selected[key].sites)))
         selection = self._selected[key]
-        latent, shared = (any(has is not None for has in of) for of in (
-            [s.latent for s in selection.sites], [s.kv_source for s in selection.sites]))
+        latent, shared = _latent_and_shared(selection.sites)
         if shared and selection.backend.every_step:
             raise ValueError(f"attention={selection.backend.name!r} keeps data about the keys of each layer, and layers of the "
                              "step's cache have theirs in common; use quire.Engine")
@@ -362,22 +354,26 @@ class TracedGraph:
         return lower_graph(self.raised, self.inputs, target, fusions, self.weights, small, last_rows, self.row_data)
 
     def _compile(self, target: LoweringTarget, selection: Selection, fusions: str | Sequence[str]) -> CompiledGraph:
-        settings = (self.options.compiler, self._context, self._guards, self.ahead)
+        device = self._query.device
         if self.ahead is not None and target.backend.begin_warm_up is not None:
-            target.backend.begin_warm_up(selection.sites, self._query.device, build_seconds())
+            target.backend.begin_warm_up(selection.sites, device, build_seconds())
         last = self._last_rows(target, fusions) if self.options.kv_sharing_fast_prefill else None
-        lowered, fused = self.lowered(target, fusions)
-        if not has_small_passes(fusions):
-            run, assumed = compile_graph(lowered, *settings)
-            made = CompiledGraph(lowered, selection, fused, [assumed], run)
-            return made if last is None else self._with_last_rows(made, *last)
-        lowered_small, fused_small = self.lowered(target, fusions, small=True)
-        if self.ahead is not None:
-            self.ahead.start_tuning(self.weights.small_linears, self._query.device)
-        run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > MAX_TOKENS)
-        small, assumed_small = compile_graph(lowered_small, *settings, lambda shape: shape.tokens <= MAX_TOKENS)
-        made = CompiledGraph(lowered, selection, fused, [assumed, assumed_small], run, small, fused_small)
-        return made if last is None else self._with_last_rows(made, *last)
+        whole = self.lowered(target, fusions)
+        small = self.lowered(target, fusions, small=True) if has_small_passes(fusions) else None
+        if small is not None and self.ahead is not None:
+            self.ahead.start_tuning(self.weights.small_linears, device)
+
+        def compiled(graph: tuple[Lowered, FusedInputs], fits: Callable[[StepShape], bool]) -> Run:
+            call, assumed = compile_graph(graph[0], self.options.compiler, self._context, self._guards, self.ahead, fits)
+            return Run(call, graph[1], assumed)
+
+        made = CompiledGraph(whole[0], selection, compiled(whole, lambda shape: small is None or shape.tokens > MAX_TOKENS))
+        if small is not None:
+            made.small = compiled(small, lambda shape: shape.tokens <= MAX_TOKENS)
+        if last is not None:
+            made.last = compiled(last, lambda shape: shape.tokens > shape.rows)
+            made.wanted = placeholders(last[0].gm.graph).index(last[0].gm.meta[LAST_ROWS].index)
+        return made
 
     def _last_rows(self, target: LoweringTarget, fusions: str | Sequence[str]) -> tuple[Lowered, FusedInputs]:
         """The graph for steps whose metadata say which logits are wanted. Raises UnsupportedAttention."""
@@ -388,12 +384,6 @@ class TracedGraph:
                 f"kv_sharing_fast_prefill=True: attention={backend.name!r} plans or reads a step as a whole, and some layers "
                 f"would run on a part of it. Backends that can, here: {', '.join(can) or 'none'}; or leave the option out")
         return self.lowered(target, fusions, last_rows=True)
-
-    def _with_last_rows(self, made: CompiledGraph, lowered: Lowered, fused: FusedInputs) -> CompiledGraph:
-        settings = (self.options.compiler, self._context, self._guards, self.ahead)
-        run, assumed = compile_graph(lowered, *settings, lambda shape: shape.tokens > shape.rows)
-        wanted = placeholders(lowered.gm.graph).index(lowered.gm.meta[LAST_ROWS].index)
-        return replace(made, run_last=run, fused_last=fused, wanted=wanted, assumed=[*made.assumed, assumed])
 
     def drop(self) -> None:
         """Forget what was compiled, and the weights that fusions made."""
@@ -408,8 +398,10 @@ class TracedGraph:
         self.weights.restore()
 
 
+def _latent_and_shared(sites: Sequence[AttentionSite]) -> tuple[bool, bool]:
+    """Whether layers are on latent vectors, and whether any attends to another's keys and values."""
+    return any(s.latent is not None for s in sites), any(s.kv_source is not None for s in sites)
+
+
 def _unshared(site: AttentionSite) -> AttentionSite:
     return replace(site, kv_source=None)
-
-
-__all__ = ["CompiledGraph", "TracedGraph"]

@@ -65,12 +65,9 @@ class _CallImplementations(TorchDispatchMode):
 
 
 def launches_of(node: fx.Node, values: dict[fx.Node, Any], roles: dict[str, str], shapes: Iterable[StepShape]) -> set[Launch]:
-    """What ``node``, an op of ``implementations``, launches in steps of ``shapes``.
-
-    Args:
-        values: fakes of all nodes, with symbols for sizes.
-        roles: the field of StepShape that a symbol stands for. All other symbols count the pages of a cache.
-    """
+    """What ``node``, an op of ``implementations``, launches in steps of ``shapes``. ``values``: fakes of all nodes, with
+    symbols for sizes. ``roles``: the field of StepShape that a symbol stands for; all other symbols count the pages of a
+    cache."""
     found: set[Launch] = set()
     mode = FakeTensorMode()
     fakes: dict[Any, torch.Tensor] = {}  # most are the same in all steps: weights, caches
@@ -140,10 +137,8 @@ class CompileAhead:
     """Compiles kernels for steps of ``shapes`` in the background.
 
     Args:
-        shapes: of the steps to come.
-        target: Triton's description of the GPU: backend, arch, warp size.
+        target: Triton's description of the GPU: backend, arch, warp size.  gpu: its properties, on which some launches depend.
         workers: most processes for one graph.
-        gpu: its properties: some launches depend on more than the target.
     """
 
     def __init__(self, shapes: Sequence[StepShape], target: tuple[Any, ...], workers: int, gpu: str = "") -> None:
@@ -173,11 +168,8 @@ class CompileAhead:
 
     def start(self, nodes: Iterable[fx.Node], values: dict[fx.Node, Any], roles: dict[str, str],
               fits: Callable[[StepShape], bool] = lambda shape: True) -> None:
-        """Start to compile the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already.
-
-        Args:
-            fits: whether steps of a shape run these nodes.
-        """
+        """Start to compile the kernels that ``nodes`` launch (see ``launches_of``), unless they are compiled already. ``fits``:
+        whether steps of a shape run these nodes."""
         chosen = [node for node in nodes if node.target in implementations]
         if not chosen or self._waited:
             return
@@ -276,6 +268,3 @@ def _text(errors: list[Any]) -> str:
         file.seek(0)
         found.append(file.read().decode(errors="replace").strip())
     return "; ".join(filter(None, found))[-500:]
-
-
-__all__ = ["CompileAhead", "StepShape", "as_inductor_will", "launches_of"]

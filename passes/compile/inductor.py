@@ -16,12 +16,8 @@ COMPILERS = ("inductor", "inductor-whole", "eager")
 
 
 def compile_lowered(lowered: Lowered, compiler: str, look: Look | None = None) -> Callable[..., Any]:
-    """``lowered.gm`` as a callable that takes its placeholders' values.
-
-    Args:
-        compiler: one of COMPILERS.
-        look: see ``compile_by_regions``; not called for a graph that is not cut.
-    """
+    """``lowered.gm`` as a callable that takes its placeholders' values. ``compiler``: one of COMPILERS. ``look``: see
+    ``compile_by_regions``; not called for a graph that is not cut."""
     if compiler == "eager":
         return lowered.gm.forward
     if compiler == "inductor-whole":
@@ -52,6 +48,3 @@ def inductor(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return compiled()
     finally:
         TensorifyState.force_specializations.intersection_update(before)
-
-
-__all__ = ["COMPILERS", "SETTINGS", "compile_lowered", "inductor"]

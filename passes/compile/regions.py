@@ -1,7 +1,6 @@
 """Compile each distinct layer once: a lowered graph is cut behind every attention op, and equal pieces share one compilation.
 
-A model of 32 equal layers has 33 pieces of three kinds: up to the first attention, from one attention to the next, and from the
-last to the logits. So the compiler sees three small graphs instead of one of 32 layers::
+So the compiler sees three small graphs instead of one of 32 layers::
 
     prepared = prepare(...)                           run as it is, before all pieces, with what it is made of
     piece 0: embed, norm, q/k/v, rope, attention      compiled
@@ -57,14 +56,12 @@ class _Piece:
 
 def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False, look: Look | None = None
                        ) -> Callable[..., Any]:
-    """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable.
+    """Compile ``lowered.gm`` piece by piece with ``compile``: (graph, fake inputs) -> callable. Returns a callable like the
+    graph: its placeholders' values in order, then what its output node gives.
 
     Args:
         always: cut the graph even if no two of its pieces are equal.
         look: called before anything is compiled, with the nodes of one piece of each kind and the fake values of all nodes.
-
-    Returns:
-        A callable like the graph: its placeholders' values in order, then what its output node gives.
     """
     graph = lowered.gm.graph
     try:
@@ -79,7 +76,9 @@ def compile_by_regions(lowered: Lowered, compile: Compile, always: bool = False,
             like = first.setdefault(signature, piece)
             if like is piece or not values.copy(piece, like, at):
                 values.compute(piece.nodes, at)
-            _check_outputs(piece, values)
+            for x in map(values.of.get, piece.outputs):
+                if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not _wraps(x):
+                    raise _Whole(f"a {type(x).__name__} crosses a cut")
             pieces.append((piece, signature))
         if len(first) == len(pieces) and not always:
             raise _Whole(f"its {len(first)} pieces all differ")
@@ -165,10 +164,7 @@ class _Values:
     """The fake value of every node, computed again: those that passes left behind may have other strides.
 
     Of equal pieces only the first is computed, and of the others what later pieces read is copied (``copies``): computing with
-    symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers.
-
-    Attributes:
-        of: node -> value.
+    symbolic sizes takes a millisecond per node, which adds up to seconds for dozens of layers. ``of``: node -> value.
     """
 
     def __init__(self, lowered: Lowered) -> None:
@@ -213,16 +209,9 @@ class _Values:
 
 
 def copies(outputs: Sequence[Any], read: Sequence[tuple[Any, Any]]) -> list[torch.Tensor] | None:
-    """Fakes for the outputs of a piece, like those of an equal one.
-
-    Args:
-        outputs: of the equal piece.
-        read: (input of the piece, input of the equal piece).
-
-    Returns:
-        None where fresh tensors might be wrong: outputs that share memory with anything, are not plain fakes, or have sizes for
-        which the inputs of this piece have other symbols.
-    """
+    """Fakes for the outputs of a piece, like the ``outputs`` of an equal one. None where fresh tensors might be wrong: outputs
+    that share memory with anything, are not plain fakes, or have sizes for which the inputs of this piece have other symbols.
+    ``read``: (input of the piece, input of the equal piece)."""
     if any(type(t) is not FakeTensor or t.requires_grad or t.storage_offset() != 0 for t in outputs):
         return None
     made = {storage_of(t) for t in outputs}
@@ -271,12 +260,6 @@ def _graph_of(piece: _Piece, values: dict[fx.Node, Any]) -> fx.GraphModule:
         new[node].meta["example_value"] = values[node]  # AOTAutograd caches no graph in which one is missing
     graph.output(tuple(new[n] for n in piece.outputs))
     return fx.GraphModule({}, graph)
-
-
-def _check_outputs(piece: _Piece, values: _Values) -> None:
-    for x in map(values.of.get, piece.outputs):
-        if not isinstance(x, (int, torch.SymInt, torch.SymFloat)) and type(x) not in _PLAIN and not _wraps(x):
-            raise _Whole(f"a {type(x).__name__} crosses a cut")
 
 
 # -- which pieces are equal -------------------------------------------------------------------------------------------------
@@ -348,6 +331,3 @@ def _joined(graph: fx.Graph, before: list[fx.Node], pieces: list[tuple[Callable[
         return fx.node.map_arg(result, values.__getitem__)
 
     return joined
-
-
-__all__ = ["Compile", "Look", "compile_by_regions", "copies"]

@@ -27,12 +27,8 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 @dataclass
 class Assumptions:
-    """Conditions on the inputs' sizes, as Python source over names of symbols.
-
-    Args:
-        origins: how to read the number of each symbol from the inputs.
-        roles: what each symbol counts, such as "tokens".
-    """
+    """Conditions on the inputs' sizes, as Python source over names of symbols. ``origins``: how to read the number of each
+    symbol from the inputs. ``roles``: what each symbol counts, such as "tokens"."""
 
     origins: dict[str, Callable[..., Any]]
     roles: dict[str, str]
@@ -51,15 +47,10 @@ class Assumptions:
 
 @contextlib.contextmanager
 def watched(graph: fx.Graph, earlier: list[Any]) -> Iterator[Assumptions]:
-    """Collect the assumptions about the inputs of ``graph`` that are made inside.
-
-    Args:
-        earlier: guards of previous compilations of graphs with the same symbols; the new ones are added. A guard is noted only
-            once, so all of them count for this graph too.
-
-    Raises:
-        UnsupportedAttention: something was assumed about a size that no input has, which therefore cannot be checked.
-    """
+    """Collect the assumptions about the inputs of ``graph`` that are made inside. ``earlier``: guards of previous compilations
+    of graphs with the same symbols; the new ones are added. A guard is noted only once, so all of them count for this graph
+    too. Raises UnsupportedAttention if something was assumed about a size that no input has, which therefore cannot be
+    checked."""
     found = Assumptions(*_origins(graph))  # now: a symbol that gets specialized loses its name
     mode = fake_mode(graph)
     env = mode.shape_env if mode is not None else None
@@ -129,6 +120,3 @@ def checked(run: Callable[..., Any], assumed: Assumptions) -> Callable[..., Any]
         return run(*args)
 
     return guarded
-
-
-__all__ = ["Assumptions", "checked", "watched"]

@@ -7,6 +7,7 @@ does nothing else: ``passes/fusions/registry.py`` lists the passes, runs them an
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch import fx
 
 from quire.attn_ops.backend import AttentionBackend
 from quire.attn_ops.tuning.small_linear import LinearShape
-from quire.passes.fx import add_input, placeholders, value
+from quire.passes.fx import add_input, argument, is_function, made_like, placeholders, value
 from quire.passes.verify.quantized import addresses
 
 logger = logging.getLogger(__name__)
@@ -48,19 +49,16 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
 
 @dataclass
 class FusedWeights:
-    """Tensors that hold several parameters, or codes or scales of quantized ones, end to end along dim 0.
+    """Tensors that hold several parameters, or codes or scales of quantized ones, end to end along dim 0: ``fused``, by the ids
+    of the parameters. ``small_linears``: shapes of the layers that the pass of that name gave to its kernel.
 
-    The parameters become views of them, so nothing is stored twice and in-place updates (optimizers, ``load_state_dict``)
-    reach the fused tensor. Nothing here keeps a parameter alive: see NOTE [Not kept alive].
+    The parameters become views of them, so nothing is stored twice and in-place updates (optimizers, ``load_state_dict``) reach
+    the fused tensor. Nothing here keeps a parameter alive: see NOTE [Not kept alive].
 
     NOTE [Memory of fused parameters]: a parameter is moved only if it owns its memory alone (``owns_memory``), so no flat
     buffer, tied tensor or process keeps an old copy. Its old storage is freed: else the weights would take twice the memory.
     ``restore`` gives it one like the old: the parameter alone, whole, from offset 0, with its present values. Only the address
     differs. A view or tie made of a fused parameter in between keeps the fused memory, and no longer follows the parameter.
-
-    Attributes:
-        fused: the tensors, by the ids of the parameters that they hold.
-        small_linears: shapes of the layers that the pass of that name gave to its kernel.
     """
 
     fused: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
@@ -119,12 +117,8 @@ class FusedWeights:
 
 @dataclass(frozen=True)
 class FusedInputs:
-    """What fusion changed about the inputs of a graph.
-
-    Args:
-        tensors: of the inputs that passes added, after the graph's own.
-        addresses: (index, addresses) of those of the graph's own inputs that are views of fused tensors.
-    """
+    """What fusion changed about the inputs of a graph: ``tensors`` of the inputs that passes added, after the graph's own, and
+    (index, addresses) of those of the graph's own inputs that are views of fused tensors."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     addresses: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -141,12 +135,10 @@ class Fusion:
     Args:
         gm: the graph to rewrite.
         inputs: the real tensors behind the placeholders of a raised graph; none for a lowered one.
-        weights: keeps the tensors that passes make of parameters.
-        backend: what the graph is lowered to; None before lowering.
+        weights: keeps the tensors that passes make of parameters.  backend: what the graph is lowered to; None before lowering.
 
     Attributes:
-        real: the real tensor (or number) behind each placeholder, those added by ``add_weight`` included.
-        added: the tensors given to ``add_weight``.
+        real: the real tensor (or number) behind each placeholder.  added: the tensors given to ``add_weight``.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any] = (), weights: FusedWeights | None = None,
@@ -170,4 +162,16 @@ class Fusion:
         return node
 
 
-__all__ = ["FusedInputs", "FusedWeights", "Fusion", "owns_memory"]
+def columns(product: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:
+    """``product``, which has its value, split along its last dimension, at the place of insertion; itself for one size."""
+    if len(sizes) == 1:
+        return [product]
+    split = made_like(product.graph.call_function(torch.split, (product, list(sizes)), {"dim": -1}), product)
+    return [product.graph.call_function(operator.getitem, (split, i)) for i in range(len(sizes))]
+
+
+def before_dropout(x: Any) -> Any:
+    """``x`` before dropouts that do nothing: LoRA's layers have one each."""
+    while is_function(x, (torch.nn.functional.dropout,)) and argument(x, 2, "training", True) is False:
+        x = x.args[0]
+    return x

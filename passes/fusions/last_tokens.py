@@ -19,11 +19,8 @@ element-wise operations that read them, and the norm goes over fewer rows.
 
 Left alone: everything before the last attention op (so that pieces of passes/compile/regions.py stay equal) and before
 something that is changed in place, except ``x += y`` on a new x with no other reader; quantized weights, whose code may depend
-on the number of rows; graphs whose T or B is a number.
-
-Decode steps (T = B) gain nothing and need no more kernels, counted in the code that Inductor generates. In the graph for small
-batches there would be one more, as ``small_linear`` adds the residual there, and the final norm would fold into the head's
-``small_linear``, each of whose programs would compute it again. That graph is not rewritten.
+on the number of rows; graphs whose T or B is a number; the graph for small batches, where this would add a kernel and have each
+program of the head's ``small_linear`` compute the final norm again. Decode steps (T = B) gain nothing and need no more kernels.
 """
 
 from __future__ import annotations
@@ -44,12 +41,13 @@ from quire.passes.fx import (
     is_function,
     is_method,
     is_tensor,
+    made_like,
     same_shape,
     symbolic,
     value,
     written_by,
 )
-from quire.passes.verify.row_wise import ARITHMETIC, IN_PLACE, PRODUCTS, VIEWS, RowWise, expression, is_whole
+from quire.passes.verify.row_wise import ARITHMETIC, IN_PLACE, PRODUCTS, VIEWS, RowWise, expression, picked
 from quire.passes.verify.sites import site_nodes
 
 
@@ -65,20 +63,15 @@ def last_tokens(fusion: Fusion) -> int:
 
 def _index_of(node: fx.Node) -> tuple[fx.Node, Any] | None:
     """(index, symbol of T) of a node x[:, index, :] or x[index], index an input (B,) int64 and x (1, ..., 1, T, ...)."""
-    if not is_function(node, (operator.getitem,)) or not is_tensor(node.args[0]):
+    dim, index = picked(node)
+    if dim is None or not is_tensor(x := node.args[0]) or not is_tensor(index) or index.op != "placeholder":
         return None
-    x, at = node.args
-    cuts = at if isinstance(at, tuple) else (at,)
-    dims = [d for d, part in enumerate(cuts) if not is_whole(part)]
-    index: Any = cuts[dims[0]] if len(dims) == 1 else None
-    if not is_tensor(index) or index.op != "placeholder":
-        return None
-    rows, tokens = value(index), expression(value(x).shape[dims[0]])
+    rows, tokens = value(index), expression(value(x).shape[dim])
     if rows.dtype != torch.int64 or rows.dim() != 1 or not symbolic(rows.shape[0]):
         return None
     if tokens is None or not tokens.is_Symbol or tokens == expression(rows.shape[0]):
         return None
-    return (index, tokens) if RowWise(tokens).dim(x) == dims[0] else None
+    return (index, tokens) if RowWise(tokens).dim(x) == dim else None
 
 
 class _Region:
@@ -148,9 +141,7 @@ class _Region:
         dim = self.row_wise.dim(x)
         if x not in self.narrow and dim is not None:
             at: Any = (*[slice(None)] * dim, self.index) if dim else self.index
-            self.narrow[x] = self.graph.call_function(operator.getitem, (x, at))
-            self.narrow[x].meta["nn_module_stack"] = reader.meta.get("nn_module_stack")
-            compute_value(self.narrow[x])
+            self.narrow[x] = made_like(self.graph.call_function(operator.getitem, (x, at)), reader)
         return self.narrow.get(x, x)
 
     def _same_but_rows(self, old: Any, new: Any) -> bool:
@@ -175,6 +166,3 @@ def _may_write(node: fx.Node) -> bool:
         return True
     return bool(written_by(node) or node.kwargs.get("inplace") or (
         getattr(node.target, "__module__", "") == F.__name__ and any(a is True for a in node.args)))  # relu(x, True)
-
-
-__all__ = ["last_tokens"]

@@ -23,16 +23,16 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.lora import MAX_RANK, MAX_SEGMENTS, lora_expand
-from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.base import Fusion, columns
 from quire.passes.fx import (
     ADD,
     LINEAR,
     MUL,
     argument,
-    compute_value,
     is_function,
     is_method,
     is_tensor,
+    made_like,
     only_user,
     operands,
     replace_node,
@@ -70,11 +70,8 @@ def fuse_lora(fusion: Fusion) -> int:
         if layer is not None:
             key = (layer.base.product, layer.shrunk.product, layer.real.shape[1])
             groups.setdefault(key, []).append(layer)
-    count = 0
-    for layers in groups.values():
-        for i in range(0, len(layers), MAX_SEGMENTS):
-            count += _fuse(fusion, layers[i : i + MAX_SEGMENTS])
-    return count
+    return sum(_fuse(fusion, layers[i : i + MAX_SEGMENTS])
+               for layers in groups.values() for i in range(0, len(layers), MAX_SEGMENTS))
 
 
 def _layer(node: fx.Node, fusion: Fusion) -> _Layer | None:
@@ -122,13 +119,7 @@ def _fuse(fusion: Fusion, layers: list[_Layer]) -> int:
         new = fusion.graph.call_function(lora_expand, (
             first.base.product, first.shrunk.product, b, sizes, [x.base.start for x in layers],
             [x.shrunk.start for x in layers], [x.scaling for x in layers], residual))
-        new.meta["nn_module_stack"] = first.total.meta.get("nn_module_stack")
-        compute_value(new)
-        if len(layers) == 1:
-            parts = [new]
-        else:
-            split = compute_value(fusion.graph.call_function(torch.split, (new, sizes), {"dim": -1}))
-            parts = [fusion.graph.call_function(operator.getitem, (split, i)) for i in range(len(layers))]
+        parts = columns(made_like(new, first.total), sizes)
     for old, part in zip([result] if len(layers) == 1 else [layer.total for layer in layers], parts, strict=True):
         replace_node(old, part)
     return len(layers)
@@ -145,6 +136,3 @@ def _residual(total: fx.Node) -> tuple[fx.Node | None, fx.Node]:
             or not same_shape(value(other).shape, value(total).shape) or written_between(total, last):
         return None, total
     return other, last
-
-
-__all__ = ["fuse_lora"]

@@ -19,7 +19,6 @@ numbers of adapters than the kernels take, and layers of which one's result is r
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,16 +26,16 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.lora_rows import MAX_KERNEL_ADAPTERS, MAX_RANK, lora_group, lora_rows
-from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.base import Fusion, before_dropout, columns
 from quire.passes.fx import (
     ADD,
     LINEAR,
     MUL,
     argument,
-    compute_value,
     is_function,
     is_method,
     is_tensor,
+    made_like,
     only_user,
     operands,
     replace_node,
@@ -72,11 +71,7 @@ def group_lora(fusion: Fusion) -> int:
         layer = _of_tokens(node) or _of_all(node, fusion)
         if layer is not None:
             groups.setdefault(layer.x, []).append(layer)
-    count = 0
-    for layers in groups.values():
-        for part in _parts(layers):
-            count += _rewrite(fusion, part)
-    return count
+    return sum(_rewrite(fusion, part) for layers in groups.values() for part in _parts(layers))
 
 
 def _of_tokens(node: fx.Node) -> _Layer | None:
@@ -125,9 +120,7 @@ def _term(node: Any, fusion: Fusion) -> tuple[_Adapter, fx.Node] | None:
         if real is None or type(real) not in (torch.Tensor, torch.nn.Parameter) or real.dim() != 2 \
                 or real.dtype != torch.float32 or not real.is_contiguous():
             return None
-    x: Any = down.args[0]
-    while is_function(x, (torch.nn.functional.dropout,)) and argument(x, 2, "training", True) is False:
-        x = x.args[0]
+    x = before_dropout(down.args[0])
     while is_method(x, "to") and value(x).dtype == torch.float32:  # of a second adapter: twice
         x = x.args[0]
     if not is_tensor(x) or value(x).dim() != 3 or value(down.args[0]).dtype != torch.float32:
@@ -162,21 +155,12 @@ def _rewrite(fusion: Fusion, layers: list[_Layer]) -> int:
     readers = [user for layer in layers for user in layer.result.users]
     if last.op == "placeholder" or any(order[user] < order[last] for user in readers) or written_between(first, end):
         return sum(_rewrite(fusion, [layer]) for layer in layers) if len(layers) > 1 else 0
-    sizes = [value(layer.base).shape[-1] for layer in layers]
     adapters = [(i, adapter) for i, layer in enumerate(layers) for adapter in layer.adapters]
     with fusion.graph.inserting_before(last.next):
         new = fusion.graph.call_function(lora_group, (
             [layer.base for layer in layers], layers[0].x, [a.a for _, a in adapters], [a.b for _, a in adapters],
             [i for i, _ in adapters], [a.scaling for _, a in adapters], [a.bit for _, a in adapters]))
-        new.meta["nn_module_stack"] = layers[0].result.meta.get("nn_module_stack")
-        compute_value(new)
-        parts = [new]
-        if len(layers) > 1:
-            split = compute_value(fusion.graph.call_function(torch.split, (new, sizes), {"dim": -1}))
-            parts = [compute_value(fusion.graph.call_function(operator.getitem, (split, i))) for i in range(len(layers))]
+        parts = columns(made_like(new, layers[0].result), [value(layer.base).shape[-1] for layer in layers])
     for layer, part in zip(layers, parts, strict=True):
         replace_node(layer.result, part)
     return len(layers)
-
-
-__all__ = ["group_lora"]

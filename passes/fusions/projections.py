@@ -8,25 +8,23 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
 
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
-One matrix product of N = Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones and saves two launches.
-LoRA's A is such a sibling of the layer that it adapts, where both have one dtype. Layers quantized per row
+One product of Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones and saves two launches. LoRA's A is
+such a sibling of the layer that it adapts, where both have one dtype. Layers quantized per row
 (passes/fusions/quantized_linear.py) are fused alike, their codes in one tensor and their scales in another.
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
-siblings of which only some have a bias, other tensor subclasses, and siblings between which something is changed in place (it
-may be their input).
+siblings of which only some have a bias, other tensor subclasses, and siblings between which something is changed in place.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from quire.attn_ops.ops.small_linear import small_linear
-from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.base import Fusion, before_dropout, columns
 from quire.passes.fx import (
     LINEAR,
     argument,
@@ -58,16 +56,9 @@ def fuse_projections(fusion: Fusion) -> int:
     for node in fusion.graph.nodes:
         tensors = _tensors(node, fusion)
         if tensors is not None:
-            siblings.setdefault((_input(node), *tensors, tensors["weight"].real.dtype), []).append((node, tensors))
+            key = before_dropout(node.args[0]), *tensors, tensors["weight"].real.dtype
+            siblings.setdefault(key, []).append((node, tensors))
     return sum(_fuse(fusion, *zip(*group, strict=True)) for group in siblings.values() if len(group) > 1)
-
-
-def _input(node: fx.Node) -> Any:
-    """The input of a linear layer, before dropout that does nothing: LoRA's layers have one each."""
-    x: Any = node.args[0]
-    while is_function(x, (torch.nn.functional.dropout,)) and argument(x, 2, "training", True) is False:
-        x = x.args[0]
-    return x
 
 
 def _tensors(node: fx.Node, fusion: Fusion) -> _Tensors | None:
@@ -122,23 +113,19 @@ def _fuse(fusion: Fusion, nodes: tuple[fx.Node, ...], tensors: tuple[_Tensors, .
         return False
     sizes = [len(weight) for weight in groups["weight"]]
     whole = {name: fusion.add_weight(fusion.weights.fuse(group), tensors[0][name].node) for name, group in groups.items()}
+    x = before_dropout(first.args[0])
     with graph.inserting_before(first):
         if "scale" in whole:
             scale = compute_value(graph.call_method("reshape", (whole["scale"], -1)))
             product = graph.call_function(small_linear, (
-                _input(first), whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
+                x, whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
         else:
-            product = graph.call_function(torch.nn.functional.linear, (_input(first), whole["weight"], whole.get("bias")))
-        split = graph.call_function(torch.split, (product, sizes), {"dim": -1})
-        product.meta["nn_module_stack"] = split.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
+            product = graph.call_function(torch.nn.functional.linear, (x, whole["weight"], whole.get("bias")))
+        product.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
         like = value(first)
         with like.fake_mode:  # what computing it gives, which takes milliseconds with symbolic sizes
             product.meta["example_value"] = like.new_empty((*like.shape[:-1], sum(sizes)))
-        compute_value(split)
-        parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
+        parts = columns(product, sizes)
     for node, part in zip(nodes, parts, strict=True):
         replace_node(node, part)
     return True
-
-
-__all__ = ["fuse_projections"]

@@ -65,6 +65,3 @@ def _rewrite(node: fx.Node) -> None:
         scale = compute_value(graph.call_method("reshape", (scales, -1)))
         replace_node(node, graph.call_function(small_linear, (
             x, codes, argument(node, 2, "bias"), None, 0.0, None, False, scale)))
-
-
-__all__ = ["by_rows", "quantized_linear", "wanted"]

@@ -31,8 +31,7 @@ class FusionPass:
     """One fusion pass.
 
     Args:
-        name: by which ``QuireOptions.fusions`` chooses it.
-        run: rewrites the graph and returns the number of matches.
+        name: by which ``QuireOptions.fusions`` chooses it.  run: rewrites the graph and returns the number of matches.
         stage: whether it rewrites the raised graph, or the lowered one, where the caches are.
         batches: "small": only in a graph of its own for batches of at most ``MAX_TOKENS`` tokens; "large": not in that graph.
     """
@@ -67,13 +66,8 @@ def has_small_passes(names: str | Sequence[str]) -> bool:
 
 def apply_fusions(gm: fx.GraphModule, inputs: Sequence[Any], names: str | Sequence[str], weights: FusedWeights,
                   small: bool = False) -> FusedInputs:
-    """Run the passes on a raised graph, in place.
-
-    Args:
-        inputs: the real tensors behind its placeholders.
-        names: of the passes to run, or "all" or "none".
-        small: the graph is the one for small batches.
-    """
+    """Run the passes of these ``names`` ("all", "none") on a raised graph, in place. ``inputs``: the real tensors behind its
+    placeholders. ``small``: the graph is the one for small batches."""
     if names == "none":
         return FusedInputs()
     fusion = Fusion(gm, inputs, weights)
@@ -104,6 +98,3 @@ def _run(fusion: Fusion, stage: str, names: str | Sequence[str], small: bool) ->
             matches = each.run(fusion)
             fusion.graph.lint()
             logger.info("%s: %d matches", each.name, matches)
-
-
-__all__ = ["FUSIONS", "FusionPass", "apply_fusions", "apply_lowered_fusions", "fusion_names", "has_small_passes"]

@@ -15,13 +15,13 @@ or, for a backend whose attention kernels also rotate (``AttentionBackend.rope_o
     out = rope_paged_attention(ragged(q0), ragged(k0), ragged(v), cos, sin, None, None, 0.0, k_cache, v_cache, ...)
 
 ``ragged`` is the view of (B, H, S, D) as (B * S, H, D). Other forms of the rotation (``passes/fusions/match/rope.py``) set
-options of the ops: pairs of neighbours (Cohere, GLM, Ernie), half-width tables (gpt-oss), complex numbers (Llama 4). A
-``rope_op`` that does not declare them (``rope_forms``) only gets the first form. An RMSNorm over each head right before (Qwen3,
-Gemma 3) or right after (HunYuan), with or without weights (Llama 4), is fused too (``passes/fusions/match/norm.py``).
+options of the ops; a ``rope_op`` that does not declare them (``rope_forms``) only gets the first form. An RMSNorm over each
+head right before (Qwen3, Gemma 3) or right after (HunYuan), with or without weights (Llama 4), is fused too
+(``passes/fusions/match/norm.py``).
 
 Left to the compiler: heads or tables that are changed in place after the rotation; q and k with different tables; layers that
-share another layer's keys; heads of which some dimensions come from elsewhere (DeepSeek's latent attention, which needs kernels
-of its own); q scaled by position after the rotation (Ministral 3); norms over all heads at once (OLMo 2) and LayerNorms.
+share another layer's keys; heads of which some dimensions come from elsewhere (DeepSeek's latent attention); q scaled by
+position after the rotation (Ministral 3); norms over all heads at once (OLMo 2) and LayerNorms.
 """
 
 from __future__ import annotations
@@ -178,6 +178,3 @@ def _before_ragged(node: Any) -> Any:
     if is_method(node, "flatten") and node.args[1:] == (0, 1) and _is_transposed(node.args[0]):
         return node.args[0].args[0]
     return None
-
-
-__all__ = ["fuse_rope"]

@@ -19,7 +19,7 @@ from torch import fx
 
 from quire.attn_ops.ops.routing import KERNEL_DTYPES, MAX_K, MAX_ROW, topk_rows
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import is_method, value
+from quire.passes.fx import is_method, replace_node, value
 
 DEVICES = ("cuda",)
 
@@ -30,9 +30,7 @@ def fuse_topk(fusion: Fusion) -> int:
     for node, k in found:
         with fusion.graph.inserting_before(node):
             new = fusion.graph.call_function(topk_rows, (node.args[0] if node.args else node.kwargs["input"], k))
-        new.meta.update(node.meta)
-        node.replace_all_uses_with(new)
-        fusion.graph.erase_node(node)
+        replace_node(node, new)
     return len(found)
 
 
@@ -51,6 +49,3 @@ def _results(node: fx.Node) -> int | None:
             or not 0 < k <= min(columns, MAX_K) or dim not in (-1, x.dim() - 1) or given.get("largest", True) is not True):
         return None
     return k
-
-
-__all__ = ["fuse_topk"]

@@ -1,8 +1,8 @@
 """KV-sharing fast prefill: behind the last layer with keys of its own, only the tokens whose logits are wanted.
 
 Where the last layers of a model attend to the keys and values of earlier ones (gemma3n, gemma4), they write no cache, so a
-token whose logits are not read can skip them: all but one of a prefill chunk. A step of B sequences asks for B
-rows of logits, the last of each sequence, by the input idx (B,); the layers behind the last one with its own keys run on these.
+token whose logits are not read can skip them: all but one of a prefill chunk. A step of B sequences asks for B rows of logits,
+the last of each sequence, by the input idx (B,); the layers behind the last one with its own keys run on these.
 
 Before (layer 2 attends to the keys and values of layer 0)::
 
@@ -15,16 +15,14 @@ After::
     o2 = attention(q(h2), k0, v0, layer=2)                       # lowered: one query per sequence, as in a decode step
     logits = linear(mlp(add(h2, o2)), w_head)
 
-Why it is the same: all operations outside attention are proved to compute each token's row from that row alone, for any number
-of rows (``passes/verify/tokens.py``), and attention gives each query what its sequence's cache holds. Positions are in the rows
-that are taken (rotary tables). A graph is refused if a value that is not one row per token crosses the cut, if something
-visible elsewhere is changed in place behind it, if an operation reads the token's index from the step, or if a value behind
-the cut still has T rows.
+Why it is the same: each operation outside attention is proved to compute a token's row from that row alone
+(``passes/verify/tokens.py``), and attention gives each query what its sequence's cache holds. A graph is refused if a value
+that is not one row per token crosses the cut, if something visible elsewhere is changed in place behind it, if an operation
+reads the token's index from the step, or if a value behind the cut still has T rows.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.ops.lora_rows import lora_rows
-from quire.passes.fx import compute_value, is_function, placeholders, symbolic, value, written_by
+from quire.passes.fx import compute_value, made_like, placeholders, symbolic, value, written_by
 from quire.passes.rewrite.length_rope import longer_than
-from quire.passes.verify.row_wise import is_whole
+from quire.passes.verify.row_wise import picked
 from quire.passes.verify.rows import Const, Holds, Rows
 from quire.passes.verify.shared_kv import KV_SOURCES, memory
 from quire.passes.verify.sites import site_nodes, site_of
@@ -58,14 +56,8 @@ class LastRows:
 
 
 def keep_last_rows(gm: fx.GraphModule, row_data: Collection[fx.Node] = ()) -> None:
-    """Rewrite a raised graph, in place.
-
-    Args:
-        row_data: as for ``check_tokens``.
-
-    Raises:
-        UnsupportedAttention: no layers share keys and values at the end of the model, or what was not proved.
-    """
+    """Rewrite a raised graph, in place. ``row_data``: as for ``check_tokens``. Raises UnsupportedAttention, which says
+    what was not proved, or that no layers share keys and values at the end of the model."""
     graph, sites = gm.graph, site_nodes(gm.graph)
     layers, sources = [site_of(n).layer for n in sites], gm.meta.get(KV_SOURCES, {})
     first = next(i for i in reversed(range(len(sites))) if layers[i] not in sources) + 1
@@ -142,12 +134,8 @@ class _Cut:
 
     def _gathers(self, node: fx.Node) -> bool:
         """Whether the node is x[:, index], with the index in the dimension of the tokens."""
-        if not is_function(node, (operator.getitem,)):
-            return False
-        x, at = node.args
-        parts: Any = at if isinstance(at, tuple) else (at,)
-        dims = [d for d, part in enumerate(parts) if not is_whole(part)]
-        return len(dims) == 1 and parts[dims[0]] is self.index and self._known(x) == Rows(dims[0], self.proof.axes[0])
+        dim, index = picked(node)
+        return dim is not None and index is self.index and self._known(node.args[0]) == Rows(dim, self.proof.axes[0])
 
     def _known(self, x: Any) -> Any:
         return self.proof.known.get(x)
@@ -165,9 +153,7 @@ class _Cut:
             if known != Rows(known.dim, known.axis):
                 _refuse(reader, f"what it reads ({x.name}) is not one row per token")
             with self.graph.inserting_after(rows):
-                self.narrow[x] = self.graph.call_method("index_select", (x, known.dim, self.index))
-            self.narrow[x].meta["nn_module_stack"] = reader.meta.get("nn_module_stack")
-            compute_value(self.narrow[x])
+                self.narrow[x] = made_like(self.graph.call_method("index_select", (x, known.dim, self.index)), reader)
         elif not isinstance(known, (Const, Rows)):
             _refuse(reader, f"what it reads ({x.name}) is not one row per token")
 
@@ -201,6 +187,3 @@ def _refuse(node: fx.Node, why: str) -> None:
 def one_query_each(query_start_loc: torch.Tensor) -> torch.Tensor:
     """(B + 1,) int32 for the last token of each sequence, from that of all tokens; padding rows stay empty."""
     return F.pad((query_start_loc.diff() > 0).cumsum(0, dtype=query_start_loc.dtype), (1, 0))
-
-
-__all__ = ["LAST_ROWS", "LastRows", "keep_last_rows", "one_query_each"]

@@ -6,20 +6,18 @@ transformers chooses one set of frequencies for the whole call, by the largest p
     inv_freq.copy_(where(long, long_inv_freq, original_inv_freq))
     freqs = position_ids[..., None] * inv_freq
 
-Here the operations between the choice and the first result with a row per token are done with either set, and each token takes
-that of its sequence::
+Here what lies between the choice and the first result with a row per token is computed with either set::
 
     long = longer_than(position_ids, 4096)                              # (1, T), of each token's sequence
     freqs = where(long[..., None], position_ids[..., None] * long_inv_freq, position_ids[..., None] * original_inv_freq)
 
-``lower_lengths`` computes ``longer_than`` from the step's tables. The length of a sequence is ``total_lens`` of the metadata:
-its tokens when its prompt is complete, so that all chunks of a prompt are rotated alike. A sequence that grows past the limit
-must be computed again from its first token: the scheduler does so, and ``check_lengths`` refuses other steps by hand.
+``lower_lengths`` computes ``longer_than`` from the step's tables, by ``total_lens`` of the metadata: a sequence's tokens when
+its prompt is complete, so that all chunks of a prompt are rotated alike. A sequence that grows past the limit must be computed
+again from its first token: the scheduler does so, and ``check_lengths`` refuses other steps by hand.
 """
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +28,7 @@ from torch import fx
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.step import Step
-from quire.passes.fx import compute_value, erase_dead, is_function, is_method, source_name, value, written_by
+from quire.passes.fx import erase_dead, is_function, is_method, is_tensor, made_like, source_name, value, written_by
 
 LIMITS = "quire_length_limits"  # in the meta of a graph: lengths beyond which sequences have other frequencies
 
@@ -42,21 +40,18 @@ def longer_than(position_ids: torch.Tensor, limit: int) -> torch.Tensor:
 
 
 def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> int:
-    """Rewrite each choice of frequencies; returns how many. What has another form stays, and ``check_tokens`` refuses it.
-
-    Args:
-        gm: changed in place. ``gm.meta[LIMITS]`` has the limits, ascending.
-        tokens: the size of the token dimension.
-    """
+    """Rewrite each choice of frequencies, in place; returns how many. What has another form stays, and ``check_tokens`` refuses
+    it. ``gm.meta[LIMITS]`` has the limits, ascending. ``tokens``: the size of the token dimension."""
     limits: set[int] = set()
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for copy in [n for n in gm.graph.nodes if is_method(n, "copy_") and len(n.args) == 2]:
         buffer, choice = copy.args
-        limit, positions = _limit(choice)
+        chosen = is_function(choice, (torch.where,)) and len(choice.args) == 3
+        found = limit_of(choice.args[0]) if chosen else None
         earlier = [u for u in buffer.users if order.get(u, 0) < order[copy]]
-        if limit is not None and not copy.users and not earlier:
-            _split(gm.graph, copy, positions, limit, tokens)
-            limits.add(limit)
+        if found is not None and not copy.users and not earlier:
+            _split(gm.graph, copy, *found, tokens)
+            limits.add(found[0])
     if limits:
         gm.meta[LIMITS] = tuple(sorted(limits))
         gm.graph.lint()
@@ -64,25 +59,22 @@ def choose_per_sequence(gm: fx.GraphModule, tokens: Any) -> int:
     return len(limits)
 
 
-def _limit(choice: Any) -> tuple[int | None, Any]:
-    """The limit and the positions of ``where(position_ids.max() + 1 > limit, a, b)``; else (None, None)."""
-    if not is_function(choice, (torch.where,)) or len(choice.args) != 3:
-        return None, None
-    above = choice.args[0]
-    if not (is_function(above, (operator.gt,)) or is_method(above, "gt")) or type(above.args[1]) is not int:
-        return None, None
+def limit_of(above: Any) -> tuple[int, fx.Node] | None:
+    """The limit and the positions of ``position_ids.max() + 1 > limit``; None for any other node."""
+    if not is_method(above, "gt") or type(above.args[1]) is not int:
+        return None
     plus = above.args[0]
-    if not (is_function(plus, (operator.add,)) or is_method(plus, "add")) or plus.args[1] != 1:
-        return None, None
+    if not is_method(plus, "add") or plus.args[1] != 1:
+        return None
     largest = plus.args[0]
-    if not (is_function(largest, (torch.max,)) or is_method(largest, "max")) or len(largest.args) != 1 or largest.kwargs:
-        return None, None
+    if not is_method(largest, "max") or len(largest.args) != 1 or largest.kwargs:
+        return None
     positions = largest.args[0]
-    given = isinstance(positions, fx.Node) and positions.op == "placeholder" and "position" in source_name(positions)
-    return (above.args[1], positions) if given and isinstance(value(positions), torch.Tensor) else (None, None)
+    given = is_tensor(positions) and positions.op == "placeholder" and "position" in source_name(positions)
+    return (above.args[1], positions) if given else None
 
 
-def _split(graph: fx.Graph, copy: fx.Node, positions: fx.Node, limit: int, tokens: Any) -> None:
+def _split(graph: fx.Graph, copy: fx.Node, limit: int, positions: fx.Node, tokens: Any) -> None:
     """Compute what follows from the choice with either set of frequencies, up to where there is a row per token."""
     buffer, choice = copy.args
     sets: list[Any] = list(choice.args[1:])  # type: ignore[union-attr]
@@ -99,23 +91,18 @@ def _split(graph: fx.Graph, copy: fx.Node, positions: fx.Node, limit: int, token
             for k in range(2):
                 with_set = {x: either[x][k] if x in either else x for x in node.all_input_nodes}
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), with_set.__getitem__)
-                made.append(_made(graph.create_node(node.op, node.target, args, kwargs), node))
+                made.append(made_like(graph.create_node(node.op, node.target, args, kwargs), node))
             shape = value(made[0]).shape
             dims = [d for d, size in enumerate(shape) if str(size) == str(tokens)]
             if not dims:
                 either[node] = made
                 continue
-            long = _made(graph.call_function(longer_than, (positions, limit)), node)
+            long = made_like(graph.call_function(longer_than, (positions, limit)), node)
             sizes = [-1 if d == dims[0] else 1 for d in range(len(shape))]
-            long = _made(graph.call_method("reshape", (long, sizes)), node)
-            joined = _made(graph.call_function(torch.where, (long, *made)), node)
+            long = made_like(graph.call_method("reshape", (long, sizes)), node)
+            joined = made_like(graph.call_function(torch.where, (long, *made)), node)
         node.replace_all_uses_with(joined)
     erase_dead(graph, list(graph.nodes))
-
-
-def _made(node: fx.Node, like: fx.Node) -> fx.Node:
-    node.meta["nn_module_stack"] = like.meta.get("nn_module_stack")
-    return compute_value(node)
 
 
 def lower_lengths(gm: fx.GraphModule, query_start_loc: fx.Node, total_lens: fx.Node) -> None:
@@ -141,10 +128,7 @@ _written: weakref.WeakKeyDictionary[PagedKVCache, dict[int, int]] = weakref.Weak
 
 def check_lengths(step: Step, limits: Sequence[int]) -> None:
     """For a step by hand: the keys that a sequence has in the cache must be rotated by the frequencies of its present length.
-
-    Raises:
-        UnsupportedAttention: they are not; the sequence must be computed again from its first token.
-    """
+    Raises UnsupportedAttention if they are not; the sequence must be computed again from its first token."""
     meta = step.metadata.unpadded()
     if meta.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedAttention("the rotary frequencies of this model depend on the length of each sequence, which a step "
@@ -164,6 +148,3 @@ def check_lengths(step: Step, limits: Sequence[int]) -> None:
                 "CommonAttentionMetadata.build the lengths of whole prompts as total_lens.")
         written |= dict.fromkeys(pages[before // size : -(-length // size)], kind)
     pages_of |= written
-
-
-__all__ = ["LIMITS", "check_lengths", "choose_per_sequence", "longer_than", "lower_lengths"]

@@ -13,14 +13,11 @@ After, with the cache and the batch metadata as new graph inputs::
     out = transpose(view(out_, B, -1, H, Dv), 1, 2)
 
 An MLA layer on a latent cache (``raise_mla.py``), quire.mla_attention(q, c, k_rope, kv_b, ...), becomes
-quire.<backend>_mla_paged_attention(q_, c_, k_rope_, kv_b, k_cache_3, slot_mapping, ..., prepared, scale=s).
+quire.<backend>_mla_paged_attention(q_, c_, k_rope_, kv_b, k_cache_3, slot_mapping, ..., prepared, scale=s). A quantized cache
+has inputs k_scale_3 and v_scale_3 in the place of None and None. A layer that attends to an earlier one's keys and values takes
+that one's cache, and None for k and v. Layers with a window that have page numbers of their own have the inputs
+window_slot_mapping and window_block_table, and a second ``prepared``.
 
-Where layers with a window have page numbers of their own, the inputs window_slot_mapping and window_block_table are theirs, and
-so is a second ``prepared``.
-
-A layer that attends to an earlier one's keys and values takes that one's cache, and None for k and v: nothing is stored twice.
-
-A quantized cache has inputs k_scale_3 and v_scale_3 in the place of None and None.
 The new inputs come after the graph's own, in the order of ``LoweredInputs``, which collects their values from the current step.
 Sizes that a batch or a cache decides are dynamic, so one compiled graph serves every batch shape and cache size. Each layer has
 a K and a V input of its own: slices of one tensor would make Inductor copy it.
@@ -103,17 +100,12 @@ class Lowered:
 
 
 def lower(gm: fx.GraphModule, target: LoweringTarget) -> Lowered:
-    """Lower every semantic op of ``gm``, in place.
+    """Lower every semantic op of ``gm``, in place. The graph has len(example_inputs) more placeholders, at the end. Raises
+    ValueError if the graph has no fake values.
 
     Args:
         gm: a copy of Dynamo's graph, whose nodes carry fake values.
         target: the backend, which the caller has checked against the sites.
-
-    Returns:
-        Lowered. The graph has len(example_inputs) more placeholders, at the end.
-
-    Raises:
-        ValueError: the graph has no fake values.
     """
     if target.latent:
         raise_mla(gm)
@@ -259,6 +251,3 @@ def fake_input(fake: FakeTensorMode, name: str, like: torch.Tensor, dynamic: tup
     meta = fake.shape_env.create_symbolic_sizes_strides_storage_offset(real, ConstantSource(name), symbolic_context=context)
     with fake:
         return torch.empty_strided(meta[0], meta[1], dtype=like.dtype, device=device)
-
-
-__all__ = ["Lowered", "LoweredInputs", "LoweringTarget", "any_sizes", "fake_input", "lower", "set_paged_arguments"]

@@ -15,7 +15,7 @@ from torch import fx
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import (
     argument,
-    compute_value,
+    made_like,
     module_path,
     placeholders,
     same_shape,
@@ -37,15 +37,9 @@ _OWN = "quire_own_positions"
 
 
 def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
-    """Replace each ``arange`` over the row that the model computes with; returns how many.
-
-    Args:
-        gm: after raising, when what only served a mask is gone. Changed in place.
-        tokens: the size of the token dimension.
-
-    Raises:
-        UnsupportedAttention: the numbers are used both ways, or do not count 0, 1, 2, ...
-    """
+    """Replace each ``arange`` over the row that the model computes with, in place; returns how many. For a graph after raising,
+    when what only served a mask is gone. ``tokens``: the size of the token dimension. Raises UnsupportedAttention if the
+    numbers are used both ways, or do not count 0, 1, 2, ..."""
     graph = gm.graph
     given = next((n for n in placeholders(graph) if n.users and "pos" in source_name(n) and _is_row(n, tokens)), None)
     if given is None:
@@ -58,17 +52,17 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
         if not counts:
             continue
         where = module_path(node) or node.name
-        start, step = _start_and_step(node)
+        start = argument(node, 0, "start", 0) if len(node.args) > 1 else node.kwargs.get("start", 0)
+        step = argument(node, 2, "step", 1)
         if picks or start != 0 or step != 1:
             raise UnsupportedAttention(
                 f"{where} numbers the tokens of the row ({node.format_node()}) " + (
                     "and uses the numbers both to compute and to pick rows" if picks else "other than 0, 1, 2, ...")
                 + "; in a ragged row every sequence has positions of its own. Compute with position_ids instead.")
         with graph.inserting_before(node):
-            flat = compute_value(graph.call_method("reshape", (given, -1)))
+            flat = made_like(graph.call_method("reshape", (given, -1)), node)
             if value(flat).dtype != value(node).dtype:
-                flat = compute_value(graph.call_method("to", (flat, value(node).dtype)))
-        flat.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+                flat = made_like(graph.call_method("to", (flat, value(node).dtype)), node)
         node.replace_all_uses_with(flat)
         graph.erase_node(node)
         replaced.append(where)
@@ -80,14 +74,8 @@ def use_given_positions(gm: fx.GraphModule, tokens: Any) -> int:
 
 
 def check_uncompiled(gm: fx.GraphModule) -> None:
-    """Refuse to run a model uncompiled if its graph needed ``use_given_positions``.
-
-    Args:
-        gm: the model's graph, after ``use_given_positions``.
-
-    Raises:
-        UnsupportedAttention: names the module that numbers tokens itself.
-    """
+    """Refuse to run a model uncompiled if its graph needed ``use_given_positions``, which has run. Raises UnsupportedAttention,
+    which names the module that numbers tokens itself."""
     if gm.meta.get(LIMITS):
         raise UnsupportedAttention(
             "the model chooses its rotary frequencies by the longest sequence of the batch (longrope), so an uncompiled paged "
@@ -105,11 +93,6 @@ def _is_row(node: fx.Node, tokens: Any) -> bool:
     x = value(node)
     return isinstance(x, torch.Tensor) and not x.is_floating_point() and (
         same_shape(x.shape, (tokens,)) or same_shape(x.shape, (1, tokens)))
-
-
-def _start_and_step(node: fx.Node) -> tuple[Any, Any]:
-    start = argument(node, 0, "start", 0) if len(node.args) > 1 else node.kwargs.get("start", 0)
-    return start, argument(node, 2, "step", 1)
 
 
 def _uses(node: fx.Node) -> tuple[bool, bool]:
@@ -137,7 +120,8 @@ def _uses(node: fx.Node) -> tuple[bool, bool]:
                 else:
                     counts = True  # looks a table up
                 continue
-            if not (name == "getitem" or name in _PASSED_ON or (name in ("add", "sub") and _adds_zero(user))):
+            adds_zero = name in ("add", "sub") and any(isinstance(a, int) and a == 0 for a in user.args)
+            if not (name == "getitem" or name in _PASSED_ON or adds_zero):
                 counts = True
             result = value(user)
             if isinstance(result, torch.Tensor) and (not result.is_floating_point() or _of_numbers(user, seen)):
@@ -167,10 +151,3 @@ def _picks_rows(user: fx.Node, name: str, index: fx.Node) -> bool:
 def _of_numbers(node: fx.Node, numbers: set[fx.Node]) -> bool:
     """Whether a float tensor is computed from nothing but the numbers and constants."""
     return all(n in numbers for n in node.all_input_nodes if isinstance(value(n), torch.Tensor))
-
-
-def _adds_zero(node: fx.Node) -> bool:
-    return any(isinstance(a, int) and a == 0 for a in node.args)
-
-
-__all__ = ["check_uncompiled", "use_given_positions"]

@@ -232,6 +232,3 @@ def _same(chain: set[fx.Node], node: fx.Node, sources: dict[fx.Node, int], lengt
     both = product.reshape(1, length, site.num_heads, -1).transpose(1, 2)
     keys = torch.cat([both[..., :nope], rotary.reshape(1, 1, length, -1).expand(-1, site.num_heads, -1, -1)], dim=-1)
     return bool(torch.equal(env[k], keys) and torch.equal(env[v], both[..., nope:]))
-
-
-__all__ = ["MlaSite", "raise_mla", "with_latents"]

@@ -15,10 +15,9 @@ mask (``passes/verify/mask_proof.py``). The repeat is recognized by running the 
 and comparing with ``repeat_interleave``.
 
 Refused, with the reason in ``refusals``: dropout, a float bias (ALiBi, relative positions), a mask that is not proven to be of
-a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat.
-
-Left as it is: a call whose number of keys does not depend on the tokens (each token attends over its own heads, or to a stored
-memory). The proof of all other operations covers it (``passes/verify/row_attention.py``).
+a known kind, keys longer than queries (a KV cache in the graph), heads that are neither equal nor a repeat. Left as it is: a
+call whose number of keys does not depend on the tokens (each token attends over its own heads, or to a stored memory), which
+the proof of all other operations covers (``passes/verify/row_attention.py``).
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ SDPA: tuple[Any, ...] = (torch.nn.functional.scaled_dot_product_attention, torch
         torch.ops.aten.scaled_dot_product_attention)
 _VIEWS = {"getitem", "expand", "reshape", "view", "unsqueeze", "flatten", "broadcast_to", "repeat_interleave", "repeat",
           "contiguous", "clone", "expand_as", "squeeze", "transpose", "permute"}
-
-
 _WITHIN = "quire_attends_within_tokens"
 
 
@@ -51,7 +48,8 @@ def find_sdpa(graph: fx.Graph) -> list[fx.Node]:
 
 
 def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tuple[int, dict[str, str]]:
-    """Raise every F.sdpa node of ``gm`` that can be, in place.
+    """Raise every F.sdpa node of ``gm`` that can be, in place. ``gm.meta["quire_stored_masks"]`` then checks in each call that
+    stored masks are those of the proof.
 
     Args:
         gm: a Dynamo graph; its nodes carry fake values.
@@ -59,7 +57,6 @@ def raise_sdpa(gm: fx.GraphModule, inputs: dict[str, Any] | None = None) -> tupl
 
     Returns:
         (number raised, reason by module path of each one refused). Layers are numbered by order in the graph.
-        ``gm.meta["quire_stored_masks"]`` checks in each call that stored masks are those of the proof.
     """
     raised, refusals = 0, {}
     nodes = find_sdpa(gm.graph)
@@ -90,10 +87,8 @@ def _tokens(nodes: list[fx.Node]) -> Any:
 
 def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arg = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    q: Any = arg["query"]
-    k: Any = arg["key"]
-    v: Any = arg["value"]
+    arg: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    q, k, v = arg["query"], arg["key"], arg["value"]
     try:
         dropout, scale = constant(arg.get("dropout_p", 0.0)), constant(arg.get("scale"))
     except ValueError as error:
@@ -122,8 +117,7 @@ def _raise_one(node: fx.Node, layer: int, prover: MaskProver) -> None:
         raise Refusal(f"{heads} query heads, {kv_heads} key heads, {v_heads} value heads")
     if kv_heads not in (1, heads) and k is arg["key"] and not arg.get("enable_gqa", False):
         raise Refusal(f"{heads} query heads over {kv_heads} key heads without enable_gqa")
-    mask: Any = arg.get("attn_mask")
-    is_causal = arg.get("is_causal", False)
+    mask, is_causal = arg.get("attn_mask"), arg.get("is_causal", False)
     if mask is None:
         kind = MaskKind(causal=bool(is_causal))
     elif is_causal:
@@ -192,6 +186,3 @@ def _is_repeat(start: fx.Node, end: fx.Node, times: int) -> bool:
         return False
     expected = probe.repeat_interleave(times, dim=1)
     return isinstance(env[end], torch.Tensor) and env[end].shape == expected.shape and bool((env[end] == expected).all())
-
-
-__all__ = ["SDPA", "MaskKind", "Refusal", "find_sdpa", "raise_sdpa"]

@@ -24,11 +24,8 @@ _DISPATCHED = frozenset(f for module in (torch.functional, torch.nn.functional) 
 
 
 def check_whole(graph: fx.Graph) -> None:
-    """Refuse a graph that is not the whole function; of a graph that ``note_breaks`` saw, or a copy.
-
-    Raises:
-        UnsupportedAttention: names the break.
-    """
+    """Refuse a graph that is not the whole function; of a graph that ``note_breaks`` saw, or a copy. Raises
+    UnsupportedAttention, which names the break."""
     broken = getattr(graph.owning_module, "meta", {}).get(_KEY)
     if broken:
         raise UnsupportedAttention(
@@ -40,11 +37,7 @@ def check_whole(graph: fx.Graph) -> None:
 def check_names(graph: fx.Graph) -> None:
     """Refuse a graph that calls a function which it cannot show: one of torch in whose place a patch is (the code made of a
     graph calls it by its name, and would run the patch, inside of which Dynamo has found the function), or one that Dynamo was
-    asked not to look into.
-
-    Raises:
-        UnsupportedAttention: names the function.
-    """
+    asked not to look into. Raises UnsupportedAttention, which names the function."""
     for target in {n.target for n in graph.nodes if n.op == "call_function"}:
         if isinstance(target, types.FunctionType):
             own = not is_code_of(target, "torch", "quire", "transformers")
@@ -99,6 +92,3 @@ def _untraced_caller() -> str | None:
 
 def _is_in(frame: Any, *path: str) -> bool:
     return frame is not None and os.path.join(os.sep, "torch", *path) in frame.f_code.co_filename
-
-
-__all__ = ["check_names", "check_whole", "note_breaks"]

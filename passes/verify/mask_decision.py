@@ -11,31 +11,16 @@ itself raises an IndexError beyond them.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping
 from fractions import Fraction
 
 import torch
 
-from quire.passes.verify.mask_formula import (
-    LARGE,
-    All,
-    Choice,
-    Compare,
-    Condition,
-    Floor,
-    Form,
-    Infinite,
-    Lookup,
-    Not,
-    Term,
-    Unprovable,
-    Var,
-    axes,
-    parts,
-    substitute,
-    var,
-)
+from quire.passes.verify import mask_formula as formula
+from quire.passes.verify.mask_formula import All, Compare, Condition, Floor, Form, Lookup, Term, Unprovable, Var
 
 _MAX_TABLE = 8192  # positions up to which stored tables are compared entry by entry: 64 Mi pairs
 _MAX_POINTS = 2**23  # pairs that ``agree`` tests
@@ -43,14 +28,11 @@ _BLOCK = 2**20
 
 
 def agree(a: Condition, b: Condition) -> bool:
-    """Whether two conditions on the axes -2 and -1 are equal for all positions. See NOTE [Mask proof].
-
-    Raises:
-        Unprovable: they contain something that the proof does not cover.
-    """
-    if not axes(a) | axes(b) <= {-2, -1}:
+    """Whether two conditions on the axes -2 and -1 are equal for all positions. See NOTE [Mask proof]. Raises Unprovable if
+    they contain something that the proof does not cover."""
+    if not formula.axes(a) | formula.axes(b) <= {-2, -1}:
         raise Unprovable("it differs between heads or sequences")
-    inside = [*parts(a), *parts(b)]
+    inside = [*formula.parts(a), *formula.parts(b)]
     tables = {p for p in inside if isinstance(p, Lookup)}
     if tables:
         return _agree_up_to(a, b, _reach(tables))
@@ -58,7 +40,7 @@ def agree(a: Condition, b: Condition) -> bool:
     period = math.lcm(1, *(f.denominator for p in inside if isinstance(p, Floor) for _, f in p.form.terms))
     settled = 0
     for form in forms:
-        of = axes(form)
+        of = formula.axes(form)
         if len(of) == 1:
             settled = max(settled, int(_changes(form, of.pop(), torch.zeros(1, dtype=torch.int64)).max()))
         elif _drift(form, period) != 0:
@@ -69,7 +51,7 @@ def agree(a: Condition, b: Condition) -> bool:
     fixed = torch.arange(rows)
     for free, other in ((-2, -1), (-1, -2)):
         points = [torch.zeros(1, rows, dtype=torch.int64)]
-        points += [_changes(form, free, fixed) for form in forms if free in axes(form)]
+        points += [_changes(form, free, fixed) for form in forms if free in formula.axes(form)]
         at = torch.cat(points)
         at = torch.cat([at, at.max(0, keepdim=True).values + 1]).clamp(min=0)
         env = {free: at, other: fixed[None]}
@@ -80,22 +62,23 @@ def agree(a: Condition, b: Condition) -> bool:
 
 def never(condition: Condition) -> bool:
     """Whether a condition on the positions of at most two axes is proven to hold nowhere."""
-    found = sorted(axes(condition))
+    found = sorted(formula.axes(condition))
+    renamed = {axis: formula.var(-1 - k) for k, axis in enumerate(found)}
     try:
-        return len(found) <= 2 and agree(substitute(condition, {a: var(-1 - k) for k, a in enumerate(found)}), False)
+        return len(found) <= 2 and agree(formula.substitute(condition, renamed), False)
     except Unprovable:
         return False
 
 
 def first_hidden(visible: Condition) -> int | None:
     """The first query position that does not see key 0; None: all do."""
-    inside = list(parts(visible))
+    inside = list(formula.parts(visible))
     tables = {p for p in inside if isinstance(p, Lookup)}
     zero = torch.zeros(1, dtype=torch.int64)
     if tables:
         at = torch.arange(_reach(tables))
     else:
-        points = [_changes(p.form, -2, zero).flatten() for p in inside if isinstance(p, Compare) and -2 in axes(p.form)]
+        points = [_changes(p.form, -2, zero).flatten() for p in inside if isinstance(p, Compare) and -2 in formula.axes(p.form)]
         at = torch.cat([zero, *points]).clamp(min=0).unique()
         at = torch.cat([at, at[-1:] + 1])
     hidden = at[~evaluate(visible, {-2: at, -1: zero}).expand(at.shape)]
@@ -114,9 +97,9 @@ def _agree_up_to(a: Condition, b: Condition, reach: int) -> bool:
 def _reach(tables: set[Lookup]) -> int:
     """How many positions a sequence can have before an index leaves a table."""
     reach = _MAX_TABLE + 1
-    for lookup in sorted(tables, key=lambda table: sum(1 for _ in parts(table))):  # those inside others first
+    for lookup in sorted(tables, key=lambda table: sum(1 for _ in formula.parts(table))):  # those inside others first
         for index, size in zip(lookup.index, lookup.table.data.shape, strict=True):
-            of = axes(index)
+            of = formula.axes(index)
             if len(of) > 1:
                 raise Unprovable("it looks up a table by two positions at once")
             values = _value(index, dict.fromkeys(of, torch.arange(reach))).expand(reach)
@@ -133,21 +116,18 @@ def evaluate(condition: Condition, env: Mapping[int, torch.Tensor]) -> torch.Ten
     """A condition at the positions of ``env`` (axis -> int64 tensor), as booleans that broadcast with them."""
     if isinstance(condition, bool):
         return torch.tensor(condition)
-    if isinstance(condition, Not):
+    if isinstance(condition, formula.Not):
         return ~evaluate(condition.condition, env)
     if isinstance(condition, Compare):
         return getattr(torch, condition.op)(_numerator(condition.form, env)[0], 0)
-    found = [evaluate(c, env) for c in condition.conditions]
-    total = found[0]
-    for each in found[1:]:
-        total = total & each if isinstance(condition, All) else total | each
-    return total
+    join = operator.and_ if isinstance(condition, All) else operator.or_
+    return functools.reduce(join, (evaluate(c, env) for c in condition.conditions))
 
 
 def _value(term: Term, env: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    if isinstance(term, Choice):
+    if isinstance(term, formula.Choice):
         return torch.where(evaluate(term.condition, env), _value(term.yes, env), _value(term.no, env))
-    if isinstance(term, Infinite):
+    if isinstance(term, formula.Infinite):
         raise Unprovable("it computes with an infinite position")
     total, denominator = _numerator(term, env)
     if denominator != 1:
@@ -158,7 +138,7 @@ def _value(term: Term, env: Mapping[int, torch.Tensor]) -> torch.Tensor:
 def _numerator(form: Form, env: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """The values of ``form`` times a positive integer, and that integer."""
     scale = math.lcm(form.const.denominator, *(f.denominator for _, f in form.terms))
-    if any(abs(x * scale) > LARGE for x in (Fraction(1), form.const, *(f for _, f in form.terms))):
+    if any(abs(x * scale) > formula.LARGE for x in (Fraction(1), form.const, *(f for _, f in form.terms))):
         raise Unprovable("its numbers are too large")
     total = torch.tensor(int(form.const * scale))
     for basis, factor in form.terms:
@@ -176,7 +156,7 @@ def _numerator(form: Form, env: Mapping[int, torch.Tensor]) -> tuple[torch.Tenso
 def _changes(form: Form, axis: int, fixed: torch.Tensor) -> torch.Tensor:
     """Values of the position along ``axis`` around each place where a comparison of ``form`` with 0 changes: (k, len(fixed)).
     The other position is ``fixed``."""
-    found = [(b, f) for b, f in form.terms if axis in axes(Form(frozenset({(b, f)})))]
+    found = [(b, f) for b, f in form.terms if axis in formula.axes(Form(frozenset({(b, f)})))]
     if len(found) != 1:
         raise Unprovable("it takes remainders of positions, or the like")
     (basis, factor), = found
@@ -191,7 +171,7 @@ def _changes(form: Form, axis: int, fixed: torch.Tensor) -> torch.Tensor:
         assert isinstance(basis, Floor)
         inner = dict(basis.form.terms)
         slope = inner.pop(Var(axis), None)
-        if slope is None or axis in axes(Form(frozenset(inner.items()))):
+        if slope is None or axis in formula.axes(Form(frozenset(inner.items()))):
             raise Unprovable("it divides positions more than once")
         total, scale = _numerator(Form(frozenset(inner.items()), basis.form.const), env)
         places = [torch.div((step * scale - total) * slope.denominator, slope.numerator * scale, rounding_mode="floor").expand(
@@ -208,6 +188,3 @@ def _drift(form: Form, period: int) -> Fraction:
             raise Unprovable("it divides positions more than once")
         total += factor * grows
     return total
-
-
-__all__ = ["agree", "evaluate", "first_hidden", "never"]

@@ -344,12 +344,14 @@ def as_term(element: Any) -> Term:
     return choose(element, number(1), number(0)) if is_condition(element) else element
 
 
-def exact(term: Term, dtype: torch.dtype) -> Term:
-    """``term`` as ``dtype`` holds it, constants rounded.
+def as_condition(element: Any) -> Condition:
+    """A number as whether it is not 0."""
+    return element if is_condition(element) else compare(element, "ne", number(0))
 
-    Raises:
-        Unprovable: ``dtype`` does not hold every value for MAX_POSITIONS positions.
-    """
+
+def exact(term: Term, dtype: torch.dtype) -> Term:
+    """``term`` as ``dtype`` holds it, constants rounded. Raises Unprovable if ``dtype`` does not hold every value for
+    MAX_POSITIONS positions."""
 
     def one(leaf: Form | Infinite) -> Term:
         if isinstance(leaf, Infinite):
@@ -403,9 +405,3 @@ def entry(tensor: torch.Tensor) -> Any:
             raise Unprovable("it has a table with several very large numbers")
         return choose(entry(data == least), number(least.item()), entry(rest))
     return look_up(Table(data), index)
-
-
-__all__ = ["LARGE", "MAX_POSITIONS", "All", "Choice", "Compare", "Condition", "Either", "Floor", "Form", "Infinite", "Lookup",
-           "Not", "Table", "Term", "Unprovable", "Var", "add", "as_term", "axes", "both", "bounds", "choose", "compare",
-           "either", "entry", "exact", "floor", "is_condition", "is_whole", "leaves", "look_up", "map_leaves", "minus",
-           "negate", "number", "parts", "select", "substitute", "times", "var"]

@@ -4,6 +4,8 @@ size, counts along positions, takes bits of positions, or applies a function to 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -16,8 +18,8 @@ from torch import fx
 from quire.passes.fx import symbolic, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
-from quire.passes.verify.mask_formula import Condition, Form, Infinite, Term, Unprovable
-from quire.passes.verify.mask_rules import PARTS, RULES, rule
+from quire.passes.verify.mask_formula import Form, Infinite, Term, Unprovable
+from quire.passes.verify.mask_rules import PARTS, RULES, greater, lesser, rule
 
 if TYPE_CHECKING:
     from quire.passes.verify.mask_proof import MaskProver
@@ -119,10 +121,7 @@ def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Call
                 raise Unprovable("it is taken over positions")
             if join in (formula.add, formula.times) and value(node).is_floating_point() and size > 2:
                 raise Unprovable("it adds or multiplies in an order that is not known, and is rounded")
-            places = [formula.substitute(element, {axis: formula.number(k)}) for k in range(size)]
-            element = places[0]
-            for each in places[1:]:
-                element = join(element, each)
+            element = functools.reduce(join, [formula.substitute(element, {axis: formula.number(k)}) for k in range(size)])
         if keepdim:
             return element
         kept = [a for a in range(-rank, 0) if a not in axes]
@@ -131,24 +130,12 @@ def _reduction(names: tuple[str, ...], join: Callable[[Any, Any], Any], of: Call
     RULES.update(dict.fromkeys(names, reduce))
 
 
-def _truth(element: Any) -> Condition:
-    return element if formula.is_condition(element) else formula.compare(element, "ne", formula.number(0))
-
-
-def _larger(a: Term, b: Term) -> Term:
-    return formula.choose(formula.compare(a, "lt", b), b, a)
-
-
-def _smaller(a: Term, b: Term) -> Term:
-    return formula.choose(formula.compare(a, "lt", b), a, b)
-
-
-_reduction(("all",), formula.both, _truth)
-_reduction(("any",), formula.either, _truth)
+_reduction(("all",), formula.both, formula.as_condition)
+_reduction(("any",), formula.either, formula.as_condition)
 _reduction(("sum",), formula.add, formula.as_term)
 _reduction(("prod",), formula.times, formula.as_term)
-_reduction(("amax",), _larger, formula.as_term)
-_reduction(("amin",), _smaller, formula.as_term)
+_reduction(("amax",), greater, formula.as_term)
+_reduction(("amin",), lesser, formula.as_term)
 
 
 # Counting along positions.
@@ -170,9 +157,7 @@ def _cumsum(p: MaskProver, node: fx.Node, x: Any, dim: Any, **options: Any) -> A
             formula.both(beyond, formula.compare(element, "ne", last))):
         raise Unprovable("it sums over positions")
     top = max((k for k, at in enumerate(each) if at != last), default=0)
-    sums = [each[0]]
-    for at in each[1 : top + 1]:
-        sums.append(formula.add(sums[-1], at))
+    sums = list(itertools.accumulate(each[: top + 1], formula.add))
     total = formula.add(formula.times(last, formula.add(formula.var(axis), formula.number(-top))), sums[top])
     for k in range(top - 1, -1, -1):
         total = formula.choose(formula.compare(formula.var(axis), "lt", formula.number(k + 1)), sums[k], total)
@@ -190,9 +175,11 @@ def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
             mask = p.term(other)
             if isinstance(mask, Form) and mask.is_const and value(node).dtype in _SIGNED:
                 of, bits = p.term(x), int(mask.const)
-                power = _power(bits if bits > 0 else ~bits)
-                high = formula.floor(formula.times(of, formula.number(Fraction(1, power))))
-                high = formula.times(high, formula.number(power))
+                ones = bits if bits > 0 else ~bits
+                if ones & (ones + 1):  # not 2**k - 1
+                    break
+                high = formula.floor(formula.times(of, formula.number(Fraction(1, ones + 1))))
+                high = formula.times(high, formula.number(ones + 1))
                 if op == "and":
                     return formula.minus(of, high) if bits >= 0 else high
                 if op == "or" and bits >= 0:
@@ -202,28 +189,10 @@ def _bits(op: str, logic: Callable[..., Any]) -> Callable[..., Any]:
     return combine
 
 
-def _power(ones: int) -> int:
-    """2**k of a number whose k lowest bits are 1, and no others."""
-    if ones & (ones + 1):
-        raise Unprovable("it combines the bits of positions")
-    return ones + 1
-
-
 _AND, _OR = _bits("and", RULES["and_"]), _bits("or", RULES["or_"])
 RULES.update(dict.fromkeys(("and_", "iand", "__and__", "__iand__", "bitwise_and", "bitwise_and_"), _AND))
 RULES.update(dict.fromkeys(("or_", "ior", "__or__", "__ior__", "bitwise_or", "bitwise_or_"), _OR))
 RULES["__ixor__"] = RULES["__xor__"]
-
-
-@rule("lshift", "bitwise_left_shift", "__lshift__")
-def _left_shift(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return formula.times(p.term(a), formula.number(2 ** int(p.constant(b))))
-
-
-@rule("ceil")
-def _ceil(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    minus_one = formula.number(-1)
-    return formula.times(formula.floor(formula.times(p.term(a), minus_one)), minus_one)
 
 
 @rule("sign", "sgn")
@@ -282,6 +251,3 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
 }
 for _name, _function in _FUNCTIONS.items():
     _of_constants(_name, _function)
-
-
-__all__: list[str] = []

@@ -1,10 +1,10 @@
 """What an attention mask means, derived from the graph that builds it.
 
 ``MaskProver`` reads the sub-graph of a mask as a condition on a query and a key position (``passes/verify/mask_formula.py``),
-for one sequence at positions 0, 1, 2, ..., and compares it with the causal, sliding-window and chunked masks for all positions
-(``passes/verify/mask_decision.py``). In the forward of one sequence, ``arange`` over its tokens and ``position_ids`` are the
-same. Only operators with a rule (``passes/verify/mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids,
-activations, other arguments of the call, or the number of tokens is refused.
+for one sequence at positions 0, 1, 2, ..., where ``arange`` over its tokens and ``position_ids`` are the same, and compares it
+with the causal, sliding-window and chunked masks for all positions (``passes/verify/mask_decision.py``). Only operators with a
+rule (``passes/verify/mask_rules.py``, ``mask_parts.py``) are understood; what depends on token ids, activations, other
+arguments of the call, or the number of tokens is refused.
 
 A float mask must be 0 where a key is visible and hide it everywhere else: -inf, or no more than half the least number of its
 dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_POSITIONS`` positions.
@@ -12,8 +12,6 @@ dtype, which absorbs any score. Arithmetic must be exact in its dtype for ``MAX_
 
 from __future__ import annotations
 
-import builtins
-import operator
 import re
 import weakref
 from collections.abc import Sequence
@@ -36,6 +34,7 @@ from quire.passes.fx import (
     source_name,
     storage_of,
     symbolic,
+    torch_name,
     value,
     written_by,
 )
@@ -82,11 +81,8 @@ class MaskKind:
 
 
 class StoredMasks:
-    """Notices that a stored tensor has other values than those a mask was proven with.
-
-    Args:
-        tensors: (place among the graph's inputs, tensor). Not kept alive.
-    """
+    """Notices that a stored tensor has other values than those a mask was proven with. ``tensors``: (place among the graph's
+    inputs, tensor). Not kept alive."""
 
     def __init__(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
         self._seen = [(place, weakref.ref(t), _version(t), t.detach().clone() if t.device.type == "cpu" and t.numel() <= _SMALL
@@ -109,10 +105,9 @@ def _version(tensor: Any) -> int:
 
 @dataclass
 class MaskProver:
-    """Proves the masks of one graph.
+    """Proves the masks of one graph, traced by Dynamo, whose nodes carry fake values.
 
     Args:
-        graph: traced by Dynamo; its nodes carry fake values.
         tokens: the symbolic size of the token dimension.
         inputs: real tensors of placeholders by node name, for stored masks and numbers.
         used: filled with the names of the stored tensors that proofs rest on.
@@ -156,11 +151,8 @@ class MaskProver:
         self._at: fx.Node | None = None
 
     def prove(self, mask: fx.Node, at: fx.Node) -> MaskKind:
-        """The kind of ``mask`` as the node ``at`` reads it.
-
-        Raises:
-            Refusal: it is not proven to be one of causal, sliding window, chunk, or all visible.
-        """
+        """The kind of ``mask`` as the node ``at`` reads it. Raises Refusal if it is not proven to be one of causal, sliding
+        window, chunk, or all visible."""
         writes = [w for w in self._writes.get(_storage(mask), ()) if self._order[w] < self._order[at]]
         key = mask, len(writes)
         if key not in self._kinds:
@@ -242,7 +234,7 @@ class MaskProver:
         single = {axis: formula.number(0) for axis in formula.axes(found) if self._is_one(value(node).shape[axis])}
         found = formula.substitute(found, single) if single else found
         if dtype == torch.bool:
-            return found if formula.is_condition(found) else formula.compare(found, "ne", formula.number(0))
+            return formula.as_condition(found)
         return formula.exact(formula.as_term(found), dtype)
 
     def _input(self, node: fx.Node) -> Any:
@@ -274,7 +266,7 @@ class MaskProver:
                 if self._writes.get(_storage(n)):
                     raise Unprovable(f"{source_name(n)} is changed in place")
                 env[n] = self.inputs[n.name].detach()
-            elif n.op != "get_attr" and (_name(n) not in _STATIC or written_by(n)):
+            elif n.op != "get_attr" and (torch_name(n) not in _STATIC or written_by(n)):
                 return None
             elif isinstance(value(n), torch.Tensor) and self._writes.get(_storage(n)):
                 return None
@@ -287,11 +279,11 @@ class MaskProver:
         return formula.entry(env[node])
 
     def _call(self, node: fx.Node) -> Any:
-        rule = RULES.get(_name(node)) if node.op.startswith("call") else None
+        rule = RULES.get(torch_name(node)) if node.op.startswith("call") else None
         if rule is None:
             tensors = [n for n in ancestors(node) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)]
             ids = next((n for n in tensors if "input_ids" in source_name(n)), None)
-            name = _name(node) or getattr(node.target, "__name__", node.op)
+            name = torch_name(node) or getattr(node.target, "__name__", node.op)
             raise Unprovable(f"it uses {name}" + (", on token ids" if ids is not None else
                              ", which is not known to keep to positions"))
         return rule(self, node, *node.args, **node.kwargs)
@@ -308,8 +300,7 @@ class MaskProver:
     def condition(self, arg: Any) -> Condition:
         """An argument as a truth."""
         if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
-            found = self.element(arg)
-            return found if formula.is_condition(found) else formula.compare(found, "ne", formula.number(0))
+            return formula.as_condition(self.element(arg))
         return bool(self.constant(arg))
 
     def constant(self, arg: Any) -> Any:
@@ -319,7 +310,7 @@ class MaskProver:
             expr = number.node.shape_env.replace(number.node.expr)
             if expr.is_number:
                 return int(expr) if isinstance(number, torch.SymInt) else float(expr)
-            source: Any = arg.args[0] if isinstance(arg, fx.Node) and _name(arg) == "item" else None
+            source: Any = arg.args[0] if isinstance(arg, fx.Node) and torch_name(arg) == "item" else None
             stored = self.inputs.get(source.name) if isinstance(source, fx.Node) and is_stored(source) else None
             if not isinstance(stored, torch.Tensor):
                 raise Unprovable("it depends on the number of tokens")
@@ -328,11 +319,6 @@ class MaskProver:
         if not isinstance(number, (int, float)):
             raise Unprovable(f"it depends on {arg}, which is not constant")
         return number
-
-    @staticmethod
-    def name(node: fx.Node) -> str:
-        """``_name`` of a node."""
-        return _name(node)
 
     @staticmethod
     def _is_one(size: Any) -> bool:
@@ -375,16 +361,3 @@ def _storage(node: fx.Node) -> int:
         return storage_of(value(node))
     except NotImplementedError:  # sparse
         return -1
-
-
-def _name(node: fx.Node) -> str:
-    """The name of the torch function, operator or method that a node calls; empty for any other function."""
-    if isinstance(node.target, str):
-        return node.target if node.op == "call_method" else ""
-    name = getattr(node.target, "__name__", "")
-    owners = (operator, torch, torch.Tensor, torch.nn.functional, torch._C._nn, builtins)
-    return name if any(getattr(owner, name, None) is node.target for owner in owners) else ""
-
-
-
-__all__ = ["MaskKind", "MaskProver", "Refusal", "StoredMasks"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from quire.passes.fx import symbolic, value
+from quire.passes.fx import symbolic, target_name, torch_name, value
 from quire.passes.verify import mask_formula as formula
 from quire.passes.verify.mask_decision import never
 from quire.passes.verify.mask_formula import Condition, Form, Infinite, Term, Unprovable
@@ -51,16 +51,6 @@ def _sub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     return formula.minus(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
-@rule("rsub")
-def _rsub(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return _sub(p, node, b, a)
-
-
-@rule("neg", "negative")
-def _neg(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    return formula.times(p.term(a), formula.number(-1))
-
-
 @rule("mul", "imul", "multiply")
 def _mul(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     if value(node).dtype == torch.bool:
@@ -77,11 +67,6 @@ def _quotient(p: MaskProver, node: fx.Node, a: Any, b: Any) -> tuple[Term, int]:
     return formula.times(dividend, formula.number(1 / by.const)), int(by.const)
 
 
-@rule("floordiv", "floor_divide", "ifloordiv")
-def _floor_divide(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return formula.floor(_quotient(p, node, a, b)[0])
-
-
 @rule("div", "divide", "truediv", "itruediv", "true_divide")
 def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     quotient, by = _quotient(p, node, a, b)
@@ -92,25 +77,10 @@ def _div(p: MaskProver, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
     return formula.floor(quotient) if rounding_mode == "floor" else _truncated(quotient)
 
 
-@rule("rshift", "bitwise_right_shift", "__rshift__")
-def _right_shift(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
-    return formula.floor(formula.times(p.term(a), formula.number(Fraction(1, 2 ** int(p.constant(b))))))
-
-
 @rule("mod", "remainder")
 def _remainder(p: MaskProver, node: fx.Node, a: Any, b: Any) -> Any:
     quotient, by = _quotient(p, node, a, b)
     return formula.minus(p.term(a), formula.times(formula.floor(quotient), formula.number(by)))
-
-
-@rule("floor")
-def _floor(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    return formula.floor(p.term(a))
-
-
-@rule("trunc", "fix")
-def _trunc(p: MaskProver, node: fx.Node, a: Any) -> Any:
-    return _truncated(p.term(a))
 
 
 def _truncated(term: Term) -> Term:
@@ -118,9 +88,12 @@ def _truncated(term: Term) -> Term:
         raise Unprovable("it rounds an infinity")
     if term == formula.floor(term) or never(formula.compare(term, "lt", formula.number(0))):
         return formula.floor(term)
-    below = formula.compare(term, "lt", formula.number(0))
+    return formula.choose(formula.compare(term, "lt", formula.number(0)), _ceil(term), formula.floor(term))
+
+
+def _ceil(term: Term) -> Term:
     minus_one = formula.number(-1)
-    return formula.choose(below, formula.times(formula.floor(formula.times(term, minus_one)), minus_one), formula.floor(term))
+    return formula.times(formula.floor(formula.times(term, minus_one)), minus_one)
 
 
 @rule("abs", "absolute", "__abs__")
@@ -129,36 +102,31 @@ def _abs(p: MaskProver, node: fx.Node, a: Any) -> Any:
     return formula.choose(formula.compare(term, "lt", formula.number(0)), formula.times(term, formula.number(-1)), term)
 
 
-def _greater(a: Term, b: Term) -> Term:
+def greater(a: Term, b: Term) -> Term:
     return formula.choose(formula.compare(a, "lt", b), b, a)
 
 
-def _lesser(a: Term, b: Term) -> Term:
+def lesser(a: Term, b: Term) -> Term:
     return formula.choose(formula.compare(a, "lt", b), a, b)
 
 
 @rule("clamp", "clip", "clamp_min", "clamp_max", "clamp_")
 def _clamp(p: MaskProver, node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
-    name = str(getattr(node.target, "__name__", node.target))
+    name = target_name(node)
     if name == "clamp_max":
         min, max = None, min
     dtype = value(node).dtype
     term = p.term(a, dtype)
-    term = term if min is None else _greater(term, p.term(min, dtype))
-    return term if max is None else _lesser(term, p.term(max, dtype))
-
-
-@rule("relu", "relu_")
-def _relu(p: MaskProver, node: fx.Node, a: Any, inplace: bool = False) -> Any:
-    return _greater(p.term(a), formula.number(0))
+    term = term if min is None else greater(term, p.term(min, dtype))
+    return term if max is None else lesser(term, p.term(max, dtype))
 
 
 @rule("maximum", "minimum", "max", "min", "fmax", "fmin")
 def _max_min(p: MaskProver, node: fx.Node, a: Any, b: Any = None) -> Any:
     if not isinstance(value(b), torch.Tensor):
         raise Unprovable("it takes a maximum over positions")
-    smaller = "min" in str(getattr(node.target, "__name__", node.target))
-    return (_lesser if smaller else _greater)(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
+    smaller = "min" in target_name(node)
+    return (lesser if smaller else greater)(p.term(a, value(node).dtype), p.term(b, value(node).dtype))
 
 
 # Comparisons and logic.
@@ -218,11 +186,6 @@ def _where(p: MaskProver, node: fx.Node, condition: Any, input: Any, other: Any)
     return _choose(p, node, condition, input, other)
 
 
-@rule("masked_fill", "masked_fill_")
-def _masked_fill(p: MaskProver, node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
-    return _choose(p, node, mask, value, x)
-
-
 # Making tensors.
 
 
@@ -233,30 +196,10 @@ def _arange(p: MaskProver, node: fx.Node, *numbers: Any, **options: Any) -> Any:
     return formula.add(formula.times(formula.var(-1), formula.number(p.constant(step))), formula.number(p.constant(start)))
 
 
-def _filled(names: Sequence[str], number: Callable[[MaskProver, Any, dict[str, Any]], Term]) -> None:
-    def fill(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
-        return number(p, args, options)
-
-    RULES.update(dict.fromkeys(names, fill))
-
-
-_filled(("ones", "ones_like", "new_ones"), lambda p, args, options: formula.number(1))
-_filled(("zeros", "zeros_like", "new_zeros"), lambda p, args, options: formula.number(0))
-_filled(("full", "full_like"), lambda p, args, options: p.term(options.get("fill_value", args[1] if len(args) > 1 else None)))
-_filled(("new_full",), lambda p, args, options: p.term(options.get("fill_value", args[2] if len(args) > 2 else None)))
-_filled(("fill_", "fill"), lambda p, args, options: p.term(args[1]))
-_filled(("zero_",), lambda p, args, options: formula.number(0))
-
-
-@rule("eye")
-def _eye(p: MaskProver, node: fx.Node, *args: Any, **options: Any) -> Any:
-    return formula.compare(formula.var(-1), "eq", formula.var(-2))
-
-
 @rule("tril", "tril_", "triu", "triu_")
 def _triangle(p: MaskProver, node: fx.Node, x: Any, diagonal: Any = 0) -> Any:
     ahead = formula.minus(formula.var(-1), formula.var(-2))
-    lower = "tril" in str(getattr(node.target, "__name__", node.target))
+    lower = "tril" in target_name(node)
     keep = formula.compare(ahead, "le" if lower else "ge", formula.number(p.constant(diagonal)))
     element = p.element(x)
     return formula.both(keep, element) if formula.is_condition(element) else formula.choose(keep, element, formula.number(0))
@@ -272,11 +215,6 @@ def _to(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any
             value(node).dtype != torch.bool):
         return _truncated(element)
     return element
-
-
-@rule("clone", "contiguous", "detach", "expand", "expand_as", "broadcast_to", "lift_fresh", "detach_")
-def _same(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -> Any:
-    return p.element(x)
 
 
 @rule("unsqueeze", "squeeze", "view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "unflatten")
@@ -298,7 +236,7 @@ def _reshape(p: MaskProver, node: fx.Node, x: Any, *args: Any, **options: Any) -
 
 @rule("transpose", "permute", "t", "swapaxes", "movedim", "getattr")
 def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any) -> Any:
-    rank, name = value(x).dim(), str(getattr(node.target, "__name__", node.target))
+    rank, name = value(x).dim(), target_name(node)
     if name == "getattr":
         if dims[0] not in ("T", "mT") or rank < 2 or (dims[0] == "T" and rank > 2):
             raise Unprovable(f"it reads .{dims[0]}")
@@ -319,7 +257,7 @@ def _transpose(p: MaskProver, node: fx.Node, x: Any, *dims: Any, **options: Any)
 @rule("getitem", "__getitem__")
 def _getitem(p: MaskProver, node: fx.Node, x: Any, index: Any) -> Any:
     if not isinstance(value(x), torch.Tensor):
-        part = PARTS.get(p.name(x))
+        part = PARTS.get(torch_name(x))
         if part is None or type(index) is not int:
             raise Unprovable("it uses a part of a tuple")
         return part(p, x, index)
@@ -414,4 +352,28 @@ def _diff(p: MaskProver, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepe
     return formula.minus(element, before)
 
 
-__all__ = ["PARTS", "RULES", "rule"]
+# Rules of one expression.
+_EXPRESSIONS: dict[str, Callable[..., Any]] = {
+    "rsub": lambda p, node, a, b: _sub(p, node, b, a),
+    "neg negative": lambda p, node, a: formula.times(p.term(a), formula.number(-1)),
+    "floordiv floor_divide ifloordiv": lambda p, node, a, b: formula.floor(_quotient(p, node, a, b)[0]),
+    "lshift bitwise_left_shift __lshift__": lambda p, node, a, b: formula.times(
+        p.term(a), formula.number(2 ** int(p.constant(b)))),
+    "rshift bitwise_right_shift __rshift__": lambda p, node, a, b: formula.floor(formula.times(
+        p.term(a), formula.number(Fraction(1, 2 ** int(p.constant(b)))))),
+    "floor": lambda p, node, a: formula.floor(p.term(a)),
+    "ceil": lambda p, node, a: _ceil(p.term(a)),
+    "trunc fix": lambda p, node, a: _truncated(p.term(a)),
+    "relu relu_": lambda p, node, a, inplace=False: greater(p.term(a), formula.number(0)),
+    "masked_fill masked_fill_": lambda p, node, x, mask, value: _choose(p, node, mask, value, x),
+    "ones ones_like new_ones": lambda p, node, *args, **options: formula.number(1),
+    "zeros zeros_like new_zeros zero_": lambda p, node, *args, **options: formula.number(0),
+    "full full_like": lambda p, node, *args, **options: p.term(
+        options.get("fill_value", args[1] if len(args) > 1 else None)),
+    "new_full": lambda p, node, *args, **options: p.term(options.get("fill_value", args[2] if len(args) > 2 else None)),
+    "fill_ fill": lambda p, node, *args, **options: p.term(args[1]),
+    "eye": lambda p, node, *args, **options: formula.compare(formula.var(-1), "eq", formula.var(-2)),
+    "clone contiguous detach detach_ expand expand_as broadcast_to lift_fresh": lambda p, node, x, *a, **options: p.element(x),
+}
+for _names, _expression in _EXPRESSIONS.items():
+    RULES.update(dict.fromkeys(_names.split(), _expression))

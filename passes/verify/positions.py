@@ -1,9 +1,9 @@
 """No sequence's length may reach another: what depends on the longest sequence of a batch is refused, or proven not to matter.
 
-Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the largest position of the batch. Alone, each
-sequence would get those of its own length. For "longrope" each does (``passes/rewrite/length_rope.py``). "dynamic" is refused:
-its frequencies change with every token, so that all keys would have to be computed again each time. That nothing else is
-computed from the positions of several tokens is proved with the rest of the graph (``tokens.py``).
+Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the largest position of the batch. For "longrope"
+each sequence gets those of its own length (``passes/rewrite/length_rope.py``). "dynamic" is refused: its frequencies change
+with every token, so that all keys would have to be computed again each time. That nothing else is computed from the positions
+of several tokens is proved with the rest of the graph (``tokens.py``).
 """
 
 from __future__ import annotations
@@ -15,24 +15,13 @@ import torch
 from torch import fx
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import (
-    compute_value,
-    erase_dead,
-    is_method,
-    source_name,
-    value,
-)
+from quire.passes.fx import erase_dead, made_like
+from quire.passes.rewrite.length_rope import limit_of
 
 
 def check_rope(config: Any) -> None:
-    """Refuse a config whose rotary frequencies depend on the longest sequence of a batch.
-
-    Args:
-        config: a transformers config; those nested in it are checked too.
-
-    Raises:
-        UnsupportedAttention: rope_type "dynamic".
-    """
+    """Refuse a config whose rotary frequencies depend on the longest sequence of a batch: rope_type "dynamic".
+    Configs nested in it are checked too. Raises UnsupportedAttention."""
     kind = getattr(config, "model_type", type(config).__name__)
     for rope, _ in _ropes(config):
         name = rope.get("rope_type") or rope.get("type")
@@ -61,40 +50,20 @@ def _ropes(config: Any, depth: int = 3) -> Iterator[tuple[dict[str, Any], int | 
 
 
 def use_short_frequencies(gm: fx.GraphModule, config: Any, max_length: int) -> int:
-    """Replace longrope's ``max(position_ids) + 1 > original_max_position_embeddings`` by False where no sequence is so long;
-    returns how often.
-
-    Args:
-        gm: changed in place.
-        max_length: no sequence will be longer.
-    """
+    """Replace longrope's ``max(position_ids) + 1 > original_max_position_embeddings`` by False, in place, where no sequence is
+    so long; returns how often. ``max_length``: no sequence will be longer."""
     shorts = {short for rope, short in _ropes(config) if "longrope" in (rope.get("rope_type"), rope.get("type"))
               and short is not None and max_length <= short}
     replaced = 0
     for node in list(gm.graph.nodes):
-        if not is_method(node, "gt") or node.args[1] not in shorts or not is_method(plus := node.args[0], "add"):
-            continue
-        largest, one = plus.args
-        if one != 1 or not is_method(largest, "max") or len(largest.args) != 1 or largest.kwargs:
-            continue
-        if not _is_given(largest.args[0]):
+        found = limit_of(node)
+        if found is None or found[0] not in shorts:
             continue
         with gm.graph.inserting_before(node):
-            never = gm.graph.call_method("new_zeros", (largest.args[0], ()), {"dtype": torch.bool})
-        compute_value(never)
-        never.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            never = made_like(gm.graph.call_method("new_zeros", (found[1], ()), {"dtype": torch.bool}), node)
         node.replace_all_uses_with(never)
         erase_dead(gm.graph, [node])
         replaced += 1
     if replaced:
         gm.recompile()
     return replaced
-
-
-def _is_given(node: Any) -> bool:
-    """Whether the node is the ``position_ids`` of the call."""
-    return isinstance(node, fx.Node) and node.op == "placeholder" and "position" in source_name(node) and isinstance(
-        value(node), torch.Tensor)
-
-
-__all__ = ["check_model", "check_rope", "use_short_frequencies"]

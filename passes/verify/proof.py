@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 import quire.passes.verify.row_index
+import quire.passes.verify.row_products
 import quire.passes.verify.row_views  # noqa: F401  (they add their rules)
 from quire.passes.fx import symbolic
 from quire.passes.verify.row_rules import LENGTHS, RULES, Call, elementwise, no_lengths
@@ -191,4 +195,22 @@ class Sizes:
             return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
 
-__all__ = ["Proof", "Sizes"]
+def execute(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    """The result of a node on the values in ``env``. Raises Mixes for what cannot run so."""
+    args, kwargs = tree_map(lambda a: a, fx.node.map_arg((node.args, node.kwargs), env.__getitem__))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    raise Mixes(f"quire does not look into {node.target}")
+
+
+@contextlib.contextmanager
+def balanced() -> Iterator[None]:
+    """Leave as many levels of torch.vmap as were entered, also after an error."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch._vmap_decrement_nesting()

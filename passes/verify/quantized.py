@@ -16,10 +16,9 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quire.attn_ops.backend import UnsupportedAttention
-from quire.passes.fx import module_path
+from quire.passes.fx import LINEAR, module_path
 
 logger = logging.getLogger(__name__)
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 _ROWS = 32  # of the probe; some integer matrix products need more than 16
 
 
@@ -43,20 +42,14 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
     """Refuse a quantized linear layer in which the tokens of a batch meet, such as one that scales all activations by the
-    largest of them (per-tensor dynamic quantization): what a sequence gets would depend on what runs beside it.
+    largest of them (per-tensor dynamic quantization): what a sequence gets would depend on what runs beside it. Raises
+    UnsupportedAttention, which names the layer. ``real``: the tensors behind the graph's placeholders.
 
     Each kind of weight is tried on random rows, twice, with one row changed in between: the others must not change.
-
-    Args:
-        graph: the traced graph.
-        real: the tensors behind its placeholders.
-
-    Raises:
-        UnsupportedAttention: names the layer.
     """
     tried: set[Any] = set()
     for node in graph.nodes:
-        weight = real.get(node.args[1]) if node.target in _LINEAR and len(node.args) > 1 else None
+        weight = real.get(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
         if not isinstance(weight, torch.Tensor) or not is_traceable_wrapper_subclass(weight):
             continue
         kind = (type(weight), tuple(weight.shape), repr(weight.__tensor_flatten__()[1]))
@@ -69,11 +62,7 @@ def check_rows(graph: fx.Graph, real: Mapping[fx.Node, Any]) -> None:
 
 def check_layers(model: torch.nn.Module) -> None:
     """Refuse bitsandbytes' 8-bit layers (LLM.int8) with a threshold, before they are traced: they compute a column in 16 bits
-    if any token of the batch has a large value there.
-
-    Raises:
-        UnsupportedAttention: names the layer.
-    """
+    if any token of the batch has a large value there. Raises UnsupportedAttention, which names the layer."""
     for name, module in model.named_modules():
         if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
             raise UnsupportedAttention(
@@ -101,6 +90,3 @@ def _check_rows(weight: torch.Tensor, where: str) -> None:
             f"{where} mixes the tokens of the batch outside attention: its weight ({kind}) quantizes the activations of all "
             "tokens by one scale, so sequences of a packed batch would change each other. Quantize with a scale for each token "
             "(torchao: granularity=PerRow()) or the weights only.")
-
-
-__all__ = ["addresses", "check_layers", "check_rows", "num_bytes", "parts"]

@@ -15,14 +15,8 @@ from quire.passes.verify.rows import CONST, Known, Mixes, Rows
 
 
 def attends_within(node: fx.Node, known: Callable[[Any], Known]) -> Known:
-    """What is known of the result of the call.
-
-    Args:
-        known: what is known of an argument; of None, that it is constant.
-
-    Raises:
-        Mixes: tokens meet in it, or may.
-    """
+    """What is known of the result of the call. ``known``: what is known of an argument; of None, that it is constant. Raises
+    Mixes if tokens meet in it, or may."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arg: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if arg.get("dropout_p") or arg.get("enable_gqa"):
@@ -45,6 +39,3 @@ def attends_within(node: fx.Node, known: Callable[[Any], Known]) -> Known:
     result = value(node)
     assert isinstance(result, torch.Tensor)
     return joined.at(joined.dim + result.dim()) if joined is not None else CONST
-
-
-__all__ = ["attends_within"]

@@ -10,12 +10,14 @@ Routing sorts the pairs (token, expert) by expert, multiplies each expert's pair
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
+from quire.passes.fx import argument, target_name
 from quire.passes.verify.row_rules import Call, as_data, rule, same
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixes, Order, Rows
 
@@ -212,9 +214,6 @@ def _index_add(call: Call) -> Known:
     return x
 
 
-# -- routing ----------------------------------------------------------------------------------------------------------------
-
-
 @rule("histc")
 def _histc(call: Call) -> Known:
     known = call.of("self")
@@ -280,3 +279,32 @@ def _sample_tokens(call: Call) -> Known:
             n is None or replace(n, axis=logits.axis) != Rows(0, logits.axis) for n in numbers):
         raise Mixes("its rows are not those of the logits")
     return logits
+
+
+def routed(node: fx.Node, known_of: Mapping[fx.Node, Any]) -> Any:
+    """What is known of a node of experts in a loop, which splits rows sorted by expert and joins them again; None for any other
+    node. Raises Mixes.
+
+    The numbers are read on the host, so that Dynamo knows the sizes of the parts as symbols of their own only.
+    """
+    name = target_name(node)
+    known = [known_of.get(x) for x in node.all_input_nodes]
+    if name in ("getitem", "item") and isinstance(counts := known[0], Counts) and len(known) == 1 and not counts.summed:
+        at = node.args[1] if name == "getitem" else counts.at
+        return replace(counts, at=at) if type(at) is int and (name == "item") == (counts.at is not None) else None
+    if name == "split" and isinstance(rows := known[0], Rows) and any(isinstance(k, Counts) for k in known[1:]):
+        sizes = node.args[1] if isinstance(node.args[1], (list, tuple)) else ()
+        parts = [known_of.get(s) if isinstance(s, fx.Node) else None for s in sizes]
+        if argument(node, 2, "dim", 0) == rows.dim == 0 and rows.data and all(
+                isinstance(p, Counts) and p.at == i and of_order(p, rows.order) for i, p in enumerate(parts)):
+            return [Group(rows.data, i, len(parts)) for i in range(len(parts))]
+        raise Mixes("it splits the tokens")
+    if name in ("cat", "concat") and any(isinstance(k, Group) for k in known):
+        parts = [known_of[p] for p in node.args[0]]  # type: ignore[union-attr,index]
+        groups = [p for p in parts if isinstance(p, Group)]
+        all_of = len(groups) == len(parts) == groups[0].experts
+        if all_of and all(g.at == i and g.rows == groups[0].rows for i, g in enumerate(groups)) and (
+                argument(node, 1, "dim", 0) == 0):
+            return groups[0].rows
+        raise Mixes("it joins rows of tokens")
+    return None

@@ -1,8 +1,9 @@
-"""Which ATen operations are row-wise, by rules: elementwise, along dimensions, products, norms, constructors.
+"""Which ATen operations are row-wise, by rules: elementwise, along dimensions, constructors.
 
-A rule gets a ``Call`` and says what is known of its results, or raises ``Mixes``. It proves that each cell of a result depends
-on cells of one token only. An operation without a rule is decomposed (``passes/verify/tokens.py``), or not row-wise.
-Rules for views are in ``row_views.py``, for indexing and routing in ``row_index.py``.
+A rule gets a ``Call`` and says what is known of its results (of all alike, or a list), or raises ``Mixes``. It proves that each
+cell of a result depends on cells of one token only. An operation without a rule is decomposed
+(``passes/verify/proof.py``), or not row-wise. Rules for products, norms and pooling are in ``row_products.py``, for views in
+``row_views.py``, for indexing and routing in ``row_index.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ class Call:
 
     Attributes:
         name: of the operation, without overload and without the underscore of those that work in place.
-        given: its arguments by the names of the schema, defaults included.
-        result: what it returned.
+        given: its arguments by the names of the schema, defaults included.  result: what it returned.
         axes: the symbols of the numbers of tokens, and of rows asked for.
     """
 
@@ -46,6 +46,11 @@ class Call:
 
     def tensors(self) -> list[torch.Tensor]:
         return [x for x in tree_leaves(list(self.given.values())) if isinstance(x, torch.Tensor)]
+
+    @property
+    def first(self) -> str:
+        """The name of the first tensor argument."""
+        return next(name for name, x in self.given.items() if isinstance(x, torch.Tensor))
 
     @property
     def num_results(self) -> int:
@@ -108,9 +113,6 @@ def no_lengths(call: Call, but: tuple[str, ...] = ()) -> None:
             raise Mixes("arithmetic with the length of the row")
 
 
-# -- elementwise ------------------------------------------------------------------------------------------------------------
-
-
 def broadcast(call: Call, operands: Sequence[Any], ndim: int) -> Rows | None:
     """Rows of the elementwise result with ``ndim`` dimensions; None if all operands are constant."""
     found = []
@@ -120,17 +122,16 @@ def broadcast(call: Call, operands: Sequence[Any], ndim: int) -> Rows | None:
     return same(found)
 
 
-def elementwise(call: Call) -> Known | list[Known]:
+def elementwise(call: Call) -> Known:
     if call.name in ("add", "sub") and type(call["other"]) is int and call["other"] == 0:
         return call.of("self")
     no_lengths(call, but=("size", "dtype", "memory_format"))
     result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
-    rows = broadcast(call, call.tensors(), result.dim())
-    return [rows or CONST] * call.num_results if call.num_results > 1 else rows or CONST
+    return broadcast(call, call.tensors(), result.dim()) or CONST
 
 
 @rule("where", lengths=True)
-def _where(call: Call) -> Known | list[Known]:
+def _where(call: Call) -> Known:
     if call.op._overloadname == "default":  # torch.where(condition)
         raise Mixes("how many results there are depends on the tokens")
     return elementwise(call)
@@ -160,7 +161,7 @@ def _copy_to(call: Call) -> Known:
 
 
 @rule("floor_divide div", lengths=True)
-def _divide(call: Call) -> Known | list[Known]:
+def _divide(call: Call) -> Known:
     known, by = call.of("self"), call["other"]
     whole = call.name == "floor_divide" or call["rounding_mode"] in ("floor", "trunc")
     if isinstance(known, Rows) and known.holds is not None and known.holds.what == "number" and whole \
@@ -184,23 +185,16 @@ def _isin(call: Call) -> Known:
     return call.rows("elements") or CONST
 
 
-# -- along dimensions -------------------------------------------------------------------------------------------------------
-
-
-def _first(call: Call) -> str:
-    return next(name for name, x in call.given.items() if isinstance(x, torch.Tensor))
-
-
 @rule("sum nansum mean prod amax amin any all var std var_mean std_mean logsumexp norm linalg_vector_norm argmax argmin max "
       "min median nanmedian mode kthvalue count_nonzero aminmax")
 def _reduction(call: Call) -> Known | list[Known]:
     """Some dimensions become one number each; ``max(x, y)`` is elementwise."""
     if call["other"] is not None:
         return elementwise(call)
-    first = _first(call)
+    first = call.first
     rows, x = call.rows(first), call.given[first]
     if rows is None:
-        return [CONST] * call.num_results if call.num_results > 1 else CONST
+        return CONST
     dims, holds = call.dims("dim", x), call.known(x).holds  # type: ignore[union-attr]
     if call.name == "sum" and holds is not None and holds.what == "one hot" and dims == [rows.dim] and rows.dim == 0 \
             and x.dim() == 2 and not call["keepdim"] and call.result.dtype in _EXACT:
@@ -210,7 +204,7 @@ def _reduction(call: Call) -> Known | list[Known]:
     rows = rows.at(rows.dim if call["keepdim"] else rows.dim - sum(d < rows.dim for d in dims))
     if call.num_results > 1 and call.name in ("max", "min", "median", "nanmedian", "mode", "kthvalue"):
         return [rows, _index(rows)]
-    return [rows] * call.num_results if call.num_results > 1 else _index(rows) if call.name in ("argmax", "argmin") else rows
+    return _index(rows) if call.name in ("argmax", "argmin") else rows
 
 
 def _index(rows: Rows, ids: Ids | None = None) -> Rows:
@@ -225,11 +219,11 @@ def _along(call: Call) -> Known | list[Known]:
     if call.name == "cumsum" and isinstance(counts := call.of("self"), Counts) and not counts.summed \
             and call.result.dtype in _EXACT:
         return replace(counts, summed=True)
-    first = _first(call)
+    first = call.first
     x = call.given[first]
     rows = same([call.rows(n) for n, t in call.given.items() if isinstance(t, torch.Tensor)])
     if rows is None:
-        return [CONST] * call.num_results if call.num_results > 1 else CONST
+        return CONST
     dims = call.dims("dims" if "dims" in call.given else "dim", x)
     if dims is None or rows.dim in dims:
         raise Mixes("it goes along the tokens")
@@ -267,147 +261,6 @@ def _triangle(call: Call) -> Known:
     return rows or CONST
 
 
-# -- products ---------------------------------------------------------------------------------------------------------------
-
-
-def _product(call: Call, left: str, right: str, batched: int = 0) -> Rows | None:
-    """(batch, m, k) @ (batch, k, n); a vector has no m, or no n."""
-    a, b, x, y = call.rows(left), call.rows(right), call[left], call[right]
-    vector = y.dim() - batched == 1
-    if (a is not None and a.dim == x.dim() - 1) or (b is not None and b.dim == batched):
-        raise Mixes("it sums over the tokens")
-    if a is not None and b is not None and not (a.dim < batched and b.dim == a.dim and a.same_rows(b)):
-        raise Mixes("it multiplies each token with each other one")
-    if b is not None and not vector and b.dim > batched:
-        return b.at(batched + x.dim() - batched - 1)
-    return a if a is not None else b
-
-
-@rule("mm mv dot vdot bmm addmm baddbmm addmv _int_mm")
-def _matrix_product(call: Call) -> Known:
-    if call.name == "mm" and isinstance(group := call.of("self"), Group) and isinstance(call.of("mat2"), Const):
-        return group
-    left, right = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"), "mv": ("self", "vec"),
-                   "dot": ("self", "tensor"), "vdot": ("self", "other")}.get(call.name, ("self", "mat2"))
-    product = _product(call, left, right, batched=call.name in ("bmm", "baddbmm"))
-    rows = call.rows("self") if left != "self" else None
-    if rows is not None:  # added to the product
-        rows = rows.at(rows.dim + call.result.dim() - call["self"].dim())
-    return same([product, rows]) or CONST
-
-
-@rule("cdist _cdist_forward _euclidean_dist")
-def _distances(call: Call) -> Known:
-    """Of each (..., row) of one operand to each of the other, as in a product with the other transposed."""
-    found = []
-    for name, place in (("x1", -2), ("x2", -1)):
-        rows = call.rows(name)
-        if rows is not None:
-            dim = rows.dim - call[name].dim()
-            if dim == -1:
-                raise Mixes("it sums over the tokens")
-            found.append(rows.at(call.result.dim() + (place if dim == -2 else dim)))
-    return same(found) or CONST
-
-
-@rule("_trilinear")
-def _trilinear(call: Call) -> Known:
-    """Products of three, each with dimensions of size 1 put in, summed over some: ``F.bilinear``."""
-    found = []
-    for name in ("1", "2", "3"):
-        rows = call.rows(f"i{name}")
-        for put_in in sorted(call[f"expand{name}"]):
-            rows = rows.at(rows.dim + (put_in <= rows.dim)) if rows is not None else None
-        found.append(rows)
-    joined = same(found)
-    if joined is None:
-        return CONST
-    if joined.dim in call["sumdim"]:
-        raise Mixes("it sums over the tokens")
-    return joined.at(joined.dim - sum(d < joined.dim for d in call["sumdim"]))
-
-
-@rule("convolution _convolution")
-def _convolution(call: Call) -> Known:
-    rows, x = call.rows("input"), call["input"]
-    if call.rows("weight") is not None or call.rows("bias") is not None:
-        raise Mixes("its weights are made of tokens")
-    if rows is None or rows.dim == 0:
-        return rows or CONST
-    at = rows.dim - 2
-
-    def one(argument: str) -> Any:
-        numbers = call[argument]
-        return numbers[at if len(numbers) > 1 else 0]
-
-    if at < 0 or call["weight"].shape[rows.dim] != 1 or one("stride") != 1 or one("padding") != 0 \
-            or (call["transposed"] and one("output_padding") != 0):
-        raise Mixes("it is a convolution over tokens: its state would leak between sequences")
-    assert x.dim() == call["weight"].dim()
-    return rows
-
-
-# -- norms, pooling, padding ------------------------------------------------------------------------------------------------
-
-
-@rule("native_layer_norm _fused_rms_norm")
-def _layer_norm(call: Call) -> list[Known]:
-    rows, x = call.rows("input"), call["input"]
-    if call.rows("weight") is not None or call.rows("bias") is not None:
-        raise Mixes("its weights are made of tokens")
-    if rows is not None and rows.dim >= x.dim() - len(call["normalized_shape"]):
-        raise Mixes("it normalizes over the tokens")
-    return [rows or CONST] * call.num_results
-
-
-@rule("native_group_norm", lengths=True)
-def _group_norm(call: Call) -> list[Known]:
-    no_lengths(call, but=("N", "C", "HxW"))
-    rows = call.rows("input")
-    if call.rows("weight") is not None or (rows is not None and rows.dim != 0):
-        raise Mixes("it normalizes over the tokens")
-    return [rows or CONST] * call.num_results
-
-
-@rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_no_update "
-      "_batch_norm_with_update")
-def _batch_norm(call: Call) -> list[Known]:
-    rows = call.rows("input")
-    if rows is None:
-        return [CONST] * call.num_results
-    training = call["training"] if "training" in call.given else "no_" not in call.name
-    if training and rows.dim == 1 and all(call[n] is None for n in ("weight", "bias", "running_mean", "running_var")):
-        own = rows.at(0)  # instance norm: each token is a channel, with statistics of its own
-        return [rows, *[own] * (call.num_results - 1)]
-    if training or rows.dim == 1:
-        raise Mixes("it normalizes over the tokens, or one by one with numbers of their own (call model.eval())")
-    return [rows, *[CONST] * (call.num_results - 1)]
-
-
-_SPATIAL = {name: n for n in (1, 2, 3) for name in (
-    f"avg_pool{n}d", f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_avg_pool{n}d",
-    f"adaptive_max_pool{n}d", f"reflection_pad{n}d", f"replication_pad{n}d", f"max_pool{n}d")}
-
-
-@rule(*_SPATIAL)
-def _spatial(call: Call) -> Known | list[Known]:
-    """Over the last one, two or three dimensions."""
-    first = _first(call)
-    rows = call.rows(first)
-    at = rows.dim - call.given[first].dim() + _SPATIAL[call.name] if rows is not None else -1
-
-    def one(argument: str) -> Any:
-        numbers = call["kernel_size"] if call[argument] == [] else call[argument]  # an empty stride is the kernel's size
-        return numbers if isinstance(numbers, int) else numbers[at if len(numbers) > 1 else 0]
-
-    if at >= 0 and (call["kernel_size"] is None or one("kernel_size") != 1 or one("stride") != 1 or one("padding") != 0):
-        raise Mixes("it pools or pads over the tokens")
-    return [rows or CONST] * call.num_results if call.num_results > 1 else rows or CONST
-
-
-# -- constructors -----------------------------------------------------------------------------------------------------------
-
-
 @rule("zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like empty_strided "
       "new_empty_strided zero", lengths=True)
 def _filled(call: Call) -> Known:
@@ -443,7 +296,3 @@ def _arange(call: Call) -> Known:
     if symbolic(start) or symbolic(step) or start != 0 or step != 1 or call.result.dtype not in _WHOLE:
         raise Mixes("it numbers the tokens of the batch; positions must come from position_ids")
     return Rows(0, known.axis, known.inner, holds=Holds("number", known.inner))
-
-
-__all__ = ["Call", "LENGTHS", "RULES", "Rule", "as_data", "broadcast", "counts_rows", "elementwise", "no_lengths", "rule",
-           "same"]

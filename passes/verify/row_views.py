@@ -13,10 +13,6 @@ from quire.passes.verify.row_rules import Call, as_data, counts_rows, no_lengths
 from quire.passes.verify.rows import CONST, Counts, Group, Holds, Known, Mixes, Rows, of_shape, token_dims
 
 
-def _split(call: Call, known: Known) -> Known | list[Known]:
-    return [known] * len(call.result) if isinstance(call.result, (tuple, list)) else known
-
-
 def _fixed(known: Known) -> Rows | None:
     """Rows, with what they hold; None if constant. Raises Mixes."""
     if isinstance(known, (Counts, Group)):
@@ -133,15 +129,15 @@ def _reaches(end: Any, size: Any) -> bool:
 
 @rule("split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk tensor_split unbind split_copy "
       "split_with_sizes_copy unbind_copy")
-def _parts(call: Call) -> Known | list[Known]:
+def _parts(call: Call) -> Known:
     x, rows = call["self"], _fixed(call.of("self"))
     if rows is None:
-        return _split(call, call.of("self"))
+        return call.of("self")
     dim = (call["dim"] or 0) % x.dim()
     if dim == rows.dim:
         raise Mixes("the row is cut into parts")
     rows = rows.part
-    return _split(call, rows.at(rows.dim - (dim < rows.dim)) if call.name.startswith("unbind") else rows)
+    return rows.at(rows.dim - (dim < rows.dim)) if call.name.startswith("unbind") else rows
 
 
 @rule("diagonal diagonal_copy")

@@ -57,9 +57,13 @@ def expression(size: Any) -> Any:
     return size.node.expr if symbolic(size) else None
 
 
-def is_whole(part: Any) -> bool:
-    """Whether this part of an index is ``:``."""
-    return isinstance(part, slice) and (part.start, part.stop, part.step) == (None, None, None)
+def picked(node: fx.Node) -> tuple[int | None, Any]:
+    """(dimension, index) of ``x[:, index, :]``, which takes all of every other dimension; (None, None) for any other node."""
+    if not is_function(node, (operator.getitem,)):
+        return None, None
+    parts: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    cuts = [(dim, part) for dim, part in enumerate(parts) if part != slice(None)]
+    return cuts[0] if len(cuts) == 1 else (None, None)
 
 
 def _is_one(size: Any) -> bool:
@@ -68,10 +72,7 @@ def _is_one(size: Any) -> bool:
 
 class RowWise:
     """The proofs for one symbol. The values of nodes are their fake ones; a weight's size, a number, is never taken for T.
-
-    Args:
-        tokens: the symbol T, as a sympy expression.
-    """
+    ``tokens``: the symbol T, as a sympy expression."""
 
     def __init__(self, tokens: Any) -> None:
         self.tokens = tokens
@@ -133,6 +134,3 @@ class RowWise:
     def _mentions(self, val: torch.Tensor) -> list[int]:
         """The dimensions in whose sizes T occurs."""
         return [d for d, s in enumerate(val.shape) if symbolic(s) and self.tokens in expression(s).free_symbols]
-
-
-__all__ = ["ARITHMETIC", "IN_PLACE", "Operations", "PRODUCTS", "RowWise", "VIEWS", "expression", "is_whole"]

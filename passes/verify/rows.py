@@ -28,12 +28,8 @@ class Ids:
 
 @dataclass(eq=False)
 class Order:
-    """A permutation of rows, the indices of one ``sort``. Equal only to itself.
-
-    Attributes:
-        routes: it sorts expert ids in ascending order, which are not negative.
-        ids: those that it sorts, if known.
-    """
+    """A permutation of rows, the indices of one ``sort``. Equal only to itself. ``routes``: it sorts expert ids in ascending
+    order, which are not negative. ``ids``: those that it sorts, if known."""
 
     routes: bool = False
     ids: Ids | None = None
@@ -73,8 +69,7 @@ class Rows:
     Attributes:
         dim: the dimension with the tokens, of size ``outer * N * inner``; cell i of it belongs to token ``i // inner % N``.
         axis: the symbol N: of the tokens, or of the rows that the caller asks for.
-        order: the permutation in which the rows are (``outer`` is 1 then); None: that of the batch.
-        holds: what is known of the values; see ``Holds``.
+        order: the permutation in which the rows are (``outer`` is 1 then); None: that of the batch.  holds: see ``Holds``.
     """
 
     dim: int
@@ -117,12 +112,8 @@ class Const:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many pairs are routed to each expert: of what ``order`` sorts, or of ``ids``.
-
-    Attributes:
-        summed: up to and including each expert.
-        at: of one expert, as a number; None: of all, as a tensor.
-    """
+    """How many pairs are routed to each expert: of what ``order`` sorts, or of ``ids``. ``summed``: up to and including each
+    expert. ``at``: of one expert, as a number; None: of all, as a tensor."""
 
     order: Order | None = None
     ids: Ids | None = None
@@ -153,11 +144,7 @@ Known = Const | Rows | Counts | Group | Mixed
 
 
 def times(size: Any, axis: Any) -> int:
-    """How often ``size`` is the symbol ``axis``: 0 if it does not depend on it.
-
-    Raises:
-        Mixes: it depends on it otherwise.
-    """
+    """How often ``size`` is the symbol ``axis``: 0 if it does not depend on it. Raises Mixes if it depends on it otherwise."""
     if not symbolic(size):
         return 0
     expr = size.node.expr

@@ -22,9 +22,6 @@ def shared_layers(graph: fx.Graph) -> dict[int, int]:
 
     Proved by the graph: both calls take the same two values, and nothing between them changes a value in place that lies in
     their memory. Pages are freed alike for both: either none or both have a window or chunk.
-
-    Args:
-        graph: the raised graph.
     """
     order = {n: i for i, n in enumerate(graph.nodes)}
     writes = [(order[n], memory(x)) for n in graph.nodes for x in written_by(n)]
@@ -67,6 +64,3 @@ def with_sources(gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> list[Att
     dense = {s.layer for s in sites if s.latent is None}
     gm.meta[KV_SOURCES] = {a: b for a, b in gm.meta[KV_SOURCES].items() if {a, b} <= dense}
     return [replace(s, kv_source=gm.meta[KV_SOURCES].get(s.layer)) for s in sites]
-
-
-__all__ = ["KV_SOURCES", "memory", "shared_layers", "with_sources"]

@@ -12,7 +12,8 @@ from torch import fx
 from quire.attn_ops.attention import AttentionSite, Latent, attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.attn_ops.mla import mla_attention
-from quire.passes.fx import ancestors, constant, module_path, placeholders, source_name, symbolic, value
+from quire.attn_ops.registry import aligned
+from quire.passes.fx import ancestors, argument, constant, module_path, placeholders, source_name, symbolic, value
 from quire.passes.rewrite.raise_sdpa import find_sdpa
 from quire.passes.verify.positions import check_rope
 
@@ -60,15 +61,12 @@ def _mla_site_of(node: fx.Node) -> AttentionSite:
 
 
 def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusals: dict[str, str]) -> None:
-    """Refuse a traced model whose attention is not wholly in ``sites``.
+    """Refuse a traced model whose attention is not wholly in ``sites``. Raises UnsupportedAttention, which says which layer,
+    what was expected and what was found.
 
     Args:
-        graph: the traced graph, after raising.
-        config: the model's transformers config, or None for a module that has none.
+        graph: the traced graph, after raising.  config: of the transformers model, or None for a module that has none.
         refusals: from the raising pass, reason by module path.
-
-    Raises:
-        UnsupportedAttention: says which layer, what was expected and what was found.
     """
     left = find_sdpa(graph)
     if left or refusals:
@@ -88,16 +86,12 @@ def verify(graph: fx.Graph, sites: Sequence[AttentionSite], config: Any, refusal
 
 def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
     """Refuse a model that counts positions itself, from 0: in a ragged row that is wrong for all but the first sequence. And
-    one that takes positions, but whose own begin elsewhere.
+    one that takes positions, but whose own begin elsewhere. Raises UnsupportedAttention if the graph makes something as long as
+    the row out of nothing, or looks positions up in a table with an entry for padding.
 
     Args:
         graph: the traced graph after raising, when what only served a mask is gone.
-        tokens: the size of the token dimension.
-        has_config: it is a transformers model.
-
-    Raises:
-        UnsupportedAttention: the graph makes something as long as the row out of nothing, or looks positions up in a table with
-            an entry for padding.
+        tokens: the size of the token dimension.  has_config: it is a transformers model.
     """
 
     def long_as_row(n: Any) -> bool:
@@ -107,7 +101,7 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
     ids = [n for n in placeholders(graph) if n.users and long_as_row(n) and not value(n).is_floating_point()]
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "embedding" and isinstance(
-                _argument(node, 2, "padding_idx"), int):
+                argument(node, 2, "padding_idx"), int):
             leaves = {n for n in ancestors(node.args[0]) if n.op == "placeholder" and isinstance(value(n), torch.Tensor)}
             if leaves and all("pos" in source_name(n) for n in leaves):  # RoBERTa and its kin
                 raise UnsupportedAttention(
@@ -127,16 +121,9 @@ def check_positions(graph: fx.Graph, tokens: Any, has_config: bool) -> None:
                 "ragged batch every sequence has its own. Its forward must take position_ids and use them.")
 
 
-def _argument(node: fx.Node, index: int, name: str) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
-
-
 def check_config(config: Any) -> None:
-    """The checks that need a transformers config only, before any tracing.
-
-    Raises:
-        UnsupportedAttention: the model cannot be served.
-    """
+    """The checks that need a transformers config only, before any tracing. Raises UnsupportedAttention if the model cannot be
+    served."""
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedAttention(f"{kind} is an encoder-decoder model; quire serves decoder-only models.")
@@ -215,8 +202,4 @@ def format_sites(sites: Sequence[AttentionSite], decision: Sequence[str] | None 
     head = ["layer", "module", "route", "needs", "scale"] + (["lowered to"] if decision is not None else [])
     rows = [[str(s.layer), s.name or "-", s.route, s.needs(), f"{s.scale:.6g}"] +
             ([decision[i]] if decision is not None else []) for i, s in enumerate(sites)]
-    widths = [max(len(r[c]) for r in [head, *rows]) for c in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
-
-
-__all__ = ["check_config", "check_positions", "format_sites", "site_nodes", "site_of", "text_config", "verify"]
+    return "\n".join(aligned([head, *rows]))

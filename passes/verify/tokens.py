@@ -3,20 +3,19 @@
 Sequences are packed into one ragged row of T tokens, and only attention knows where each begins. So every other operation must
 compute each token's row from that row alone. The pass walks the graph and keeps for each value what is known of it
 (``rows.py``). Each node of the Dynamo graph is run once more on fake tensors with a symbolic T, under a dispatch mode that sees
-the ATen operations which it consists of and applies a rule to each (``row_rules.py``, ``row_views.py``, ``row_index.py``).
+the ATen operations which it consists of and applies a rule to each (``row_rules.py``; ``proof.py`` has the mode).
 
 Why ATen: Dynamo graphs hold hundreds of functions and methods, each with its own spelling of ``dim``. Below them is one closed
-set with schemas, which say what each argument is and what is written; elementwise operations are tagged; composite operations
-take themselves apart; the rest have a rule, a registered decomposition, or are refused. Why node by node: equal nodes of equal
-layers are run once, so that the proof of a deep model takes as long as that of one layer.
+set with schemas; elementwise operations are tagged; composite operations take themselves apart; the rest have a rule, a
+registered decomposition, or are refused. Why node by node: equal nodes of equal layers are run once, so that the proof of a
+deep model takes as long as that of one layer.
 
-A value that mixes tokens is refused only where it matters: when it is returned, attended to, or written into another tensor. So
-an auxiliary loss that is thrown away costs nothing.
+A value that mixes tokens is refused only where it is returned, attended to, or written into another tensor, so that an
+auxiliary loss that is thrown away costs nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -28,11 +27,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.passes.fx import (
+    LINEAR,
     VMAP,
     ancestors,
     is_module_tensor,
@@ -46,24 +46,18 @@ from quire.passes.fx import (
 )
 from quire.passes.rewrite.raise_sdpa import SDPA
 from quire.passes.verify.breaks import check_whole
-from quire.passes.verify.proof import Proof, Sizes
+from quire.passes.verify.proof import Proof, Sizes, balanced, execute
 from quire.passes.verify.row_attention import attends_within
-from quire.passes.verify.row_index import of_order
+from quire.passes.verify.row_index import routed
 from quire.passes.verify.rows import CONST, Const, Counts, Group, Holds, Known, Mixed, Mixes, Rows, of_shape
 
 logger = logging.getLogger(__name__)
 _ATTENTION = (attention, torch.ops.quire.attention, torch.ops.quire.attention.default)
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
 class TokenPass:
-    """The proof for one graph; call ``check``.
-
-    Args:
-        tokens: the symbol T of the trace.
-        rows: symbols of the numbers of rows that the caller picks by an input.
-        row_data: see ``check_tokens``.
-    """
+    """The proof for one graph; call ``check``. ``tokens``: the symbol T of the trace. ``rows``: symbols of the numbers of rows
+    that the caller picks by an input. ``row_data``: see ``check_tokens``."""
 
     def __init__(self, tokens: Any, rows: Sequence[Any] = (), row_data: Collection[fx.Node] = ()) -> None:
         self.row_data = row_data
@@ -109,16 +103,15 @@ class TokenPass:
             self._check_used(node, node, "is attended to")
             return self._attended(node)
         writes = bool(written_by(node))
-        mixed = next((k for x in node.all_input_nodes for k in tree_leaves(self.known[x], is_leaf=_is_known)
-                      if isinstance(k, Mixed)), None)
+        mixed = self._mixed_among(node.all_input_nodes)
         if mixed is not None:
             if writes:
                 self._refuse(node, mixed, "is written into another tensor")
             return mixed
         try:
-            routed = self._routed(node)
-            if routed is not None:
-                return routed
+            known = routed(node, self.known)
+            if known is not None:
+                return known
             if not any(isinstance(t, torch.Tensor) for x in (node, *node.all_input_nodes) for t in tree_leaves(value(x))):
                 return CONST  # sizes, contexts
             if node.target in SDPA:
@@ -132,6 +125,9 @@ class TokenPass:
             self._refuse(node, found, "is written into another tensor")
         return found
 
+    def _mixed_among(self, nodes: Sequence[fx.Node]) -> Mixed | None:
+        return next((k for x in nodes for k in tree_leaves(self.known[x], is_leaf=_is_known) if isinstance(k, Mixed)), None)
+
     def _of_vmap(self, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
         """Of the operations of one torch.vmap: they run together, and the rules see what they are below it."""
         inside = set(nodes)
@@ -141,7 +137,7 @@ class TokenPass:
         for node in nodes:
             if any(storage_of(value(w)) in outside for w in written_by(node)):
                 self._refuse(node, _mixed("torch.vmap writes into a tensor from outside it", node), "is written")
-        mixed = next((k for x in inputs for k in tree_leaves(self.known[x], is_leaf=_is_known) if isinstance(k, Mixed)), None)
+        mixed = self._mixed_among(inputs)
         found: list[Any] = []
         try:
             if mixed is None:
@@ -154,9 +150,7 @@ class TokenPass:
 
     def _of_input(self, node: fx.Node) -> Any:
         val = value(node)
-        if not isinstance(val, torch.Tensor):
-            return CONST
-        if is_traceable_wrapper_subclass(val):
+        if not isinstance(val, torch.Tensor) or is_traceable_wrapper_subclass(val):
             return CONST
         own, sizes = node.op == "get_attr" or is_stored(node), list[Any](val.shape)
         try:
@@ -183,37 +177,9 @@ class TokenPass:
                 self._refuse(node, _mixed("its queries, keys or values are not one row per token", node), "attends")
         return wanted
 
-    def _routed(self, node: fx.Node) -> Any:
-        """Experts in a loop: rows sorted by expert, split by the numbers of rows of each, and joined again. None: no such node.
-
-        The numbers are read on the host, so that Dynamo knows the sizes of the parts as symbols of their own only.
-        """
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        known = [self.known.get(x) for x in node.all_input_nodes]
-        if name in ("getitem", "item") and isinstance(counts := known[0], Counts) and len(known) == 1 and not counts.summed:
-            at = node.args[1] if name == "getitem" else counts.at
-            return replace(counts, at=at) if type(at) is int and (name == "item") == (counts.at is not None) else None
-        if name == "split" and isinstance(rows := known[0], Rows) and any(isinstance(k, Counts) for k in known[1:]):
-            sizes = node.args[1] if isinstance(node.args[1], (list, tuple)) else ()
-            parts = [self.known.get(s) if isinstance(s, fx.Node) else None for s in sizes]
-            dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-            if dim == rows.dim == 0 and rows.data and all(
-                    isinstance(p, Counts) and p.at == i and of_order(p, rows.order) for i, p in enumerate(parts)):
-                return [Group(rows.data, i, len(parts)) for i in range(len(parts))]
-            raise Mixes("it splits the tokens")
-        if name in ("cat", "concat") and any(isinstance(k, Group) for k in known):
-            parts = [self.known[p] for p in node.args[0]]  # type: ignore[union-attr,index]
-            groups = [p for p in parts if isinstance(p, Group)]
-            all_of = len(groups) == len(parts) == groups[0].experts
-            if all_of and all(g.at == i and g.rows == groups[0].rows for i, g in enumerate(groups)) and (
-                    node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) == 0):
-                return groups[0].rows
-            raise Mixes("it joins rows of tokens")
-        return None
-
     def _run_once(self, node: fx.Node) -> Any:
         """Run the node on fakes; equal nodes once. Raises Mixes."""
-        weight = value(node.args[1]) if node.target in _LINEAR and len(node.args) > 1 else None
+        weight = value(node.args[1]) if node.target in LINEAR and len(node.args) > 1 else None
         if any(is_traceable_wrapper_subclass(t) for x in node.all_input_nodes for t in tree_leaves(value(x))
                if isinstance(t, torch.Tensor)):
             return self._quantized(node, weight)
@@ -271,9 +237,9 @@ class TokenPass:
                 if isinstance(t, torch.Tensor):
                     proof.learn(t, k)
             fakes[x] = tree_unflatten(made, spec)
-        with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof, _balanced():
+        with self.sizes.fake, enable_python_dispatcher(), self.sizes.env.ignore_fresh_unbacked_symbols(), proof, balanced():
             for node in nodes:
-                fakes[node] = _execute(node, fakes)
+                fakes[node] = execute(node, fakes)
         changes: list[tuple[int, Known | None]] = []
         for at, x in enumerate(inputs):
             if isinstance(fakes[x], torch.Tensor):
@@ -348,15 +314,12 @@ class TokenPass:
 
 
 def check_tokens(graph: fx.Graph, tokens: Any, row_data: Collection[fx.Node] = ()) -> TokenPass:
-    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof.
+    """Refuse a graph in which tokens meet outside the attention sites, or are not proved not to. Returns the proof. Raises
+    UnsupportedAttention, which names the operation and the module.
 
     Args:
-        graph: the traced graph after raising, when what only served a mask is gone.
-        tokens: the size of the token dimension.
+        graph: the traced graph after raising, when what only served a mask is gone.  tokens: the size of the token dimension.
         row_data: inputs of one number for each row that the caller picks, which are not numbers of rows themselves.
-
-    Raises:
-        UnsupportedAttention: names the operation and the module.
     """
     check_whole(graph)
     if not symbolic(tokens):
@@ -384,27 +347,6 @@ def _operations(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if depth == 0:
             yield nodes
             nodes = []
-
-
-def _execute(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-    """The result of a node on the values in ``env``. Raises Mixes for what cannot run so."""
-    args, kwargs = tree_map(lambda a: a, fx.node.map_arg((node.args, node.kwargs), env.__getitem__))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    raise Mixes(f"quire does not look into {node.target}")
-
-
-@contextlib.contextmanager
-def _balanced() -> Iterator[None]:
-    """Leave as many levels of torch.vmap as were entered, also after an error."""
-    before = torch._C._functorch.maybe_current_level() or 0
-    try:
-        yield
-    finally:
-        while (torch._C._functorch.maybe_current_level() or 0) > before:
-            torch._C._functorch._vmap_decrement_nesting()
 
 
 def _fixed_at(tokens: Any) -> str:
@@ -441,6 +383,3 @@ def _has_order(found: Any) -> bool:
     """Whether something is known that is equal to itself only."""
     return any(isinstance(k, (Counts, Group)) or (isinstance(k, Rows) and (k.order is not None or (
         k.holds is not None and (k.holds.order or k.holds.ids) is not None))) for k in tree_leaves(found, is_leaf=_is_known))
-
-
-__all__ = ["TokenPass", "check_tokens"]

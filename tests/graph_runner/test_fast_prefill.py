@@ -134,9 +134,10 @@ def test_fused_and_cut_into_pieces() -> None:
     meta = CommonAttentionMetadata.build([4, 2], [4, 2], [[1], [2]], page_size=4)
     last = dataclasses.replace(meta, logits_indices_padded=meta.logits_indices, num_logits_indices=2)
     compiled = paged.graph.compiled(Step(cache, last))
-    lowered, compiled.fused_last = paged.graph.lowered(compiled.lowered.target, "all", last_rows=True)
+    lowered, fused = paged.graph.lowered(compiled.lowered.target, "all", last_rows=True)
     pieces: list[int] = []
-    compiled.run_last = compile_by_regions(lowered, lambda gm, inputs: (pieces.append(0), gm.forward)[1], always=True)
+    run = compile_by_regions(lowered, lambda gm, inputs: (pieces.append(0), gm.forward)[1], always=True)
+    compiled.last = compiled.last._replace(call=run, fused=fused)
     with torch.no_grad():
         want = torch.stack([model(part[None], torch.arange(len(part))[None])[0, -1] for part in (ids[:4], ids[4:])])
     torch.testing.assert_close(paged(Step(cache, last), ids, meta.positions, last.logits_indices_padded), want)

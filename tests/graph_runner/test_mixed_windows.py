@@ -153,8 +153,8 @@ def test_cut_into_pieces_as_for_a_gpu(gemma, expected) -> None:
             pieces.append(len(fakes))
             return gm.forward
 
-        compiled.run = compile_by_regions(compiled.lowered, op_by_op, always=True)
-        compiled.run_small = None
+        compiled.run = compiled.run._replace(call=compile_by_regions(compiled.lowered, op_by_op, always=True))
+        compiled.small = None
         poison(engine)
         assert tokens(engine.generate(PROMPTS, LONG)) == expected and len(pieces) == 3
 

@@ -20,6 +20,7 @@ which has both for each layer and head. Decoding is not sparse, nor is a part of
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ from quire.attn_ops.backend import (
     UnsupportedAttention,
     define_paged_op,
 )
-from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, gathered, keys_of
+from quire.attn_ops.backends.dual_chunk.divide import Batch, Part, divide, gathered
 from quire.attn_ops.backends.dual_chunk.sparse import Sparse, read_sizes, sparse_attention
 from quire.attn_ops.composite import op_name
 from quire.attn_ops.kv_cache import PagedKVCache
@@ -46,8 +47,12 @@ from quire.attn_ops.ops.rope import RopeForm, norm_and_rotate, rope_kv_write
 from quire.attn_ops.ops.varlen import varlen_attention
 from quire.attn_ops.registry import plain_backend
 from quire.attn_ops.step import Step, StepLimits, current_step
+from quire.attn_ops.vendor import refuse
 
 NAME = "dual_chunk"
+CAPABILITIES = AttentionCapabilities(
+    devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True)
 USAGE = (f"{NAME}:CHUNK:LOCAL[:DENSE_BELOW:LAST:SIZES]: an approximation. Scores no key at a distance of more than CHUNK "
          "tokens (chunk_size and local_size of a Qwen 1M model's config); LOCAL is at most half of CHUNK. With the others, "
          "prefills of sequences longer than DENSE_BELOW are sparse: their LAST last queries choose keys and distances; SIZES "
@@ -55,11 +60,8 @@ USAGE = (f"{NAME}:CHUNK:LOCAL[:DENSE_BELOW:LAST:SIZES]: an approximation. Scores
 
 
 class State:
-    """What outlives a step: the rotary embedding of position CHUNK + b * L, by the layer's key cache and b.
-
-    Raises:
-        UnsupportedAttention: sizes of a sparse prefill that are of another model.
-    """
+    """What outlives a step: the rotary embedding of position CHUNK + b * L, by the layer's key cache and b. Raises
+    UnsupportedAttention for sizes of a sparse prefill that are of another model."""
 
     def __init__(self, chunk: int, length: int, sparse: Sparse | None, sites: Sequence[AttentionSite], cache: PagedKVCache
                  ) -> None:
@@ -67,7 +69,7 @@ class State:
         self.sizes = {} if sparse is None else {
             cache.of_layer(s.layer)[0].data_ptr(): sparse.of_layer(s.layer, s.num_heads) for s in sites}
         self.tables: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.batch: Batch | None = None
+        self.batch: Batch  # of the step that is planned
 
     def plan(self, metadata: CommonAttentionMetadata) -> None:
         counts = metadata.query_start_loc_cpu.diff().tolist()
@@ -77,7 +79,6 @@ class State:
 
     def learn(self, layer: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Keep the rows of cos and sin (T, R or R/2) of the tokens that stand at such positions."""
-        assert self.batch is not None
         for token, b in self.batch.passing:
             found = cos[token : token + 1].clone(), sin[token : token + 1].clone()
             known = self.tables.setdefault((layer, b), found)
@@ -120,11 +121,6 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
     def plan(metadata: CommonAttentionMetadata, step: Step) -> None:
         step.states[name].plan(metadata)
 
-    def check(window: Any, chunks: Any, sinks: Any, k_scale: Any) -> None:
-        if window is not None or chunks is not None or sinks is not None or k_scale is not None:
-            raise UnsupportedAttention(f"the {NAME} backend has no windows, chunks of the model's own, sinks or quantized KV "
-                                       "cache")
-
     def paged_attention(
         q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor,
         k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, slot_mapping: torch.Tensor, block_table: torch.Tensor,
@@ -132,9 +128,8 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         scale: float, window: int | None, softcap: float | None, chunk: int | None,
     ) -> torch.Tensor:
         """Store k and v, then attend: q (T, H, D) -> (T, H, Dv). q and k are rotated: up to CHUNK tokens."""
-        check(window, chunk, sinks, k_scale)
+        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         batch, limit = state().batch, state().chunk
-        assert batch is not None
         if batch.longest > limit:
             raise UnsupportedAttention(
                 f"{name} got a sequence of {batch.longest} tokens and cannot rotate q itself: this layer has no rotary "
@@ -152,10 +147,9 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         """(T, H, Dv) of queries (T, H, D) at their positions; ``far_query``: (b, tokens) -> those as from CHUNK + b * L."""
         known = state()
         batch = known.batch
-        assert batch is not None
 
         def seen(query: torch.Tensor, part: Part, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-            keys, values = (gathered(c, block_table, part) for c in (k_cache, v_cache))
+            keys, values = (gathered(c, block_table, part.row, part.position) for c in (k_cache, v_cache))
             return varlen_attention(query, keys, values, part.cu_q, part.cu_k, scale=scale, softcap=softcap, causal=causal)
 
         out = rotated.new_zeros(*rotated.shape[:2], v_cache.shape[3])
@@ -166,7 +160,8 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
             out[part.token], lse[part.token] = found
         for row in batch.sparse:
             assert sparse is not None
-            keys, values = (keys_of(c, block_table[row.row], row.total) for c in (k_cache, v_cache))
+            position = torch.arange(row.total, device=rotated.device)
+            keys, values = (gathered(c, block_table, row.row, position) for c in (k_cache, v_cache))
             out[row.begin : row.begin + row.queries] = sparse_attention(
                 row, rotated, far_query, keys, values, known.sizes_of(k_cache), sparse.last, scale=scale, softcap=softcap,
                 use_kernel=rotated.is_cuda if use_kernel is None else use_kernel)
@@ -181,13 +176,11 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
         **options: Any,
     ) -> torch.Tensor:
         """Rotate q and k (``attn_ops/ops/rope.py``), store k and v, then attend: q (T, H, D) -> (T, H, Dv)."""
-        check(window, chunk, sinks, k_scale)
+        refuse(NAME, CAPABILITIES, k_scale, window=window, chunk=chunk, sinks=sinks)
         known, layer, form = state(), k_cache.data_ptr(), RopeForm(**options)
-        batch = known.batch
-        assert batch is not None
         rotated = rope_kv_write(q, k, v, cos, sin, q_norm_weight, k_norm_weight, eps, k_cache, v_cache, None, None,
                                 slot_mapping, **form.options())
-        if batch.is_plain(known.chunk):
+        if known.batch.is_plain(known.chunk):
             return paged_attention(rotated, None, None, k_cache, v_cache, None, None, slot_mapping, block_table,
                                    query_start_loc, seq_lens, None, [], scale=scale, window=None, softcap=softcap, chunk=None)
         known.learn(layer, cos, sin)
@@ -201,10 +194,7 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
 
     return AttentionBackend(
         name=name,
-        capabilities=AttentionCapabilities(
-            devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-            head_dims=lambda d, dv: max(d, dv) <= 256, head_dims_note="up to 256", softcap=True),
-        available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
+        capabilities=CAPABILITIES, available=lambda device: None, op=define_paged_op(op_name(name), paged_attention),
         rope_op=define_paged_op(op_name(name), rope_paged_attention, rope=True), rope_forms=True, make_state=make_state,
         plan=plan, packages=("triton",), every_step=True, unrotated=True,
         approximate=f"scores no key at a distance of more than {chunk} tokens" + (f"; {sparse}" if sparse else ""))
@@ -213,30 +203,24 @@ def backend(name: str, chunk: int, length: int, sparse: Sparse | None = None, us
 def make(name: str, get: Callable[[str], AttentionBackend]) -> AttentionBackend:
     """The backend of such a name. Raises ValueError for another form, sizes that do not go together, or a file that does not
     hold sizes."""
-    sizes = name.split(":", 5)[1:]
-    if len(sizes) not in (2, 5) or not all(size.isdigit() for size in sizes[:4]):
+    found = re.fullmatch(r"(\d+):(\d+)(?::(\d+):(\d+):(.+))?", name.partition(":")[2])
+    chunk, local, dense_below, last = (int(n or 1) for n in found.groups()[:4]) if found else (0, 0, 0, 0)
+    file = found[5] or "" if found else ""
+    numbers = [int(n) for n in file.split(":")] if re.fullmatch(r"\d+(:\d+)*", file) else None
+    if not chunk or 2 * local > chunk or not last or (numbers is not None and (len(numbers) != 2 or 0 in numbers)):
         raise ValueError(f"attention={name!r}: write {USAGE}")
-    chunk, local = map(int, sizes[:2])
-    if not chunk or 2 * local > chunk:
-        raise ValueError(f"attention={name!r}: write {USAGE}")
-    if len(sizes) == 2:
+    if not file:
         return backend(name, chunk, chunk - local)
-    if not int(sizes[3]):
-        raise ValueError(f"attention={name!r}: write {USAGE}")
-    numbers = sizes[4].split(":")
-    if all(number.isdigit() for number in numbers):
-        if len(numbers) != 2 or not all(map(int, numbers)):
-            raise ValueError(f"attention={name!r}: write {USAGE}")
-        lines: Any = (int(numbers[0]), int(numbers[1]))
-    elif not Path(sizes[4]).is_file():
-        raise ValueError(f"attention={name!r}: there is no file {sizes[4]}; give the model's sparse_attention_config.json, "
-                         "or VERTICAL:SLASH")
-    else:
+    lines: Any = tuple(numbers or ())
+    if numbers is None:
+        if not Path(file).is_file():
+            raise ValueError(f"attention={name!r}: there is no file {file}; give the model's sparse_attention_config.json, or "
+                             "VERTICAL:SLASH")
         try:
-            lines = read_sizes(sizes[4])
+            lines = read_sizes(file)
         except ValueError as error:
             raise ValueError(f"attention={name!r}: {error}") from error
-    return backend(name, chunk, chunk - local, Sparse(int(sizes[2]), int(sizes[3]), lines))
+    return backend(name, chunk, chunk - local, Sparse(dense_below, last, lines))
 
 
 FAMILY = BackendFamily(NAME, USAGE, lambda name: name == NAME or name.startswith(f"{NAME}:"), make)

@@ -100,16 +100,6 @@ def _part(pieces: Sequence[tuple[int, int, int, int, int]], device: torch.device
         starts([d - c for _, _, _, c, d in pieces]))
 
 
-def gathered(cache: torch.Tensor, block_table: torch.Tensor, part: Part) -> torch.Tensor:
-    """Keys or values (N, Hkv, D) of a part."""
-    size = cache.shape[1]
-    return cache[block_table[part.row, part.position // size].long(), part.position % size]
-
-
-def keys_of(cache: torch.Tensor, table: torch.Tensor, total: int) -> torch.Tensor:
-    """Keys or values (total, Hkv, D) of a sequence on the pages ``table`` (W,)."""
-    position = torch.arange(total, device=cache.device)
-    return cache[table[position // cache.shape[1]].long(), position % cache.shape[1]]
-
-
-__all__ = ["Batch", "Part", "Piece", "SparseRow", "divide", "gathered", "keys_of", "pieces_of"]
+def gathered(cache: torch.Tensor, block_table: torch.Tensor, row: torch.Tensor | int, position: torch.Tensor) -> torch.Tensor:
+    """Keys or values (N, Hkv, D) at positions (N,) of sequences (N,), or of one."""
+    return cache[block_table[row, position // cache.shape[1]].long(), position % cache.shape[1]]

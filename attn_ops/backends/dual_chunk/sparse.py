@@ -56,11 +56,8 @@ class Sparse:
 def read_sizes(file: str) -> dict[int, list[tuple[int, int]]]:
     """Layer -> numbers of keys and distances of each query head, of a checkpoint's ``sparse_attention_config.json``: for each
     layer, in a list or by number, an object head -> [pattern, keys, distances, score]. The score is that of the search that
-    found the numbers, and has no meaning afterwards.
-
-    Raises:
-        ValueError: another form, heads with gaps, another pattern than "vertical_and_slash", a number below 1.
-    """
+    found the numbers, and has no meaning afterwards. Raises ValueError for another form, heads with gaps, another pattern than
+    "vertical_and_slash", a number below 1."""
     try:
         found = json.loads(Path(file).read_text())
         layers = dict(enumerate(found)) if isinstance(found, list) else {int(layer): heads for layer, heads in found.items()}
@@ -153,6 +150,3 @@ def _lines(row: SparseRow, rotated: torch.Tensor, far_query: Callable[[int, int,
         found.append(line_weights(scores.masked_fill_(later, float("-inf"))))
     by_key, by_distance = (torch.cat(parts) for parts in zip(*found, strict=True))
     return choose_lines(by_key, by_distance, [n for n, _ in sizes], [n for _, n in sizes])
-
-
-__all__ = ["PATTERN", "Sparse", "read_sizes", "sparse_attention"]

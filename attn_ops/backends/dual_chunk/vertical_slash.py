@@ -30,11 +30,8 @@ class Lines(NamedTuple):
 
 
 def line_weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax weights summed by key and by distance, (H, N) float32 each.
-
-    Args:
-        scores: (H, n, N) float32, of the last n of N tokens with all keys; -inf for later keys.
-    """
+    """Softmax weights summed by key and by distance, (H, N) float32 each. ``scores``: (H, n, N) float32, of the last n of N
+    tokens with all keys; -inf for later keys."""
     count, total = scores.shape[1:]
     weights = torch.softmax(scores, -1)
     distances = torch.zeros_like(weights[:, 0])
@@ -45,12 +42,7 @@ def line_weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def choose_lines(keys: torch.Tensor, distances: torch.Tensor, vertical: Sequence[int], slash: Sequence[int]) -> Lines:
-    """The lines with the largest weights.
-
-    Args:
-        keys, distances: of ``line_weights``, (H, N).
-        vertical, slash: lines of each head.
-    """
+    """The lines with the largest weights, of ``line_weights`` (H, N); ``vertical``, ``slash``: how many of each head."""
     def largest(weights: torch.Tensor, sizes: Sequence[int], first: int) -> torch.Tensor:
         weights = weights.clone()
         weights[:, :first] = float("inf")
@@ -137,7 +129,3 @@ def kernel_block(q: torch.Tensor, dim_v: int) -> int:
     """Queries and keys of a program of the kernel."""
     widest = max(q.shape[-1], dim_v)
     return (64 if widest <= 128 else 32) if q.dtype.itemsize == 2 else 16  # larger tiles do not fit into registers
-
-
-__all__ = ["KEEP_FIRST", "KEEP_NEAR", "Lines", "Listed", "attend_eager", "attend_triton", "choose_lines", "kernel_block",
-           "line_weights"]

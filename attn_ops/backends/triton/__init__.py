@@ -58,17 +58,10 @@ def paged_attention(
     scale: float, window: int | None, softcap: float | None, chunk: int | None, rope: tuple[Any, ...] | None = None,
     form: RopeForm = PLAIN,
 ) -> torch.Tensor:
-    """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments.
-
-    Args:
-        rope: cos, sin, the norms' weights and eps, for q and k not yet rotated, of ``form``; for decode batches (T <= B) only.
-
-    Raises:
-        ValueError: caches whose head dim is not contiguous; scales that do not match the caches, or differ in strides.
-    """
-    check_scales(k_cache, k_scale, v_scale)
-    caches = Caches(k_cache, v_cache, k_scale, v_scale)
-    host.check_cache_strides("the triton backend", caches)
+    """Write k, v into the cache, then attend: q (T, H, D) -> (T, H, Dv). See ``define_paged_op`` for the arguments. ``rope``:
+    cos, sin, the norms' weights and eps, for q and k not yet rotated, of ``form``; for decode batches (T <= B) only. Raises
+    ValueError for caches whose head dim is not contiguous, and scales that do not match the caches or differ in strides."""
+    caches = _caches(k_cache, v_cache, k_scale, v_scale)
     num_tokens, num_reqs = q.shape[0], seq_lens.shape[0]
     out = q.new_empty((num_tokens, q.shape[1], v_cache.shape[3]))
     if not num_tokens:
@@ -88,15 +81,17 @@ def paged_attention(
         kernel_module("backends.triton.write").write(k, v, caches, slot_mapping)
     if not _by_contiguous_keys(q, caches, batch, sinks, out, scale, window, softcap, chunk, skip_single=num_reqs > 1):
         kernel_module("backends.triton.extend").extend(q, *rest, skip_single=num_reqs > 1)
-    if num_reqs > 1 and _may_have_single_queries(q, query_start_loc):
+    found = metadata_of(q, query_start_loc)  # what the host knows: of the step in progress, unless that is a graph's
+    if num_reqs > 1 and (found is None or found[1].max_query_len <= 1 or found[1].has_single_queries):
         decode(q, None, None, *rest, by_row=True)
     return out
 
 
-def _may_have_single_queries(q: torch.Tensor, query_start_loc: torch.Tensor) -> bool:
-    """Whether some sequence may have one query token. The host knows it of the step in progress, unless that is a graph's."""
-    found = metadata_of(q, query_start_loc)
-    return found is None or found[1].max_query_len <= 1 or found[1].has_single_queries
+def _caches(*given: Any) -> Caches:
+    caches = Caches(*given)
+    check_scales(caches.k, caches.k_scale, caches.v_scale)
+    host.check_cache_strides("the triton backend", caches)
+    return caches
 
 
 def _by_contiguous_keys(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | None, out: torch.Tensor,
@@ -143,14 +138,9 @@ def attention_state(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, prepared: list[torch.Tensor], *, scale: float,
     softcap: float | None, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA.
-
-    Raises:
-        ValueError: as ``paged_attention``.
-    """
-    check_scales(k_cache, k_scale, v_scale)
-    caches = Caches(k_cache, v_cache, k_scale, v_scale)
-    host.check_cache_strides("the triton backend", caches)
+    """Write k, v into the cache, then attend with ``extend``: (T, H, Dv), and the log-sum-exp (T, H). See STATE_SCHEMA. Raises
+    ValueError as ``paged_attention``."""
+    caches = _caches(k_cache, v_cache, k_scale, v_scale)
     out, lse = q.new_empty(*q.shape[:2], v_cache.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
     if q.shape[0]:
         if k is not None and v is not None:
@@ -174,11 +164,8 @@ def _absorbed(
     slot_mapping: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     prepared: list[torch.Tensor], c_scale: torch.Tensor | None = None, rope_scale: torch.Tensor | None = None, *, scale: float,
 ) -> torch.Tensor:
-    """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments.
-
-    Raises:
-        ValueError: a cache whose last dim is not contiguous.
-    """
+    """MLA in absorbed terms: q (T, H, D) -> (T, H, Dv). ``attn_ops/mla.py`` has the arguments. Raises ValueError for a cache
+    whose last dim is not contiguous."""
     if cache.stride(3) != 1:
         raise ValueError(f"the triton backend needs a latent cache whose last dim is contiguous, got strides {cache.stride()}")
     nope = q.shape[2] - k_rope.shape[1]

@@ -82,12 +82,8 @@ class InputStrides(NamedTuple):
 
 def config(dim: int, dim_v: int, itemsize: int, heads: int, slots: int, device: torch.device,
            quantized: bool = False) -> DecodeConfig:
-    """The parameters.
-
-    Args:
-        dim, dim_v: head dims, padded. itemsize: bytes per element of q. heads: query heads per program.
-        slots: see NOTE [Partial results]. quantized: whether the cache is.
-    """
+    """The parameters for padded head dims, bytes per element of q, query heads per program, and slots (see NOTE [Partial
+    results]). ``quantized``: whether the cache is."""
     widest = max(dim, dim_v)
     # Half precision always uses the tensor cores: they pad a group to 16 rows, but sums of products are bound by arithmetic
     # long before memory, for a single head too. In float32 the dot costs as many operations as the sums.
@@ -157,12 +153,8 @@ def decode(
     chunk: int | None, by_row: bool, rope: tuple[Any, ...] | None = None, form: RopeForm = PLAIN,
 ) -> None:
     """Launch the kernel. Writes ``out`` (T, H, Dv): every token, or with ``by_row`` only those that are alone in their
-    sequence. With k and v it also writes the caches and their scales.
-
-    Args:
-        rope: cos, sin (T, R or R/2), the norms' weights and eps, for q and k not yet rotated, of ``form``. The other arguments
-            are the paged op's.
-    """
+    sequence. With k and v it also writes the caches and their scales. ``rope``: cos, sin (T, R or R/2), the norms' weights and
+    eps, for q and k not yet rotated, of ``form``. The other arguments are the paged op's."""
     num_reqs, device = batch.seq_lens.shape[0], q.device
     plan = _plan(q.shape, q.dtype, host.cache_layout(caches), num_reqs, batch.block_table.shape[1], window, chunk,
                  caches.k.dtype, by_row, device, caches.v.storage_offset() % 4)
@@ -175,6 +167,3 @@ def decode(
         strides, batch.block_table.stride(0), *plan.constants, 0 if rope is None else form.rotated(rope[0]), form,
         pdl=host.use_pdl(device, q.shape[0]), num_warps=plan.warps,
     )
-
-
-__all__ = ["DecodeConfig", "config", "decode", "num_splits"]

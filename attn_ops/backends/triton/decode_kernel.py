@@ -245,6 +245,3 @@ def decode_kernel(
             tl.store(out + out_offsets, acc, mask=out_live)
     else:
         tl.store(out + out_offsets, acc, mask=out_live)
-
-
-__all__ = ["decode_kernel"]

@@ -1,15 +1,14 @@
 """Attention of several query tokens per sequence: prefill, chunked prefill, and the same over a long cached prefix.
 
-A program serves up to BLOCK_M query rows of one sequence and one key head: BLOCK_Q consecutive tokens x the query
-heads that read the key head, so that grouped heads fill a matrix tile. Tokens are cut at sequence boundaries:
-sequence r has the blocks from query_start_loc[r] // BLOCK_Q + r on, which never overlap; T // BLOCK_Q + B + 1 blocks
-hold any batch of T tokens in B sequences, the padding tokens after the last sequence counted as one more. Programs
-without tokens return at once.
+A program serves up to BLOCK_M query rows of one sequence and one key head: BLOCK_Q consecutive tokens x the query heads that
+read the key head, so that grouped heads fill a matrix tile. Tokens are cut at sequence boundaries: sequence r has the blocks
+from query_start_loc[r] // BLOCK_Q + r on, which never overlap; T // BLOCK_Q + B + 1 blocks hold any batch of T tokens in B
+sequences, padding tokens counted as one more. Programs without tokens return at once.
 
-The step's keys are in the cache already (``write`` runs first), so keys come from one place only, and a sequence may
-read pages that another one fills in this very step. The loop over keys has three stretches: keys that some rows do not
-see at the lower end (window, chunk), keys that all rows see (no masks), and the causal end. Where the batch has few query
-tokens, keys are split among programs too; see NOTE [Partial results] and NOTE [Last one merges].
+The step's keys are in the cache already (``write`` runs first), so keys come from one place only, and a sequence may read pages
+that another one fills in this very step. The loop over keys has three stretches: keys that some rows do not see at the lower
+end (window, chunk), keys that all rows see (no masks), and the causal end. Where the batch has few query tokens, keys are split
+among programs too; see NOTE [Partial results] and NOTE [Last one merges].
 """
 
 from __future__ import annotations
@@ -229,13 +228,10 @@ def extend_kernel(
 
 
 def expected_tokens(num_tokens: int, num_reqs: int, skip_single: bool) -> int:
-    """Tokens per sequence that tiles are made for.
-
-    The mean, or where sequences with one token are served elsewhere (``skip_single``) an eighth of what is left when all others
-    have one: in a captured batch most rows are decodes or padding, and beside 250 of these a prompt of 700 tokens would be cut
-    into tiles of a few tokens, each of which reads all keys. Too wide a tile costs products of short sequences, too narrow a
-    one reads of long ones.
-    """
+    """Tokens per sequence that tiles are made for: the mean, or where sequences with one token are served elsewhere
+    (``skip_single``) an eighth of what is left when all others have one. In a captured batch most rows are decodes or padding,
+    and beside 250 of these a prompt of 700 tokens would be cut into tiles of a few tokens, each of which reads all keys. Too
+    wide a tile costs products of short sequences, too narrow a one reads of long ones."""
     mean = -(-num_tokens // max(num_reqs, 1))
     return max(mean, (num_tokens - num_reqs) // 8) if skip_single else mean
 
@@ -289,6 +285,3 @@ def extend(q: torch.Tensor, caches: Caches, batch: Batch, sinks: torch.Tensor | 
     launch(extend_kernel, plan.grid, q, caches, batch, sinks, out, lse, *plan.buffers(prepared, device), q.shape[0], num_reqs,
            plan.splits, plan.chunk_min, scale, softcap, q.stride()[:2], batch.block_table.stride(0), *plan.constants,
            num_warps=plan.warps)
-
-
-__all__ = ["ExtendConfig", "config", "extend"]

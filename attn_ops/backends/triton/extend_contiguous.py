@@ -173,6 +173,3 @@ def attend_to_contiguous(
     launch(contiguous_kernel, (grid,), q, descriptor(keys.flatten(1), (tile.block_n, tile.width)),
            descriptor(values.flatten(1), (tile.block_n, tile.width_v)), query_start_loc, kv_starts, sinks, out, lse, num_tokens,
            num_reqs, scale, softcap, q.stride()[:2], tile, num_warps=warps)
-
-
-__all__ = ["ContiguousConfig", "attend_to_contiguous", "config", "extend_contiguous"]

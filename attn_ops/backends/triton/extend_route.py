@@ -93,12 +93,8 @@ def _measured(device: torch.device) -> bool:
 
 def seconds(query_lens: np.ndarray, seq_lens: np.ndarray, heads: int, kv_heads: int, dims: tuple[int, int], cache_bytes: int,
             num_sms: int) -> tuple[float, float]:
-    """Estimated time of a layer's attention by pages, and by contiguous keys, the copy included.
-
-    Args:
-        query_lens, seq_lens: (B,) of the sequences that come into question.
-        dims: D and Dv.  cache_bytes: of a number in the cache; 1 where it is quantized.
-    """
+    """Estimated time of a layer's attention by pages, and by contiguous keys, the copy included, for sequences with query_lens
+    and seq_lens (B,). ``dims``: D and Dv. ``cache_bytes``: of a number in the cache; 1 where it is quantized."""
     query, keys = query_lens.astype(np.int64), seq_lens.astype(np.int64)
     widths = [host.next_power_of_2(d, 16) for d in dims]
     mean, block_m, per_sm = sum(widths) / 2, *((64, 2) if max(widths) <= 128 else (128, 1))  # of extend_contiguous.config
@@ -187,7 +183,3 @@ def _route(meta: CommonAttentionMetadata, batch: Batch, heads: int, caches: Cach
             return None
     starts = host.kernel_module("kernels.gather_kv").kv_starts(batch.query_start_loc, batch.seq_lens, fewest)
     return Route(starts, num_keys, skip_single)
-
-
-__all__ = ["Route", "RouteConfig", "config", "find_route", "metadata_of", "possible", "scratch_bytes", "seconds",
-           "without_graph"]

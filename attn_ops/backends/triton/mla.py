@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 
 from quire.attn_ops.backends.triton.common import merge_partials
-from quire.attn_ops.backends.triton.plan import Batch, planner, tuned
+from quire.attn_ops.backends.triton.plan import Batch, Plan, planner, tuned
 from quire.attn_ops.backends.triton.write import write
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.constants import next_power_of_2
 from quire.attn_ops.kernels.host import Caches, Strides
 from quire.attn_ops.kernels.kv_quant import code_format, widen
 from quire.attn_ops.kernels.launch import launch
-from quire.attn_ops.kernels.paged import find_block, find_row
+from quire.attn_ops.kernels.paged import find_block, find_row, load_rows
 from quire.attn_ops.kernels.softmax import LOG2E, softmax_step
 
 WORKSPACE = 1 << 25  # most float32 elements of partial results
@@ -46,15 +46,6 @@ class MlaConfig(NamedTuple):
     stages: int
     chunk_min: int
     max_splits: int
-    chunk_max: int
-    wave: int
-
-
-class Parts(NamedTuple):
-    """Into how many parts a tile's keys are cut: at most ``splits``; the other fields as in MlaConfig."""
-
-    splits: int
-    chunk_min: int
     chunk_max: int
     wave: int
 
@@ -94,20 +85,6 @@ def write_kernel(c, k_rope, cache, slot_mapping, c_stride, rope_stride, TILE: tl
 
 
 @triton.jit
-def load_part(start, live, DIM: tl.constexpr, DIM_P2: tl.constexpr, MASKED: tl.constexpr):
-    """(N, DIM_P2) numbers that begin at the N pointers ``start``, padded with zeros; rows that are not live are zeros too:
-    memory there may hold NaN."""
-    columns = tl.arange(0, DIM_P2)
-    pointers = start[:, None] + columns[None, :]
-    if MASKED:
-        return tl.load(pointers, mask=live[:, None] & (columns < DIM)[None, :], other=0.0)
-    elif DIM == DIM_P2:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
-
-
-@triton.jit
 def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rope_scale, table_row, begin, stop, scale,
                 TILE: tl.constexpr, MASKED: tl.constexpr):
     """The running softmax over keys begin..stop. Without MASKED all rows see them, and block_n divides their number."""
@@ -122,8 +99,8 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rop
         else:
             page = tl.load(table_row + offsets // TILE.page)
         start = cache + page.to(tl.int64) * TILE.row.page + offsets % TILE.page * TILE.row.token
-        latent = load_part(start, live, TILE.rank, RANK_P2, MASKED)
-        rotary = load_part(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
+        latent = load_rows(start, live, TILE.rank, RANK_P2, MASKED)
+        rotary = load_rows(start + TILE.rank, live, TILE.rope, ROPE_P2, MASKED)
         if c_scale is not None:
             at = page.to(tl.int64) * TILE.scale.page + offsets % TILE.page * TILE.scale.token
             own = tl.load(c_scale + at, mask=live, other=0.0)
@@ -281,19 +258,9 @@ def config(rank: int, itemsize: int, heads: int, num_tokens: int, num_reqs: int,
     return tuned(MlaConfig(block_m, block_n, warps, stages, 64, 128, 2048, wave))
 
 
-class MlaPlan(NamedTuple):
-    """Tiles of a launch, and its constants; the workspace as in plan.Plan."""
-
-    tiles: int
-    warps: int
-    parts: Parts
-    workspace: int
-    tile: MlaTile
-
-
 @planner
 def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dtype, cache_shape: torch.Size,
-          cache_strides: tuple[int, ...], scale_strides: tuple[int, ...], table_width: int, device: torch.device) -> MlaPlan:
+          cache_strides: tuple[int, ...], scale_strides: tuple[int, ...], table_width: int, device: torch.device) -> Plan:
     params = config(rank, dtype.itemsize, heads, num_tokens, num_reqs, device)
     blocks, per_block = host.head_blocks(heads, params.block_m)
     block_q = params.block_m // per_block
@@ -305,8 +272,8 @@ def _plan(num_tokens: int, num_reqs: int, heads: int, rank: int, dtype: torch.dt
                         room, 8192 // (tiles * blocks)))
     tile = MlaTile(heads, blocks, per_block, block_q, params.block_m, params.block_n, params.stages, splits > 1, rank,
                    cache_shape[3] - rank, page, Strides(*cache_strides[:3]), Strides(*scale_strides))
-    return MlaPlan(tiles, params.warps, Parts(splits, params.chunk_min, params.chunk_max, params.wave),
-                   num_tokens * heads * splits * (rank + 1) if splits > 1 else 0, tile)
+    return Plan((tiles * blocks * splits,), params.warps, splits, params.chunk_min,
+                num_tokens * heads * splits * (rank + 1) if splits > 1 else 0, (tile,), params.chunk_max, params.wave)
 
 
 def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, batch: Batch,
@@ -321,18 +288,13 @@ def mla(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Te
         parts = Caches(cache[..., :rank], cache[..., rank:], c_scale, rope_scale)
         write(c[:, None], k_rope[:, None], parts, batch.slot_mapping)
     else:
-        launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0), plan.tile,
-               num_warps=4)
+        launch(write_kernel, (num_tokens,), c, k_rope, cache, batch.slot_mapping, c.stride(0), k_rope.stride(0),
+               *plan.constants, num_warps=4)
     partial: Any = torch.empty(plan.workspace, dtype=torch.float32, device=device) if plan.workspace else None
-    sizes = (num_tokens, num_reqs, *plan.parts)
-    splits = plan.parts.splits
-    launch(attend_kernel, (plan.tiles * plan.tile.blocks * splits,), q, q_rope, cache, c_scale, rope_scale, batch, out,
-           partial, *sizes, scale,
-           (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), plan.tile, num_warps=plan.warps)
-    if splits > 1:
+    sizes = (num_tokens, num_reqs, plan.splits, plan.chunk_min, plan.chunk_max, plan.wave)
+    launch(attend_kernel, plan.grid, q, q_rope, cache, c_scale, rope_scale, batch, out, partial, *sizes, scale,
+           (*q.stride()[:2], *q_rope.stride()[:2]), batch.block_table.stride(0), *plan.constants, num_warps=plan.warps)
+    if plan.splits > 1:
         step = max(1, min(16, 8192 // host.next_power_of_2(rank)))
-        launch(merge_kernel, (num_tokens, heads), batch, out, partial, *sizes, plan.tile, step, num_warps=4)
+        launch(merge_kernel, (num_tokens, heads), batch, out, partial, *sizes, *plan.constants, step, num_warps=4)
     return out
-
-
-__all__ = ["MlaConfig", "config", "mla"]

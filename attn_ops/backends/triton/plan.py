@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quire.attn_ops.kernels import host
-from quire.attn_ops.kernels.host import CacheLayout
 
 C = TypeVar("C", bound=Any)
 _overrides: dict[type, dict[str, Any]] = {}
@@ -39,7 +38,7 @@ class Plan(NamedTuple):
         grid, warps: of the launch.
         splits: most programs per slot; chunk_min: fewest keys per split. See NOTE [Partial results].
         workspace: float32 elements for partial results; 0: none.
-        constants: site, layout of the cache and tile: the kernel's constant arguments.
+        constants: the kernel's constant arguments: (site, layout of the cache, tile), of MLA (tile,).
         chunk_max, wave: see DecodeConfig.
     """
 
@@ -48,7 +47,7 @@ class Plan(NamedTuple):
     splits: int
     chunk_min: int
     workspace: int
-    constants: tuple[Site, CacheLayout, Any]
+    constants: tuple[Any, ...]
     chunk_max: int = 0
     wave: int = 1
 
@@ -86,6 +85,3 @@ def overridden(kind: Callable[..., Any], **params: Any) -> Iterator[None]:
         _overrides[kind] = saved
         for cached in _planners:
             cached.cache_clear()
-
-
-__all__ = ["Batch", "Plan", "Site", "overridden", "planner", "tuned"]

@@ -48,6 +48,3 @@ def write(k: torch.Tensor, v: torch.Tensor, caches: Caches, slot_mapping: torch.
     block = min(host.next_power_of_2(kv_heads), max(1, 4096 // widest))
     launch(write_kernel, (num_tokens, -(-kv_heads // block)), k, v, caches, slot_mapping, k.stride()[:2], v.stride()[:2],
            host.cache_layout(caches), block, num_warps=4)
-
-
-__all__ = ["write"]

@@ -19,12 +19,8 @@ from quire.passes.fx import ADD, MUL, is_method, is_tensor, operands, value
 
 
 class RMSNorm(NamedTuple):
-    """An RMSNorm over the last dimension.
-
-    Args:
-        x: its input. weight: None if it has none. eps: added to the mean square.
-        offset: added to the weight, in float32; None if the weight multiplies what was rounded to the dtype of x before.
-    """
+    """An RMSNorm of x over the last dimension. ``weight``: None if it has none. ``eps``: added to the mean square. ``offset``:
+    added to the weight, in float32; None if the weight multiplies what was rounded to the dtype of x before."""
 
     x: fx.Node
     weight: fx.Node | None
@@ -85,6 +81,3 @@ def _normalized(node: Any) -> tuple[fx.Node, float] | None:
         if is_method(power, "pow") and power.args == (wide, 2) and not power.kwargs:
             return wide.args[0], eps
     return None
-
-
-__all__ = ["RMSNorm", "match_rms_norm"]

@@ -2,14 +2,14 @@
 
 The dimensions of a head turn in pairs, by the angle of the token's position. Known are
 
-* a sum: ``x * cos + turned * sin``, with ``turned`` the pairs (-second, first) joined again;
+* a sum: ``x * cos + turned * sin``, with ``turned`` the pairs (-second, first) joined again, or its negative (nanochat);
 * pairs: ``first * cos - second * sin`` and ``second * cos + first * sin``, joined again;
-* complex numbers: ``view_as_real(view_as_complex(pairs) * freqs)``, whose tables are the real and the imaginary part,
+* complex numbers: ``view_as_real(view_as_complex(pairs) * freqs)``, whose tables are the real and the imaginary part (Llama 4),
 
 where a pair is made of halves (``chunk``, ``split``, slices; joined by ``cat``) or of neighbours (slices of step 2; joined by
-``stack`` and ``flatten``), and all or the first R dimensions turn. x is (B, H, S, D) or (B, S, H, D); products may be made in
-float32 and the result cast back; ``turned`` may have the other sign (nanochat); tables may have half the width, or be sliced or
-repeated. Anything else is not matched: every slice, sign and shape is compared.
+``stack`` and ``flatten``: Cohere, GLM, Ernie), and all or the first R dimensions turn. x is (B, H, S, D) or (B, S, H, D);
+products may be made in float32 and the result cast back; tables may have half the width (gpt-oss), or be sliced or repeated.
+Anything else is not matched: every slice, sign and shape is compared.
 """
 
 from __future__ import annotations
@@ -274,6 +274,3 @@ def _unsqueezed(node: fx.Node, dim: int) -> bool:
     index = list(node.args[1])
     return index[:dim] == [slice(None)] * dim and index[dim : dim + 1] == [None] \
         and all(i in (slice(None), Ellipsis) for i in index[dim + 1 :])
-
-
-__all__ = ["Rotation", "Table", "match_rotation"]

@@ -138,9 +138,9 @@ def test_it_is_never_chosen_and_says_what_it_is(tmp_path) -> None:
     backend = get_backend(f"double_sparsity:64:128:8:{file}")
     assert backend.priority is None and "64 keys of sequences longer than 128" in backend.approximate
     assert "double_sparsity" not in all_backends() and "quire calibrate" in str(backends("cpu"))
-    with pytest.raises(UnsupportedAttention, match="every step must run through double_sparsity:8:8:all"):
+    with pytest.raises(UnsupportedAttention, match="every step must run whole through double_sparsity:8:8:all"):
         get_backend("hybrid:torch_native+double_sparsity:8:8:all")
-    with pytest.raises(UnsupportedAttention, match="one state of double_sparsity:8:8:all"):
+    with pytest.raises(UnsupportedAttention, match="every step must run whole through double_sparsity:8:8:all"):
         get_backend("two_batch:double_sparsity:8:8:all")
     with pytest.raises(UnsupportedAttention, match="does not return the log-sum-exp"):
         get_backend("cascade:double_sparsity:8:8:all")
