@@ -33,11 +33,6 @@ from tests.tiny import (
 )
 from tests.zoo.configs import SERVED, build
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens=20)
 DRAWN = replace(SAMPLED, top_p=1.0, top_k=0)  # without a filter
 SMALL = dict(num_pages=400, max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 8], cudagraph_token_sizes=[16, 64])

@@ -16,11 +16,6 @@ from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.sampling import sampling_tensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 GREEDY = SamplingParams(temperature=0)
 MIXED = [
     GREEDY, SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(top_k=4), SamplingParams(top_p=0.6),

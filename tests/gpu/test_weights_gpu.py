@@ -13,10 +13,6 @@ from quire.graph_runner.sampling_params import SamplingParams
 from tests.graph_runner.test_window_pages import poison
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 IDS = [[5, 17, 40, 3, 29], [9, 9, 31], [7]]
 
 
