@@ -19,7 +19,7 @@ from tests.zoo.configs import REFUSED, SERVED, build
 from tests.zoo.harness import TOLERANCE, error, reference, serve
 
 SHORT = 40
-PHI3 = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+PHI3 = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
             num_key_value_heads=2, original_max_position_embeddings=SHORT, max_position_embeddings=160, sliding_window=None,
             rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT,
                              "short_factor": [1.0] * 4, "long_factor": [4.0] * 4})
@@ -91,9 +91,14 @@ def test_a_nested_config_is_checked() -> None:
 # Each sequence has the frequencies of its own length, at the limit, on both sides of it, and across it.
 
 
+@functools.cache
+def never_paged() -> nn.Module:
+    return phi3()
+
+
 def alone(ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return phi3()(input_ids=ids[None], use_cache=False).logits[0]
+        return never_paged()(input_ids=ids[None], use_cache=False).logits[0]
 
 
 def tokens(*lengths: int) -> list[torch.Tensor]:
