@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 
 from quire.attn_ops.ops.experts import Tile, _Pairs, expert_swiglu
 from quire.graph_runner.bench.attention_op import on_the_device
-from quire.graph_runner.bench.report import environment, write
-from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.record import Record
+from quire.graph_runner.bench.roofline import matmul_rate
 
 #: experts/experts per token x inner x hidden: Qwen3-30B-A3B, DeepSeek-V2-Lite, Mixtral, and GPT-OSS-20B's sizes without biases.
 SHAPES = "128/8x768x2048,64/6x1408x2048,8/2x14336x4096,32/4x2880x2880"
@@ -49,17 +48,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     device, dtype = torch.device("cuda"), torch.bfloat16
-    bandwidth = copy_bandwidth(device)
-    square = torch.randn(8192, 8192, device=device, dtype=dtype)
-    rate = 2 * 8192**3 / timed(lambda: square @ square) * 1e6
-    rows: list[dict[str, Any]] = []
+    record = Record(args.json, device)
+    bandwidth, rate = record.copy_bandwidth(), matmul_rate(device, dtype)
+    record.facts["dense_tflop_per_s"] = rate / 1e12
 
     def note(us: float, floor: float, **what: Any) -> None:
-        rows.append(what | dict(us=us, floor_us=floor, share=floor / us))
-        print(" ".join(f"{k}={v}" for k, v in what.items()), f"{us:.1f} us, floor {floor:.1f} us, {floor / us:.0%}", flush=True)
-        if args.json:
-            seen = environment(device, bandwidth) | dict(dense_tflop_per_s=rate / 1e12, command=" ".join(sys.argv))
-            write(args.json, seen, rows)
+        record.keep({**what, "us": us, "floor_us": floor, "share": floor / us})
 
     for text in args.experts.split(","):
         count, each, inner, hidden = map(int, re.split("[/x]", text))

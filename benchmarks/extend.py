@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import Caches, kernel_module
 from quire.attn_ops.registry import get_backend
 from quire.graph_runner.bench.attention_op import OpBatch, Point, op_batch, work
+from quire.graph_runner.bench.record import Record
 
 #: name -> (sequences, scheduled tokens, tokens computed before)
 SHAPES = {"8192 after 8192": (1, 8192, 8192), "1x16384": (1, 16384, 0), "8192 after 24576": (1, 8192, 24576),
@@ -172,26 +171,22 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--tiles")
     parser.add_argument("--flashinfer", action="store_true")
-    parser.add_argument("--deadline", type=float, default=100.0, help="seconds")
+    parser.add_argument("--deadline", type=float, default=100.0, help="seconds from the start of the process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    until = time.monotonic() + args.deadline
-    found: dict[str, Any] = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=[])
+    record = Record(args.json, torch.device("cuda"), args.deadline)
 
-    def note(row: dict[str, Any]) -> None:
-        found["rows"].append(row)
-        print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
-
-    for row in parts(args):
-        note(row)
-        if time.monotonic() > until:
-            break
-    if args.flashinfer:
+    def flashinfer() -> Iterator[dict[str, Any]]:
         for heads, shape in itertools.product((HEADS[0], HEADS[2], HEADS[3]), ("8192 after 8192", "1x16384", "64x1024")):
-            if time.monotonic() < until:
-                note(dict(heads=heads, shape=shape, **Attention(*heads, shape, args.page_size).flashinfer()))
+            yield dict(heads=heads, shape=shape, **Attention(*heads, shape, args.page_size).flashinfer())
+
+    def measure(rows: Iterator[dict[str, Any]]) -> None:
+        for row in rows:
+            record.keep(row)
+
+    record.measure("paged and contiguous", lambda: measure(parts(args)))
+    if args.flashinfer:
+        record.measure("flashinfer", lambda: measure(flashinfer()))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from quire.attn_ops.metadata import (
     split_attn_metadata,
     split_decodes_and_prefills,
 )
-from quire.graph_runner.bench.report import environment, this_command, write
+from quire.graph_runner.bench.record import Record
 from quire.graph_runner.forward_batch import ForwardBatch
 from quire.graph_runner.request import Request, RequestOutput, ScheduledBatch, ScheduledRow
 from quire.graph_runner.sampling_params import SamplingParams
@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    slow, rows = 0, []
+    record, slow = Record(args.json, torch.device("cpu")), 0
     for name, query_lens in CASES.items():
         table = np.arange(1, 1 + len(query_lens) * (LENGTH // PAGE), dtype=np.int32).reshape(len(query_lens), -1)
         seqs = [LENGTH] * len(query_lens)
@@ -96,14 +96,9 @@ def main() -> int:
         }
         for what, function in functions.items():
             times = _times_ms(function)
-            median, least = statistics.median(times), min(times)
-            over = median > LIMITS[name]
-            slow += over
-            rows.append({"case": name, "what": what, "median_ms": median, "least_ms": least, "limit_ms": LIMITS[name]})
-            print(f"{name:8}{what:40}{median:8.3f} ms, least {least:.3f}"
-                  f"{f'  over the limit of {LIMITS[name]} ms' if over else ''}")
-    if args.json:
-        write(args.json, environment(torch.device("cpu"), None), rows, command=this_command())
+            median = statistics.median(times)
+            slow += median > LIMITS[name]
+            record.keep({"case": name, "what": what, "median_ms": median, "least_ms": min(times), "limit_ms": LIMITS[name]})
     return int(slow > 0)
 
 

@@ -10,19 +10,13 @@ and an earlier request had the same beginning. Weights are random; tokens of eve
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import time
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from quire import Engine, SamplingParams
-from quire.graph_runner.bench.models import ModelSpec, build
-from quire.graph_runner.bench.report import environment, this_command, write
+from quire.graph_runner.bench.record import model_of, script, started
 
 MODES: dict[str, bool | None] = {"none": False, "together": None, "kept": True}
 
@@ -37,49 +31,39 @@ def first_tokens(engine: Engine, prompts: list[list[int]]) -> tuple[list[float],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", default="tiny", help="a shape of quire bench, or the path of a saved model")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = script(__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prefix", type=int, default=4096, help="tokens that all prompts share")
     parser.add_argument("--own", type=int, default=16, help="tokens of each prompt beside them")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
-    length = args.prefix + args.own
-    spec = ModelSpec(args.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device, args.layers)
-    model = build(spec, positions=length + 16)
-    draw = random.Random(0)
-    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    record, length = started(args), args.prefix + args.own
+    model = model_of(args, positions=length + 16)
+    draw, vocabulary = random.Random(0), model.config.get_text_config().vocab_size
 
     def ids(count: int) -> list[int]:
         return [draw.randrange(5, vocabulary) for _ in range(count)]
 
     common = ids(args.prefix)
     prompts = [common + ids(args.own) for _ in range(args.requests)]
-    rows: list[dict[str, Any]] = []
-    seen = []
-    for mode, option in MODES.items():
-        with Engine(model, enable_prefix_caching=option, max_num_seqs=args.requests, max_model_len=length + 16,
-                    num_pages=None if device.type == "cuda" else args.requests * (length // 16 + 2)) as engine:
+    seen: list[list[int]] = []
+
+    def measure(mode: str) -> None:
+        with Engine(model, enable_prefix_caching=MODES[mode], max_num_seqs=args.requests, max_model_len=length + 16,
+                    num_pages=None if model.device.type == "cuda" else args.requests * (length // 16 + 2)) as engine:
             first_tokens(engine, [ids(length)])  # not timed
             if mode == "kept":
                 first_tokens(engine, [common + ids(args.own)])
             times, tokens = first_tokens(engine, prompts)
             saved = engine.stats().saved_tokens
         seen.append(tokens)
-        rows.append({"mode": mode, "mean_s": statistics.fmean(times), "median_s": statistics.median(times),
-                     "last_s": max(times), "saved_tokens": saved})
-        rows[-1]["times_faster"] = rows[0]["mean_s"] / rows[-1]["mean_s"]
-        row = rows[-1]
-        print(f"{mode:9} mean {row['mean_s']:8.3f} s, last {row['last_s']:8.3f} s, {saved:7} tokens saved, "
-              f"{row['times_faster']:6.1f} x faster", flush=True)
-        if args.json:
-            write(args.json, environment(device, None), rows, command=this_command(), model=spec.label,
-                  requests=args.requests, prefix=args.prefix, own=args.own)
+        mean = statistics.fmean(times)
+        record.keep({"mode": mode, "mean_s": mean, "median_s": statistics.median(times), "last_s": max(times),
+                     "saved_tokens": saved, "times_faster": (record.rows[0]["mean_s"] if record.rows else mean) / mean})
+
+    done = [record.measure(mode, lambda mode=mode: measure(mode)) for mode in MODES]
     if any(tokens != seen[0] for tokens in seen):
         sys.exit("the first tokens differ between the modes")
+    sys.exit(not all(done))
 
 
 if __name__ == "__main__":

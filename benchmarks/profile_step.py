@@ -10,19 +10,15 @@ Prefill: one step of ``tokens`` tokens, in prompts of 960 (the last one shorter)
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from quire.graph_runner.bench.models import ModelSpec, build
-from quire.graph_runner.bench.report import environment, this_command, write
-from quire.graph_runner.bench.roofline import copy_bandwidth
+from quire.graph_runner.bench.record import model_of, script, started
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 
@@ -73,21 +69,18 @@ def row(workload: str, batch: int, tokens: int, wall: float, kernels: dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-8b")
-    parser.add_argument("--layers", type=int)
+    parser = script(__doc__, "llama-8b")
     parser.add_argument("--batch", default="1,8,32,128")
     parser.add_argument("--prefill", default="", help="tokens of a prefill step, comma-separated")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches, prefills = ([int(n) for n in text.split(",") if n] for text in (args.batch, args.prefill))
-    device = torch.device("cuda")
-    model = build(ModelSpec(args.model, torch.bfloat16, device, args.layers))
+    record = started(args)
+    record.copy_bandwidth()
+    model = model_of(args)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    rows = []
 
     def prompt(tokens: int) -> list[int]:
         return torch.randint(vocabulary, (tokens,)).tolist()
@@ -108,7 +101,7 @@ def main() -> None:
             steps(args.steps)
             torch.cuda.synchronize()
             wall = (time.perf_counter() - began) / args.steps * 1e6
-            rows.append(row("decode", batch, batch, wall, profiled(lambda: steps(args.steps), args.steps)))
+            record.keep(row("decode", batch, batch, wall, profiled(lambda: steps(args.steps), args.steps)))
             for request_id in ids:
                 engine.abort(request_id)
             while engine.has_unfinished:
@@ -129,9 +122,7 @@ def main() -> None:
             began = time.perf_counter()
             once()
             wall = (time.perf_counter() - began) * 1e6
-            rows.append(row("prefill", len(lengths), tokens, wall, profiled(once, 1)))
-    if args.json:
-        write(args.json, environment(device, copy_bandwidth(device)), rows, command=this_command())
+            record.keep(row("prefill", len(lengths), tokens, wall, profiled(once, 1)))
 
 
 if __name__ == "__main__":

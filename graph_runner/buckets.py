@@ -33,30 +33,27 @@ _SGLANG_TOKEN_LADDER = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256))
 _TOKEN_LAST_STEP = 512
 
 
-def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None, *, multiple_of: int = 1) -> list[int]:
+def decode_buckets(max_num_seqs: int, sizes: Iterable[int] | str | None = None) -> list[int]:
     """Batch sizes, in sequences, of the decode graphs: ascending, without duplicates.
 
     Args:
         max_num_seqs: maximum number of sequences in a batch, >= 1; without `sizes` the last bucket.
         sizes: the user's list, in any order, used unchanged; a batch larger than its largest size has no graph. Or the name of
             a list.
-        multiple_of: sizes are rounded up to multiples of it (ranks that share a batch, halves of a batch that overlap).
 
     Raises:
         ValueError: a maximum below 1; an unknown name; `sizes` is empty, or has a size that is not an integer, below 1, or
             larger than any batch can be.
     """
     _check_positive("max_num_seqs", max_num_seqs)
-    _check_positive("multiple_of", multiple_of)
     if isinstance(sizes, str):
         found = _named(sizes, max_num_seqs) if sizes != "sglang" else [
             1, 2, 4, 8, 12, *_climb(_DECODE_LADDER, _DECODE_LAST_STEP, max_num_seqs)[1:]]
     elif sizes is not None:
-        found = _validated(sizes, max_num_seqs, "batch size", "max_num_seqs")
-        return sorted({-(-size // multiple_of) * multiple_of for size in found})
+        return _validated(sizes, max_num_seqs, "batch size", "max_num_seqs")
     else:
         found = [*_SMALL_DECODE_SIZES, *_climb(_DECODE_LADDER, _DECODE_LAST_STEP, max_num_seqs)]
-    return sorted({-(-size // multiple_of) * multiple_of for size in (*found, max_num_seqs) if size <= max_num_seqs})
+    return sorted({size for size in (*found, max_num_seqs) if size <= max_num_seqs})
 
 
 def token_buckets(max_num_batched_tokens: int, sizes: Iterable[int] | str | None = None) -> list[int]:

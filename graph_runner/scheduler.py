@@ -152,10 +152,7 @@ class Scheduler:
             request.pages = list(shared)
             missing = pages_for(request.num_computed + count, self.page_size) - len(shared)
             if not count or not self.extend(request, missing):
-                self._free(shared)
-                if self.windows is not None:
-                    self.windows.give_back(request)
-                request.num_computed, request.pages = 0, []
+                self.give_back(request)
                 break
             self.waiting.popleft()
             request.slot = self.free_slots.pop()
@@ -266,7 +263,7 @@ class Scheduler:
             self.windows.share_with(source, target, len(target.pages))
 
     def give_back(self, request: Request) -> None:
-        """Free the pages of a request that was not scheduled here (``lockstep.py``)."""
+        """Free the pages of a request that is not scheduled after all, here or in ``lockstep.py``."""
         self._free(request.pages)
         if self.windows is not None:
             self.windows.give_back(request)

@@ -10,6 +10,16 @@ from quire.attn_ops.ops.sampling import is_greedy
 from quire.graph_runner.sampler import SamplingTensors
 from quire.graph_runner.sampling_params import SamplingParams
 
+GREEDY = SamplingParams(temperature=0)
+MIXED = [
+    GREEDY, SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(top_k=4), SamplingParams(top_p=0.6),
+    SamplingParams(min_p=0.2), SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.05),
+]
+
+
+def random_logits(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
 
 def sampling_tensors(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int],
                      device: torch.device | str = "cpu", *, banned: Sequence[Sequence[int]] = ()) -> SamplingTensors:

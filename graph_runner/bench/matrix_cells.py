@@ -27,14 +27,7 @@ from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench import workers, workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.report import Row, complete, environment, failure
-from quire.graph_runner.bench.roofline import (
-    copy_bandwidth,
-    kv_bytes,
-    matmul_rate,
-    prefill_flops,
-    step_bytes,
-    weight_bytes,
-)
+from quire.graph_runner.bench.roofline import copy_bandwidth, kv_bytes, matmul_rate, prefill_flops, step_bytes, weight_bytes
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, open_system
 from quire.graph_runner.bench.workloads import Prompts, Sizes, mixed_lengths, run_seconds
 

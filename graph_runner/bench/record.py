@@ -1,4 +1,4 @@
-"""The rows of a developer's script: printed and written as they come, and a limit on the script's time."""
+"""The rows of a developer's script: its arguments, its rows, printed and written as they come, and a limit on its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from quire.graph_runner.bench.models import ModelSpec, build, layers_asked
 from quire.graph_runner.bench.report import Row, environment, failure, this_command, write
+from quire.graph_runner.bench.roofline import copy_bandwidth
 
 PATIENCE = 10.0  # seconds from the deadline until a measurement that was not interrupted ends the process
 
@@ -37,7 +39,7 @@ class Record:
 
     def __init__(self, path: Path | None, device: torch.device, deadline: float | None = None, interrupts: bool = True,
                  **facts: Any) -> None:
-        self.path, self.facts, self.rows, self.interrupts = path, facts, list[Row](), interrupts
+        self.path, self.device, self.facts, self.rows, self.interrupts = path, device, facts, list[Row](), interrupts
         self.environment = environment(device, None)
         self._end = None if deadline is None else deadline - _age()
         self._began, self._armed = time.monotonic(), False
@@ -46,6 +48,12 @@ class Record:
     def left(self) -> float:
         """Seconds until the deadline."""
         return float("inf") if self._end is None else self._end - (time.monotonic() - self._began)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second of a large copy on the device, measured now and kept with the environment."""
+        bandwidth = copy_bandwidth(self.device)
+        self.environment["copy_tb_per_s"] = bandwidth / 1e12
+        return bandwidth
 
     def keep(self, row: Row) -> None:
         """Add a row, print it and write all."""
@@ -109,7 +117,30 @@ def _age() -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``--layers``, ``--json`` and ``--deadline``."""
-    parser.add_argument("--layers", type=int, help="only so many layers (default: $LAYERS, else all)")
-    parser.add_argument("--json", type=Path, help="a file for the rows, written after each of them")
+    parser.add_argument("--layers", type=int, help="only the first N layers (default: $LAYERS, else all)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, after each of them")
     parser.add_argument("--deadline", type=float, metavar="SECONDS",
                         help="from the start of the process; what has no time becomes a row with error (default: none)")
+
+
+def script(doc: str | None, model: str = "tiny") -> argparse.ArgumentParser:
+    """The parser of a script, with the arguments that all have: model, device, and those of ``add_arguments``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=model,
+                        help=f"a shape of quire bench, or the path of a saved model (default: {model})")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_arguments(parser)
+    return parser
+
+
+def started(args: argparse.Namespace, **facts: Any) -> Record:
+    """The record of a script with the parsed arguments of ``script``, which are in its file too."""
+    args.layers = layers_asked(args.layers)
+    return Record(args.json, torch.device(args.device), args.deadline, arguments=vars(args), **facts)
+
+
+def model_of(args: argparse.Namespace, positions: int = 0) -> Any:
+    """The model that a script's arguments name: in bfloat16 on a GPU, float32 on a CPU."""
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return build(ModelSpec(args.model, dtype, device, args.layers), positions=positions)

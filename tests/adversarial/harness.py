@@ -97,6 +97,15 @@ def cache(layers: int = 1, kv_heads: int | Sequence[int] = HEADS, head_dim: int 
                         dtype=torch.float32, device="cpu")
 
 
+def by_hand(compiled: nn.Module, kv: PagedKVCache) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    """The call of one step, for ``serve``."""
+    def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
+        with step(kv, meta), torch.no_grad():
+            return logits_of(compiled(input_ids=part[None], position_ids=meta.positions[None]))[0]
+
+    return call
+
+
 def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequence[int] = LENGTHS,
             steps: Sequence[Sequence[int]] = STEPS, layers: int = 1, kv_heads: int | Sequence[int] = HEADS,
             head_dim: int | Sequence[int] = DIM) -> str:
@@ -122,12 +131,8 @@ def outcome(make: Callable[[type[Model]], Model], route: str, *, lengths: Sequen
             def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
                 return run(Step(kv, meta), part, meta.positions, torch.arange(len(part)))
         else:
-            kv = cache(layers, kv_heads, head_dim)
             compiled = model if route == "decorator" else torch.compile(model, backend="quire", options={"compiler": "eager"})
-
-            def call(part: torch.Tensor, meta: Any) -> torch.Tensor:
-                with step(kv, meta), torch.no_grad():
-                    return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
+            call = by_hand(compiled, cache(layers, kv_heads, head_dim))
         got = serve(call, ids, steps, PAGE)
     except Exception as error:
         why = refusal(error)

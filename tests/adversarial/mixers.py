@@ -97,12 +97,6 @@ def rectified_in_place(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return y
 
 
-def mean_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    y = x * 1
-    y[..., 0] = x.mean()
-    return y
-
-
 def first_written(m: Model, x: Tensor, p: Tensor) -> Tensor:
     y = x * 1
     y[:, 0] = 0.0
@@ -121,11 +115,6 @@ def branch(m: Model, x: Tensor, p: Tensor) -> Tensor:
 
 def item(m: Model, x: Tensor, p: Tensor) -> Tensor:
     return x * x.abs().max().item()
-
-
-def grown(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    m.counter += 1
-    return x + m.counter
 
 
 def stored(m: Model, x: Tensor, p: Tensor) -> Tensor:
@@ -156,11 +145,6 @@ def sorted_by_expert(m: Model, x: Tensor, p: Tensor) -> Tensor:
     order = ids.argsort()
     y = torch.tanh(x[0][order])
     return y[order.argsort()][None]
-
-
-def sorted_for_good(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    ids = (x[0] @ m.w[:, :4]).topk(1)[1].reshape(-1)
-    return x + x[0][ids.argsort()][None]
 
 
 def capacity(m: Model, x: Tensor, p: Tensor) -> Tensor:
@@ -247,7 +231,6 @@ MIXES = {
     "normalize over T": lambda m, x, p: F.normalize(x, dim=1),
     "average pool": lambda m, x, p: F.avg_pool1d(x.mT, 3, 1, 1).mT,
     "max pool": lambda m, x, p: F.max_pool1d(x.mT, 3, 1, 1).mT,
-    "adaptive pool": lambda m, x, p: x + F.adaptive_avg_pool1d(x.mT, 1).mT,
     "first row": lambda m, x, p: x + x[..., 0, :][:, None],
     "select": lambda m, x, p: x + x.select(1, 0)[:, None],
     "index_select": lambda m, x, p: x + x.index_select(1, torch.tensor([0])),
@@ -257,16 +240,16 @@ MIXES = {
     "kthvalue": lambda m, x, p: x + x.kthvalue(1, dim=1, keepdim=True)[0],
     "quantile": lambda m, x, p: x - x.quantile(0.5, dim=1, keepdim=True),
     "any": lambda m, x, p: x * (1.0 + (x > 2).any(1, keepdim=True)),
-    "all": lambda m, x, p: x * (1.0 + (x < 2).all(dim=1, keepdim=True)),
     "count_nonzero": lambda m, x, p: x * torch.count_nonzero(x > 0, dim=1)[:, None],
     "integer sum": lambda m, x, p: x * p.sum(),
     "integer argsort": lambda m, x, p: x + p.argsort(1)[..., None],
     "integer amin": lambda m, x, p: x + p.amin(1)[..., None, None],
+    "integer max along": lambda m, x, p: x + p.max(dim=-1).values[:, None, None] * 0.01,
+    "integer argmax": lambda m, x, p: x + p.argmax(-1)[:, None, None] * 0.01,
     "longest position": lambda m, x, p: x / (p.max() + 1),
     "bincount": lambda m, x, p: x + torch.bincount((x[0, :, 0] > 0).long(), minlength=2).float()[0],
     # Others of the same kinds.
     "logsumexp": lambda m, x, p: x - x.logsumexp(1, keepdim=True),
-    "softmax over T": lambda m, x, p: x * x.softmax(1),
     "softmax of columns": lambda m, x, p: x.mT.softmax(-1).mT,
     "cummax": lambda m, x, p: x + x.cummax(1)[0],
     "cumsum": lambda m, x, p: x + x.cumsum(1),
@@ -278,22 +261,15 @@ MIXES = {
     "flip": lambda m, x, p: x + x.flip(1),
     "flip of all": lambda m, x, p: x + torch.flip(x, (0, 1, 2)),
     "unfold": lambda m, x, p: F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).mean(-1),
-    "shift by padding": lambda m, x, p: F.pad(x, (0, 0, 1, -1)),
     "shift by cat": lambda m, x, p: torch.cat([x[:, :1], x[:, :-1]], 1),
     "token shift": lambda m, x, p: torch.cat([x[..., :8], F.pad(x, (0, 0, 1, -1))[..., 8:]], -1),
-    "conv1d": lambda m, x, p: m.conv(x.mT).mT,
     "depthwise conv": lambda m, x, p: F.conv1d(F.pad(x.mT, (2, 0)), m.w[:, None, :3], groups=16).mT,
-    "strided pointwise conv": lambda m, x, p: x + m.point(x.mT[..., ::2]).mean(),
     "fft": lambda m, x, p: torch.fft.fft(x, dim=1).real,
     "fft of both": lambda m, x, p: torch.fft.fft2(x).real,
     "cdist": lambda m, x, p: x + torch.cdist(x, x).mean(-1, keepdim=True),
     "tensordot": lambda m, x, p: x + torch.tensordot(x[0], x[0], dims=([0], [0])).mean(0),
     "kron": lambda m, x, p: x + torch.kron(x[0, :, 0], x[0, :, 1]).mean(),
     "outer over tokens": lambda m, x, p: x + torch.outer(x[0, :, 0], x[0, :, 1]).mean(),
-    "index_add to one row": lambda m, x, p: x + torch.zeros(4, 16).index_add(0, p[0] % 4, x[0])[0],
-    "scatter to other rows": lambda m, x, p: x + torch.zeros_like(x).scatter_add(1, (p // 2)[..., None].expand_as(x), x),
-    "index_add by position": lambda m, x, p: x + torch.zeros_like(x[0]).index_add(0, p[0], x[0]),
-    "histc": lambda m, x, p: x + torch.histc(x, 4, -2, 2)[0],
     "unique": lambda m, x, p: x + torch.unique(p).numel(),
     "nonzero": lambda m, x, p: x + (x > 0).nonzero().shape[0],
     "median": lambda m, x, p: x - x.median(1, keepdim=True)[0],
@@ -301,32 +277,19 @@ MIXES = {
     "mode": lambda m, x, p: x - (x > 0).float().mode(1, keepdim=True)[0],
     "variance": lambda m, x, p: x / x.var(1, keepdim=True).add(1).sqrt(),
     "std of all": lambda m, x, p: x / (1 + x.std()),
-    "batch norm in training": lambda m, x, p: F.batch_norm(x.mT, None, None, training=True).mT,
-    "batch norm of rows": lambda m, x, p: F.batch_norm(x[0], None, None, training=True)[None],
-    "layer norm over all": lambda m, x, p: F.layer_norm(x, x.shape[1:]),
     "dropout": lambda m, x, p: F.dropout(x, 0.5, True),
     "noise": lambda m, x, p: x + torch.rand_like(x),
     "masked_select": lambda m, x, p: x + x.masked_select(x > 0).mean(),
     "boolean index": lambda m, x, p: x + x[x > 0].mean(),
     "masked_scatter": lambda m, x, p: x.masked_scatter(x > 0, x.flip(-1)),
-    "gate by the mean": lambda m, x, p: x * x.mean().sigmoid(),
     "rare gate": lambda m, x, p: torch.where(x.amax() > 1e9, -x, x),
     "rare any": lambda m, x, p: x + (p == 63).any(),
-    "last row": lambda m, x, p: x + x[:, -1:],
     "last of rows": lambda m, x, p: x + x[0][-1],
-    "every other": lambda m, x, p: x + x[:, ::2].sum(),
-    "backwards": lambda m, x, p: x + x[:, torch.arange(x.shape[1] - 1, -1, -1)],
     "flattened to the end": lambda m, x, p: x + x.flatten(0, 2).softmax(0).view_as(x),
-    "T folded into features": lambda m, x, p: x + x.reshape(1, 16, -1).softmax(-1).reshape(x.shape),
-    "wrong view": lambda m, x, p: x.view(1, 16, -1).mT,
     "view of the transposed": lambda m, x, p: x + x.mT.reshape(x.shape),
-    "pairs of tokens": lambda m, x, p: x + torch.cat([x, x], 1).view(1, -1, 2, 16).mean(2),
     "repeated row": lambda m, x, p: x.repeat(1, 2, 1)[:, 1::2],
     "interleaved row": lambda m, x, p: x.repeat_interleave(2, 1)[:, : x.shape[1]],
-    "index by position": lambda m, x, p: x + x[0][p[0]][None],
-    "row numbers as truths": lambda m, x, p: x + x[:, torch.arange(x.shape[1]).bool().long()],
     "row numbers in a byte": lambda m, x, p: x + x[:, torch.arange(x.shape[1]).to(torch.int8).long()],
-    "row numbers as positions": lambda m, x, p: x + m.table[torch.arange(x.shape[1])],
     "cut table": lambda m, x, p: x + m.table[: x.shape[1]],
     "positions from the first": lambda m, x, p: x + m.table[p - p[:, :1]],
     "linspace": lambda m, x, p: x + torch.linspace(0, 1, x.shape[1])[None, :, None],
@@ -339,12 +302,8 @@ MIXES = {
     "overlapping as_strided": lambda m, x, p: x + x.contiguous().as_strided(x.shape, (0, 0, 1)),
     "dtype view": lambda m, x, p: x + x.mT.contiguous().view(torch.int8)[..., : x.shape[1]].mT.float() * 1e-3,
     "complex view over T": lambda m, x, p: x + torch.view_as_complex(torch.stack([x, x.flip(1)], -1)).imag,
-    "length of the row": lambda m, x, p: x / x.shape[1],
     "root of the length": lambda m, x, p: x * x.shape[1] ** -0.5,
-    "length as a tensor": lambda m, x, p: x * torch.tensor(x.shape[1]).log(),
-    "filled with the length": lambda m, x, p: x + torch.full((16,), x.shape[1]),
     "bucket of the length": lambda m, x, p: x + torch.bucketize(x.shape[1], torch.tensor([3, 6, 9, 12])),
-    "length looked up": lambda m, x, p: x + torch.searchsorted(torch.tensor([3, 6, 9, 12]), x.shape[1]),
     "is the length in": lambda m, x, p: x + torch.isin(torch.arange(16), x.shape[1]).float(),
     "histogram up to the length": lambda m, x, p: x + torch.histc(m.w, 16, 0, x.shape[1]),
     "logarithm of the length": lambda m, x, p: x * math.log(x.shape[1] + 1),
@@ -354,34 +313,25 @@ MIXES = {
     "an op that is named clone": lambda m, x, p: named_clone(x),
     "an op that writes": written_by_an_op,
     "kept between calls": kept_between_calls,
-    "vmap over features": lambda m, x, p: torch.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)(x[0])[None],
     "autograd function": lambda m, x, p: Doubled.apply(x),
     "hidden from the tracer": lambda m, x, p: hidden(x),
     "recurrence": recurrence,
-    "written mean": mean_written,
     "written first row": first_written,
     "written sum": expanded_written,
-    "a counter": grown,
     "written to a buffer": stored,
     "sorted tokens": lambda m, x, p: x + x.sort(1)[0],
-    "sorted by expert for good": sorted_for_good,
     "capacity": capacity,
     "balanced router": balanced,
     "experts in another order": lambda m, x, p: grouped(m, x, p, descending=True),
     "experts by other counts": lambda m, x, p: grouped(m, x, p, lambda ids: (ids + 1).clamp(max=3)),
     "experts that are not put back": lambda m, x, p: grouped(m, x, p, back=False),
-    "counts over ones": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids, 1.0).sum(0)),
     "counts of more than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids[:, :1]),
     "counts of less than is sorted": lambda m, x, p: counted(m, x, sorted_of=lambda ids: ids.repeat(1, 2)),
-    "counts of ids that repeat": lambda m, x, p: counted(m, x, ids_of=lambda gates: gates.cummax(-1)[1]),
     "counts of groups that share ids": lambda m, x, p: counted(
         m, x, ids_of=lambda gates: gates.view(-1, 2, 2).topk(1)[1].view(-1, 2)),
     "counts as truths": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids).sum(0).bool().int()),
-    "counts in int8": lambda m, x, p: counted(m, x, lambda ids: one_hot(ids).sum(0, dtype=torch.int8)),
-    "number of tokens of an expert": lambda m, x, p: x * torch.histc((x[0] @ m.w[:, :4]).topk(1)[1].float(), 4, 0, 3)[0],
     "diff": lambda m, x, p: x + F.pad(x.diff(dim=1), (0, 0, 1, 0)),
     "trapezoid": lambda m, x, p: x + torch.trapezoid(x, dim=1)[:, None],
-    "gather over T": lambda m, x, p: x + x.gather(1, (p // 2)[..., None].expand_as(x)),
     "take": lambda m, x, p: x + x.take(p)[..., None],
     "norm of all": lambda m, x, p: x / x.norm(),
     "global scale": lambda m, x, p: (x / x.abs().amax() * 127).round() * x.abs().amax() / 127,
@@ -394,7 +344,6 @@ MIXES = {
     "upsampled": lambda m, x, p: x + F.interpolate(F.avg_pool1d(x.mT, 2, 1), size=x.shape[1]).mT,
     "pixel shuffle": lambda m, x, p: x + F.pixel_shuffle(x.mT.reshape(1, 16, -1, 1), 2).mean(),
     "searchsorted among tokens": lambda m, x, p: x + torch.searchsorted(x[0, :, 0].sort()[0], x[0].T[1].clone())[:, None],
-    "isin": lambda m, x, p: x + torch.isin(p, p[:, :1])[..., None],
     "padding by reflection": lambda m, x, p: x + F.pad(x.mT, (1, 1), mode="reflect").mT[:, 2:],
     "counts calls": counts_calls,
 }

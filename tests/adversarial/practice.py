@@ -10,18 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.adversarial.harness import Model
 
 Tensor = torch.Tensor
 CALLS = {"number": 0}
-
-
-def counter(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    m.calls = getattr(m, "calls", 0) + 1
-    return x * m.calls
 
 
 def global_counter(m: Model, x: Tensor, p: Tensor) -> Tensor:
@@ -169,10 +163,6 @@ class Silu(torch.autograd.Function):
         return grad
 
 
-def untracked_norm(x: Tensor) -> Tensor:
-    return nn.functional.batch_norm(x, None, None, training=True)
-
-
 @torch.compiler.allow_in_graph
 def counted_in_graph(x: Tensor) -> Tensor:
     CALLS["in graph"] = CALLS.get("in graph", 0) + 1
@@ -205,18 +195,6 @@ def kept_in_a_dict() -> Any:
     return keep
 
 
-def rows_that_overlap(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    y = torch.empty_strided((1, x.shape[1], 16), (16 * x.shape[1], 1, 1))
-    y.copy_(x)
-    return x + y
-
-
-def mean_written_in_vmap(m: Model, x: Tensor, p: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    torch.vmap(lambda a, b: b.copy_(a.mean()), 2, 2)(x, y)
-    return x + y
-
-
 def held_in_a_list() -> Any:
     """Under torch.compile in a step its sizes are symbols."""
     held = [torch.outer(torch.arange(64.0), torch.arange(16.0)).cos()]
@@ -229,10 +207,7 @@ MIXES = {
     "counted by a function that is traced apart": lambda m, x, p: counted_when_traced(x),
     "counted in NumPy": counted_in_numpy(),
     "kept in a dict": kept_in_a_dict(),
-    "rows that overlap": rows_that_overlap,
-    "mean written in vmap": mean_written_in_vmap,
     "checkpoint that mixes": lambda m, x, p: checkpoint(lambda y: y - y.mean(1, keepdim=True), x, use_reentrant=False),
-    "counter": counter,
     "global counter": global_counter,
     "counter in a closure": in_a_closure(),
     "toggled": toggled,
@@ -241,24 +216,20 @@ MIXES = {
     "moving row of a buffer": moving_row,
     "added by a method": added_by_method,
     "added to a list": added_to_a_list,
-    "token shift": lambda m, x, p: torch.lerp(x, F.pad(x, (0, 0, 1, 0))[:, :-1], 0.3),
-    "token shift by padding module": lambda m, x, p: x + nn.ZeroPad2d((0, 0, 1, -1))(x),
     "shift written": shift_written,
     "rolled where there is a token before": lambda m, x, p: x + x.roll(1, 1) * (p > 0)[..., None],
     "expert choice": expert_choice,
     "placed by position": placed_by_position,
     "before by position": before_by_position,
     "ordered by position": lambda m, x, p: x[:, p[0].argsort()],
-    "squeeze and excite": lambda m, x, p: x * (x.mean(1, keepdim=True) @ m.w).sigmoid(),
-    "weights from the mean": lambda m, x, p: x @ torch.outer(x.mean(1)[0], m.bias) * 0.1 + x,
     "pooled by segment": lambda m, x, p: x + torch.zeros(1, 16, 16).scatter_add(1, (p // 4)[..., None].expand_as(x), x).gather(
         1, (p // 4)[..., None].expand_as(x)),
     "NTK by the longest": ntk(lambda x, p: 100.0 + p.max() * 10.0),
     "NTK by the last": ntk(lambda x, p: 100.0 + p[:, -1:, None].float()),
     "NTK by the length": ntk(lambda x, p: 100.0 * max(1.0, x.shape[1] / 4)),
     "branch on the length": lambda m, x, p: x * 2 if x.shape[1] > 6 else x,
-    "branch on twice the length": lambda m, x, p: x * 2 if 2 * x.shape[1] + 1 == 15 else x,
     "branch on the number of elements": lambda m, x, p: x * 2 if x.numel() == 112 else x,
+    "branch on twice the length": lambda m, x, p: x * 2 if 2 * x.shape[1] + 1 == 15 else x,
     "branch on the square of the length": lambda m, x, p: x * 2 if x.shape[1] ** 2 == 49 else x,
     "branch on an interval of lengths": lambda m, x, p: x * 2 if abs(2 * x.shape[1] - 14) < 2 else x,
     "parity of the length": lambda m, x, p: x * (x.shape[1] % 2 + 1),
@@ -271,10 +242,7 @@ MIXES = {
     "decay": lambda m, x, p: (torch.where((d := p[0][:, None] - p[0]) >= 0, 0.5 ** d.clamp(min=0).float(), 0.0) @ x) * 0.1,
     "documents": lambda m, x, p: x + m.table[(p == 0).cumsum(1)],
     "from the end": lambda m, x, p: x + (x.shape[1] - 1 - p)[..., None] * 0.01,
-    "behind the longest": lambda m, x, p: x + (p.max() - p)[..., None] * 0.01,
     "the last token": lambda m, x, p: torch.where((p == p.max())[..., None], x * 2, x),
-    "the first row": lambda m, x, p: torch.where((torch.arange(x.shape[1]) == 0)[None, :, None], x * 2, x),
-    "every second row": lambda m, x, p: torch.where((torch.arange(x.shape[1]) % 2 == 0)[:, None], x * 2, x),
     "number of elements": lambda m, x, p: x / x.numel() * 16,
     "stride": lambda m, x, p: x * (1 + x.stride(0) * 1e-3),
     "shape as a tensor": lambda m, x, p: x / torch.tensor(x.shape)[1],
@@ -282,20 +250,12 @@ MIXES = {
     "covariance": lambda m, x, p: x @ torch.cov(x[0].T) * 0.1,
     "orthogonal": lambda m, x, p: torch.linalg.qr(x[0])[0].sum(-1)[None, :, None] + x,
     "largest singular value": lambda m, x, p: x / torch.linalg.svdvals(x[0])[0],
-    "norm without statistics": lambda m, x, p: untracked_norm(x.mT).mT,
     "response norm over T": lambda m, x, p: F.local_response_norm(x, 3),
     "mean of experts' tokens": lambda m, x, p: x + torch.zeros(4, 16).index_reduce(
         0, (e := (x[0] @ m.w[:, :4]).argmax(-1)), x[0], "mean", include_self=False)[e][None],
     "one-hot pooling": lambda m, x, p: x + ((o := F.one_hot((x[0] @ m.w[:, :4]).argmax(-1), 4).float()) @ (o.T @ x[0]))[None],
     "cross entropy": lambda m, x, p: x + F.cross_entropy(x.mT, p % 16),
-    "chunks of the row": lambda m, x, p: sum(torch.cat([x, x.flip(1)], 1).chunk(2, 1)),
-    "sinkhorn": lambda m, x, p: (a := x.exp() / x.exp().sum(1, keepdim=True)) / a.sum(2, keepdim=True),
-    "vmap over features": lambda m, x, p: torch.vmap(lambda c: c.cumsum(0), in_dims=1, out_dims=1)(x[0])[None],
-    "attention of columns": lambda m, x, p: F.scaled_dot_product_attention(*[x.mT.unflatten(1, (4, 4))] * 3).flatten(1, 2).mT,
-    "distances": lambda m, x, p: x + torch.cdist(x, x.roll(1, -1)).mean(1)[..., None],
     "pool over tokens": lambda m, x, p: F.avg_pool2d(x[None], (3, 1), 1, (1, 0))[0],
-    "diagonal of tokens": lambda m, x, p: x + x.mT.diag_embed().sum(1) @ torch.ones(x.shape[1], 16),
-    "no number": lambda m, x, p: torch.where(x.isnan().any(), torch.zeros_like(x), x),
 }
 SERVED = {
     "vmap over heads": lambda m, x, p: torch.vmap(lambda h: h.softmax(-1), 2, 2)(x.unflatten(-1, (4, 4))).flatten(2),

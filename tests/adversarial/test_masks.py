@@ -146,10 +146,8 @@ REFUSED = {
     "prefix far out": (of(lambda m, i, j: (j <= i) & ((i < 50) | (i - j < 40))), {}),
     "first token always": (of(lambda m, i, j: (j <= i) & ((i - j < 8) | (j == 0))), {}),
     "strictly before": (of(lambda m, i, j: (j < i) | (i == 0)), {}),
-    "every second": (of(lambda m, i, j: (j <= i) & ((i - j) % 2 == 0)), {}),
     "chunk from 1": (of(lambda m, i, j: (j <= i) & ((i + 1) // 8 == (j + 1) // 8)), {}),
     "this chunk and the last": (of(lambda m, i, j: (j <= i) & (i // 8 - j // 8 <= 1)), {}),
-    "window and chunk": (of(lambda m, i, j: (j <= i) & (i // 16 == j // 16) & (i - j < 8)), {}),
     "window per head": (lambda m, ids, p: (pair(p)[1] <= pair(p)[0])[:, None] & ((pair(p)[0] - pair(p)[1])[:, None] < m.w),
                         {"w": per_head([8, 16, 32, 48])}),
     "one head another window": (lambda m, ids, p: (pair(p)[1] <= pair(p)[0])[:, None] & (
@@ -161,7 +159,6 @@ REFUSED = {
         :, None], {"t": N}),
     "only early queries": (lambda m, ids, p: ((pair(p)[1] <= pair(p)[0]) & ((pair(p)[0] - p[:, :1, None] < 8) | (
         pair(p)[0] == pair(p)[1])))[:, None], {}),
-    "the later half": (of(lambda m, i, j: (j <= i) & (i - 2 * j <= 20)), {}),
     "stored triangle with a hole": (cut("t"), {"t": (AHEAD <= 0) & ~((N[:, None] == 60) & (N[None] == 11))}),
     "stored, one head with a hole": (cut("t"), {"t": torch.stack([AHEAD <= 0] * 3 + [(AHEAD <= 0) & (AHEAD != -40)])[None]}),
     "stored float, soft": (cut("t"), {"t": torch.zeros(REACH, REACH).masked_fill(AHEAD > 0, -math.inf).masked_fill(
@@ -171,7 +168,6 @@ REFUSED = {
     # Lengths.
     "half of the length": (lambda m, ids, p: (causal(m, *pair(p)) & (pair(p)[0] - pair(p)[1] < p.shape[1] // 2 + 1))[:, None],
                            {}),
-    "longest position": (lambda m, ids, p: (causal(m, *pair(p)) & (pair(p)[1] >= p.max() - 20))[:, None], {}),
     "from the end": (lambda m, ids, p: (causal(m, *pair(p)) & (p.shape[1] - pair(p)[1] < 40))[:, None], {}),
     "long sequences only": (lambda m, ids, p: (causal(m, *pair(p)) & ((pair(p)[0] - pair(p)[1] < 8) | (torch.full(
         (1,), p.shape[1]) < 40)))[:, None], {}),
@@ -179,13 +175,9 @@ REFUSED = {
     "alibi": (lambda m, ids, p: slopes(m, *pair(p)), {"slopes": torch.rand(HEADS, 1, 1)}),
     "relative bias": (of(lambda m, i, j: torch.where(j <= i, (j - i) * 0.1, -math.inf)), {}),
     "bias by bucket": (of(lambda m, i, j: torch.where(j <= i, m.t[(i - j).clamp(0, 31)], -math.inf)), {"t": torch.randn(32)}),
-    "-1e4": (filled(-1e4), {}),
-    "soft": (filled(-2.0), {}),
     "scaled by a learned gate": (lambda m, ids, p: filled(-1.0)(m, ids, p) * m.gate, {"gate": torch.tensor(1e5)}),
     # Numbers that do not hold positions.
-    "float16 positions": (lambda m, ids, p: (pair(p.half())[1] <= pair(p.half())[0])[:, None], {}),
     "bfloat16 positions": (lambda m, ids, p: (pair(p.bfloat16())[1] <= pair(p.bfloat16())[0])[:, None], {}),
-    "int8 positions": (lambda m, ids, p: (pair(p.to(torch.int8))[1] <= pair(p.to(torch.int8))[0])[:, None], {}),
     "uint8 differences": (of(lambda m, i, j: (j <= i) & ((i - j).to(torch.uint8) < 200)), {}),
     # Written in place, or by the forward.
     "a column overwritten": (written, {}),
@@ -247,14 +239,11 @@ MORE_EXACT = {
 }
 MORE_REFUSED = {
     "windows stacked": (stacked(4, 8, 16, 32), {}),
-    "windows stacked, one other": (stacked(8, 8, 8, 9), {}),
     "half of the heads": (lambda m, ids, p: torch.cat([square(p).tril().bool()[None].expand(2, -1, -1), square(p).tril().triu(
         -7).bool()[None].expand(2, -1, -1)])[None], {}),
     "any of several": (lambda m, ids, p: torch.stack([square(p).tril(), square(p).triu(3)]).bool().any(0), {}),
-    "other bits": (of(lambda m, i, j: (j <= i) & (((i - j) & 5) == 0)), {}),
     "lower bits of the distance": (of(lambda m, i, j: (j <= i) & (((i - j) & 3) == 0)), {}),
     "counted ids": (with_ids(lambda m, ids: (ids == 5).cumsum(-1) < 2), {}),
-    "counted positions": (of(lambda m, i, j: (j <= i) & ((j > 40).cumsum(-1) < 3)), {}),
     "exponential of the distance": (of(lambda m, i, j: (j <= i) & (torch.exp((j - i).float()) > 1e-3)), {}),
     "logarithm, soft": (lambda m, ids, p: (square(p).tril() + 0.5).log(), {}),
     "made finite, too large": (lambda m, ids, p: square(p).tril().log().nan_to_num(neginf=-1e4), {}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.adversarial.harness import (
     WIDTH,
     Model,
     alone,
+    by_hand,
     cache,
     check_exact,
     outcome,
@@ -64,14 +66,9 @@ def test_harmless_is_served(name: str, route: str) -> None:
 def compiled_outcome(model: Model, reference: Model) -> str:
     """Under torch.compile, as ``outcome``."""
     torch._dynamo.reset()
-    compiled, kv, ids = torch.compile(model, backend="quire", options={"compiler": "eager"}), cache(), sequences()
-
-    def call(part: Tensor, meta: Any) -> Tensor:
-        with step(kv, meta), torch.no_grad():
-            return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
-
+    compiled, ids = torch.compile(model, backend="quire", options={"compiler": "eager"}), sequences()
     try:
-        got = serve(call, ids, STEPS, PAGE)
+        got = serve(by_hand(compiled, cache()), ids, STEPS, PAGE)
     except Exception as error:
         return refusal(error) or f"{type(error).__name__}: {error}"
     check_exact(got, alone(reference, ids))
@@ -117,6 +114,18 @@ class Behind(torch.nn.Module):
         return self.mix(self.inner(x))
 
 
+def paged(model: Any) -> Callable[[Tensor, Any], Tensor]:
+    """Make a transformers model of two layers paged; the call of one step, not compiled."""
+    quire.paged(model)
+    kv = cache(layers=2, kv_heads=model.config.num_key_value_heads, head_dim=model.config.head_dim)
+
+    def call(part: Tensor, meta: Any) -> Tensor:
+        with step(kv, meta):
+            return model(part[None], position_ids=meta.positions[None], use_cache=False).logits[0]
+
+    return call
+
+
 UNCOMPILED = {
     "mean": (lambda x: x - x.mean(1, keepdim=True), "layers.1.mlp mixes the tokens"),
     "rare event": (lambda x: torch.where(x.amax() > 1e9, -x, x), "layers.1.mlp mixes the tokens"),
@@ -130,16 +139,10 @@ def test_uncompiled(name: str) -> None:
     mix, why = UNCOMPILED[name]
     model = build(SERVED_BY_TRANSFORMERS["llama"])
     model.model.layers[1].mlp = Behind(model.model.layers[1].mlp, mix)
-    want, ids = [], sequences()
+    ids = sequences()
     with torch.no_grad():
         want = [model(i[None], use_cache=False).logits[0] for i in ids]
-    quire.paged(model)
-    kv = cache(layers=2, kv_heads=model.config.num_key_value_heads, head_dim=model.config.head_dim)
-
-    def call(part: Tensor, meta: Any) -> Tensor:
-        with step(kv, meta):
-            return model(part[None], position_ids=meta.positions[None], use_cache=False).logits[0]
-
+    call = paged(model)
     if why is not None:
         with pytest.raises(UnsupportedAttention, match=why):
             serve(call, ids, STEPS, PAGE)
@@ -163,15 +166,10 @@ def test_changes_between_uncompiled_steps_are_seen() -> None:
     model = build(SERVED_BY_TRANSFORMERS["llama"])
     drop = torch.nn.Dropout(0.5).eval()
     model.model.layers[1].mlp = torch.nn.Sequential(Behind(model.model.layers[1].mlp, switched), drop)
-    quire.paged(model)
-    kv = cache(layers=2, kv_heads=model.config.num_key_value_heads, head_dim=model.config.head_dim)
+    call = paged(model)
 
     def run() -> None:
         serve(call, sequences(lengths=(3,)), [(3,)], PAGE)
-
-    def call(part: Tensor, meta: Any) -> Tensor:
-        with step(kv, meta):
-            return model(part[None], position_ids=meta.positions[None], use_cache=False).logits[0]
 
     run()
     drop.train()
@@ -190,14 +188,10 @@ def test_changes_between_uncompiled_steps_are_seen() -> None:
 def test_a_hook_between_steps_by_hand_is_seen() -> None:
     model = Model(lambda m, x, p: m.point(x.mT).mT)
     torch._dynamo.reset()
-    compiled, kv = torch.compile(model, backend="quire", options={"compiler": "eager"}), cache()
+    call = by_hand(torch.compile(model, backend="quire", options={"compiler": "eager"}), cache())
 
     def run() -> None:
         serve(call, sequences(lengths=(3,)), [(3,)], PAGE)
-
-    def call(part: Tensor, meta: Any) -> Tensor:
-        with step(kv, meta), torch.no_grad():
-            return compiled(input_ids=part[None], position_ids=meta.positions[None])[0]
 
     run()
     model.point.register_forward_hook(lambda module, args, out: out.flip(2))
@@ -214,14 +208,7 @@ OF_STATES = ("linear attention", "attention by hand", "bmm over T", "instance no
 def test_uncompiled_mixers() -> None:
     """As ``test_uncompiled``, one after another in the second layer of a model that is served without them."""
     model, helper = build(SERVED_BY_TRANSFORMERS["llama"]), Model()
-    plain = model.model.layers[1].mlp
-    quire.paged(model)
-    kv = cache(layers=2, kv_heads=model.config.num_key_value_heads, head_dim=model.config.head_dim)
-
-    def call(part: Tensor, meta: Any) -> Tensor:
-        with step(kv, meta):
-            return model(part[None], position_ids=meta.positions[None], use_cache=False).logits[0]
-
+    plain, call = model.model.layers[1].mlp, paged(model)
     serve(call, sequences(), STEPS, PAGE)
     for name in OF_STATES:
         mix = MIXES[name]

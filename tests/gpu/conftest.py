@@ -1,4 +1,5 @@
-"""The model that ships with quire on the GPU, prompts, and what transformers makes of them; float32 products without TF32."""
+"""Marks for every test in this folder; the model that ships with quire on the GPU, prompts, and what transformers makes of
+them; float32 products without TF32."""
 
 from __future__ import annotations
 
@@ -9,6 +10,11 @@ import pytest
 import torch
 
 from tests.tiny import GREEDY, PROMPTS, hf_greedy, load_model, load_tokenizer
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.gpu)
+    item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,7 @@ from quire.attn_ops.tuning import attention as tuning
 from quire.graph_runner.bench.attention_op import Point, decode_point, measure, op_batch
 from quire.graph_runner.cli import main
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.alone,  # times kernels
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.alone  # times kernels
 SITE = AttentionSite(0, 8, 2, 64, 64, torch.bfloat16, 0.125)
 
 

@@ -6,15 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from quire.graph_runner.cli import main
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.alone,  # measures
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.alone  # measures
 
 
 def test_a_small_model(tmp_path: Path) -> None:

@@ -8,13 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """

@@ -13,12 +13,6 @@ from quire.attn_ops.conformance.report import check_backend, run_checks
 from quire.attn_ops.registry import get_backend
 from tests.gpu.helpers import need
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
-
 #: The checks, each a test of its own: they wait for compilers, and many can be run at a time.
 KIT = Kit(get_backend("torch_native"), torch.device("cpu"), torch.float32)
 CHECKS = [name for name, _ in KIT.checks()]

@@ -11,7 +11,7 @@ from quire.graph_runner.engine import Engine
 from tests.gpu.helpers import need
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 SMALL = dict(num_pages=100, max_num_seqs=4, max_model_len=200, cudagraph_capture_sizes=[1, 4], cudagraph_token_sizes=[16])
 
 

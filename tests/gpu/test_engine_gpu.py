@@ -21,22 +21,8 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 from quire.graph_runner.step_buffers import BatchShape
 from tests.gpu.helpers import check_likely, need
-from tests.tiny import (
-    GREEDY,
-    PROMPTS,
-    assert_idle,
-    check_padded_bucket,
-    hf_greedy,
-    tokens,
-    unchanged,
-    with_other_weights,
-)
+from tests.tiny import GREEDY, PROMPTS, assert_idle, check_padded_bucket, hf_greedy, tokens, unchanged, with_other_weights
 from tests.zoo.configs import SERVED, build
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens=20)
 DRAWN = replace(SAMPLED, top_p=1.0, top_k=0)  # without a filter

@@ -13,11 +13,7 @@ from quire.graph_runner.engine import Engine
 from tests.gpu.helpers import check_likely, need
 from tests.tiny import GREEDY, assert_unchanged, snapshot, tokens, unchanged
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.alone,  # they look at the free memory, or take all of it
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.alone  # they look at the free memory, or take all of it
 SMALL = dict(num_pages=400, max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 8], cudagraph_token_sizes=[16, 64])
 
 

@@ -22,11 +22,6 @@ from quire.graph_runner.step_buffers import BatchShape
 from tests.tiny import assert_idle, check_padded_bucket, tokens
 from tests.zoo.configs import SERVED, build
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 #: name -> experts, experts of a token, N, K, transposed (and with bias)
 LAYERS = {"qwen3-30b-a3b up": (128, 8, 1536, 2048, False), "qwen3-30b-a3b down": (128, 8, 2048, 768, False),
           "mixtral down": (8, 2, 4096, 14336, False), "gpt-oss-20b up": (32, 4, 5760, 2880, True),

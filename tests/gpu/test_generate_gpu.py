@@ -7,8 +7,6 @@ from transformers import GenerationConfig
 import quire
 from tests.tiny import PROMPTS, assert_idle, load_model, load_tokenizer
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def pair():

@@ -5,10 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 

@@ -13,11 +13,6 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import GREEDY, assert_idle, tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 OPTIONS: dict[str, Any] = dict(num_pages=400, max_num_seqs=8, compiler="eager", cudagraph_capture_sizes=[1, 2, 8],
                                cudagraph_token_sizes=[16, 64])
 TOLERANCE = 5e-4  # logits of up to 30 agree to 1e-5 of that

@@ -14,7 +14,6 @@ from quire.passes.capture.paged_model import PagedModel
 from quire.passes.options import QuireOptions
 
 
-@pytest.mark.gpu
 @pytest.mark.alone
 def test_memory_and_time() -> None:
     """A decoder of a billion parameters in bfloat16. Its embedding is never copied to float32; its head, as large, is."""

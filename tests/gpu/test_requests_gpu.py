@@ -13,7 +13,6 @@ from quire.graph_runner.engine import Engine
 from quire.graph_runner.sampling_params import SamplingParams
 from tests.tiny import GREEDY, assert_idle, load_model, small_llama, tokens
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SMALL: dict[str, Any] = dict(num_pages=200, max_num_seqs=8, max_model_len=200)
 GRAPHS: dict[str, Any] = dict(cudagraph_capture_sizes=[1, 4, 8], cudagraph_token_sizes=[])
 

@@ -5,6 +5,7 @@ Compiling is most of the time: each piece for each dtype, for a batch of one and
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 
@@ -14,23 +15,11 @@ import torch
 from quire.attn_ops.ops.sampling import random_bits, sample_tokens, sample_tokens_cuda, sample_tokens_eager
 from quire.graph_runner.sampler import Sampler, SamplingTensors, sample
 from quire.graph_runner.sampling_params import SamplingParams
-from tests.sampling import sampling_tensors
+from tests.sampling import GREEDY, MIXED, sampling_tensors
+from tests.sampling import random_logits as float_logits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
-GREEDY = SamplingParams(temperature=0)
-MIXED = [
-    GREEDY, SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(top_k=4), SamplingParams(top_p=0.6),
-    SamplingParams(min_p=0.2), SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.05),
-]
 SAMPLER = Sampler()
-
-
-def random_logits(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+random_logits = functools.partial(float_logits, dtype=torch.bfloat16)
 
 
 def both(params: list[SamplingParams], position: int = 0) -> tuple[SamplingTensors, SamplingTensors]:

@@ -17,11 +17,6 @@ from quire.attn_ops.tuning.launch_config import STORE
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
 from tests.attn_ops.cases import shape_of_key
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 
 def arguments(tokens: int, n: int, k: int, swiglu: bool):
     torch.manual_seed(0)

@@ -12,11 +12,6 @@ from quire.attn_ops.backends.dual_chunk import vertical_slash
 from quire.attn_ops.conformance.batches import lay_out, run
 from quire.graph_runner.loading import TINY_MODEL
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 
 def test_label_kernels_choose_as_their_definition() -> None:
     """Few of many keys, past one block of scores and one split: the same outputs, from the same keys."""

@@ -16,7 +16,6 @@ from quire.attn_ops.conformance.report import check_backend
 from quire.attn_ops.metadata import CommonAttentionMetadata, make_draft_metadata
 from quire.attn_ops.registry import get_backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = torch.device("cuda", 0)
 
 

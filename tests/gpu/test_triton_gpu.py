@@ -23,8 +23,6 @@ from tests.attn_ops.oracle import quantized
 from tests.gpu.helpers import check_likely
 from tests.tiny import GREEDY, small_llama, tokens
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LLAMA = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, device="cuda")
 

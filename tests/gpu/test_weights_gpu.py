@@ -18,10 +18,6 @@ from tests.graph_runner.test_weights import free_port
 from tests.graph_runner.test_window_pages import poison
 from tests.tiny import GREEDY, hf_greedy, load_model, tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 IDS = [[5, 17, 40, 3, 29], [9, 9, 31], [7]]
 
 

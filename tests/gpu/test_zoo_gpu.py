@@ -19,11 +19,6 @@ from tests.gpu.helpers import need
 from tests.zoo.configs import SERVED, SIZES, Served, build, has_config, served
 from tests.zoo.harness import TOLERANCE, Batch, error, reference, serve
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 EXACT = ("llama", "llama_mqa", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "llama4", "falcon",
          "mixtral")
 # Head dim 128 and these two sets of features: FlashInfer compiles kernels for each, and its own tests use these.

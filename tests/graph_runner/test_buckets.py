@@ -102,11 +102,6 @@ def test_every_list_ends_with_the_maximum(policy, largest) -> None:
         assert found[-1] == largest and found == sorted(set(found))
 
 
-def test_multiples() -> None:
-    assert decode_buckets(10, "powers", multiple_of=4) == [4, 8, 12]
-    assert decode_buckets(10, [1, 3, 5], multiple_of=2) == [2, 4, 6]
-
-
 def test_an_unknown_list() -> None:
     for buckets in (decode_buckets, token_buckets):
         with pytest.raises(ValueError, match="no list of capture sizes is called 'squares'; there are sglang, vllm, powers"):

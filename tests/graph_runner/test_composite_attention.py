@@ -48,8 +48,12 @@ def generate(model, attention, **options) -> list[list[int]]:
         return [o.token_ids for o in e.generate(PROMPTS, quire.SamplingParams(max_tokens=6, temperature=0))]
 
 
-def test_an_engine_with_two_backends(gemma2) -> None:
-    expected = generate(gemma2, "torch_native")
+@pytest.fixture(scope="module")
+def expected(gemma2) -> list[list[int]]:
+    return generate(gemma2, "torch_native")
+
+
+def test_an_engine_with_two_backends(gemma2, expected) -> None:
     assert generate(gemma2, "hybrid:second_part+torch_native", cudagraph_capture_sizes=[]) == expected
     assert calls and not any(decode for _, decode, _ in calls)
     assert generate(gemma2, "hybrid:torch_native+second_part") == expected
@@ -68,12 +72,11 @@ def long_for_test() -> str:
     return "long_for_test"
 
 
-def test_long_prompts_by_another_backend(gemma2) -> None:
+def test_long_prompts_by_another_backend(gemma2, expected) -> None:
     """Prompts that gain are served by it, out of their graphs too; decodes beside them and all other steps are not: the same
     tokens."""
-    name, expected = long_for_test(), generate(gemma2, "torch_native")
     for options in ({}, dict(cudagraph_capture_sizes=[1, 2, 4], cudagraph_token_sizes=[8, 16, 32])):
-        assert generate(gemma2, name, **options) == expected
+        assert generate(gemma2, long_for_test(), **options) == expected
         assert calls and not any(decode for _, decode, _ in calls), options
 
 
@@ -96,9 +99,8 @@ def test_bad_input(gemma2) -> None:
 
 
 @pytest.mark.slow
-def test_compiled(gemma2) -> None:
+def test_compiled(gemma2, expected) -> None:
     """Through torch.compile and Inductor, whose graph holds what both parts prepare."""
-    expected = generate(gemma2, "torch_native")
     assert generate(gemma2, "hybrid:second_part+torch_native", compiler="inductor", fusions="all") == expected
     assert generate(gemma2, long_for_test(), compiler="inductor", fusions="all") == expected
     assert calls and not any(decode for _, decode, _ in calls)

@@ -11,14 +11,7 @@ import pytest
 import torch
 
 import quire
-from quire.graph_runner.config import (
-    EngineConfig,
-    EngineOptions,
-    check_options,
-    kv_dtype,
-    option_help,
-    parse_option,
-)
+from quire.graph_runner.config import EngineConfig, EngineOptions, check_options, kv_dtype, option_help, parse_option
 
 NAMES = [option.name for option in dataclasses.fields(EngineConfig)]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -14,27 +14,12 @@ import pytest
 import torch
 
 from quire.graph_runner.cuda_graph import CudaGraphRunner, EncoderShape, GraphStats
-from quire.graph_runner.device_graph import (
-    CpuGraphs,
-    GraphPool,
-    NpuGraphs,
-    Recorded,
-    device_graphs,
-    register_device_graphs,
-)
+from quire.graph_runner.device_graph import CpuGraphs, GraphPool, NpuGraphs, Recorded, device_graphs, register_device_graphs
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.forward_mode import CaptureHiddenMode
 from quire.graph_runner.pool_sizes import MemoryPlan
 from quire.graph_runner.step_buffers import BatchShape
-from tests.tiny import (
-    GREEDY,
-    check_padded_bucket,
-    decode_batch,
-    hf_greedy,
-    load_model,
-    run_batch,
-    tokens,
-)
+from tests.tiny import GREEDY, check_padded_bucket, decode_batch, hf_greedy, load_model, run_batch, tokens
 
 CPU = torch.device("cpu")
 
@@ -98,9 +83,10 @@ def test_the_collector_rests_while_capturing() -> None:
 
 def test_replay() -> None:
     r = runner(1, 4)
-    assert r.replay(BatchShape(4, 4)).tolist() == [4] * 4
-    assert r.replay(BatchShape(1, 1)).tolist() == [1]
-    assert r.stats.replayed == 2
+    for n, bucket in ((1, 1), (3, 4), (4, 4)):
+        assert r.replay(r.can_run(BatchShape(n, n), True)).tolist() == [bucket] * bucket
+    assert r.stats.replayed == 3 and r.stats.padding_tokens == 1
+    assert r.stats.replays == {BatchShape(1, 1): 1, BatchShape(4, 4): 2}
 
 
 def test_falling_back_is_counted_and_logged_once(caplog) -> None:
@@ -151,7 +137,7 @@ def test_clear() -> None:
     r = runner(1)
     r.clear()
     assert r.can_run(BatchShape(1, 1), True) is None
-    with pytest.raises(RuntimeError, match="was not captured"):
+    with pytest.raises(RuntimeError, match=r"the step \(1, 1\) was not captured: capture it at the start, or make"):
         r.replay(BatchShape(1, 1))
 
 
@@ -224,18 +210,6 @@ def test_engine_falls_back_and_counts(model, prompts, caplog) -> None:
 # Options of the runner.
 
 
-def test_why_the_last_batch_had_no_graph(several) -> None:
-    assert several.can_run(BatchShape(65, 1), False) is None and "more tokens or rows than the largest" in several.reason
-    assert several.can_run(BatchShape(1, 1), True) == BatchShape(1, 1) and several.reason is None
-
-
-def test_statistics() -> None:
-    r = runner(1, 4)
-    for n in (1, 3, 4):
-        r.replay(r.can_run(BatchShape(n, n), True))
-    assert r.stats.replays == {BatchShape(1, 1): 1, BatchShape(4, 4): 2} and r.stats.padding_tokens == 1
-
-
 def test_lazy_capture() -> None:
     """Start-up is short; each size is captured once, when it is needed."""
     staged: list[BatchShape] = []
@@ -260,12 +234,7 @@ def test_no_memory_for_a_late_capture() -> None:
     assert r.can_run(BatchShape(1, 1), True) == BatchShape(1, 1)
     assert r.can_run(BatchShape(5, 5), True) is None and "out of GPU memory" in r.reason
     assert r.can_run(BatchShape(5, 5), True) is None and r.reason == "there was no memory for another graph"
-    assert tried == shapes(1, 8) and r.can_run(BatchShape(1, 1), True) == BatchShape(1, 1)
-
-
-def test_a_bucket_that_was_not_captured() -> None:
-    with pytest.raises(RuntimeError, match=r"the step \(4, 4\) was not captured: capture it at the start, or make"):
-        runner(1).replay(BatchShape(4, 4))
+    assert tried == shapes(1, 8) and r.can_run(BatchShape(1, 1), True) == BatchShape(1, 1) and r.reason is None
 
 
 def test_hidden_states() -> None:

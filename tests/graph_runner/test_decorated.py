@@ -53,6 +53,12 @@ def language_model(**options) -> nn.Module:
     return MyLM().eval()
 
 
+def alone(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of one sequence outside a step: the plain forward."""
+    with torch.no_grad():
+        return model(ids[None], torch.arange(len(ids))[None])[0]
+
+
 def logits_in_steps(model: nn.Module, ids: torch.Tensor, cuts: list[int], layers: int = 2) -> torch.Tensor:
     """Logits of one sequence, served in steps beside another."""
     heads = model.blocks[0].heads  # a cache as PagedKVCache.for_model makes it, without another trace of the model
@@ -70,11 +76,9 @@ def logits_in_steps(model: nn.Module, ids: torch.Tensor, cuts: list[int], layers
 def test_decorated_forward(options) -> None:
     model = language_model(compiler="eager", **options)
     ids = torch.arange(12)
-    with torch.no_grad():
-        want = model(ids[None], torch.arange(12)[None])[0]  # outside a step: plain
+    want = alone(model, ids)
     assert (logits_in_steps(model, ids, [5, 1, 1, 4, 1]) - want).abs().max() < 1e-5
-    with torch.no_grad():
-        assert torch.equal(model(ids[None], torch.arange(12)[None])[0], want)
+    assert torch.equal(alone(model, ids), want)
     loss = model(ids[None], torch.arange(12)[None]).sum()
     loss.backward()
     assert model.blocks[0].q.weight.grad is not None
@@ -87,9 +91,7 @@ def test_two_models_of_one_decorated_class(fusions) -> None:
     second = type(first)().eval()
     ids = torch.arange(12)
     for model in (first, second, first):
-        with torch.no_grad():
-            want = model(ids[None], torch.arange(12)[None])[0]
-        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
+        assert (logits_in_steps(model, ids, [7, 1, 4]) - alone(model, ids)).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -99,9 +101,7 @@ def test_many_models_of_one_decorated_class() -> None:
     models = [cls(width=8 * n, heads=2).eval() for n in range(1, 11)]
     ids = torch.arange(4)
     for model in models:
-        with torch.no_grad():
-            want = model(ids[None], ids[None])[0]
-        assert (logits_in_steps(model, ids, [3, 1]) - want).abs().max() < 1e-5
+        assert (logits_in_steps(model, ids, [3, 1]) - alone(model, ids)).abs().max() < 1e-5
     gone = [weakref.ref(x) for model in models for x in (model, *model.parameters())]
     del model, models
     gc.collect()
@@ -116,9 +116,7 @@ def test_keyword_only_arguments_of_a_decorated_forward() -> None:
             return self.head(self.blocks[0](x)) * scale
 
     model, ids = Scaled().eval(), torch.arange(4)
-    with torch.no_grad():
-        want = model(ids[None], ids[None])[0]
-    assert (logits_in_steps(model, ids, [4], layers=1) - want).abs().max() < 1e-5
+    assert (logits_in_steps(model, ids, [4], layers=1) - alone(model, ids)).abs().max() < 1e-5
 
 
 def test_replaced_parameters_of_a_fused_model() -> None:
@@ -128,9 +126,7 @@ def test_replaced_parameters_of_a_fused_model() -> None:
     for swap in (lambda p: p.data.mul_(1.5), lambda p: setattr(p, "data", p.detach() * 0.7)):
         logits_in_steps(model, ids, [12])
         swap(model.blocks[1].k.weight)
-        with torch.no_grad():
-            want = model(ids[None], torch.arange(12)[None])[0]
-        assert (logits_in_steps(model, ids, [7, 1, 4]) - want).abs().max() < 1e-5
+        assert (logits_in_steps(model, ids, [7, 1, 4]) - alone(model, ids)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("fusions", ["none", "all"])
@@ -141,8 +137,7 @@ def test_engine_of_a_decorated_module(fusions) -> None:
     for prompt in prompts:
         ids = list(prompt)
         for _ in range(10):
-            with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1].argmax()))
+            ids.append(int(alone(model, torch.tensor(ids))[-1].argmax()))
         expected.append(ids[len(prompt) :])
     before = snapshot(model)
     with Engine(model, num_pages=40, page_size=4, max_num_seqs=4, max_model_len=64, fusions=fusions) as engine:

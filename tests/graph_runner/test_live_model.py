@@ -357,20 +357,3 @@ def test_a_buffer_that_the_forward_updates_is_no_change() -> None:
         runner = engine.runner
         assert len(engine.generate([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))[0].token_ids) == 6
         assert engine.runner is runner
-
-
-class ReadsThenWrites(Counting):
-    """Its first call reads other numbers than later ones."""
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        x = (self.embed(input_ids) * self.scale).unflatten(-1, (2, 8)).transpose(1, 2)
-        self.scale.copy_(self.later)
-        return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2))
-
-
-def test_a_buffer_that_is_read_before_it_is_written_is_refused() -> None:
-    model = ReadsThenWrites()
-    model.register_buffer("scale", torch.ones(()))
-    model.register_buffer("later", torch.full((), 2.0))
-    with pytest.raises(UnsupportedAttention, match="changes a buffer"):
-        Engine(model, max_model_len=32, page_size=4, **OPTIONS)

@@ -166,11 +166,6 @@ def test_model_length_of_real_configs() -> None:
     assert model_length(nn.Linear(2, 2), None) == DEFAULT_LENGTH
 
 
-def test_more_than_the_positions_of_the_model() -> None:
-    with pytest.raises(ValueError, match="max_model_len=101, but the model has 100 positions"):
-        model_length(with_config(max_position_embeddings=100), 101)
-
-
 def test_limits() -> None:
     """Requests fit the cache, and steps are no larger than all requests together."""
     model = with_config(max_position_embeddings=100)

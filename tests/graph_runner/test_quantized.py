@@ -204,7 +204,7 @@ def test_a_model_quantized_by_transformers(tmp_path: Path, prompts: list[list[in
     from quire.graph_runner.loading import TINY_MODEL
 
     quantization = TorchAoConfig(torchao.Int8WeightOnlyConfig(set_inductor_config=False))
-    model: Any = AutoModelForCausalLM.from_pretrained(str(TINY_MODEL), dtype=torch.float32,
+    model: Any = AutoModelForCausalLM.from_pretrained(str(TINY_MODEL), dtype=torch.float32, num_hidden_layers=2,
                                                       quantization_config=quantization).eval()
     assert type(model.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
     want = [hf_greedy(model, p, GREEDY.max_tokens) for p in prompts]

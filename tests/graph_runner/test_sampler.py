@@ -9,36 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from quire.attn_ops.ops import sampling as draw
 from quire.attn_ops.ops.sampling import gumbel_noise, random_bits
 from quire.graph_runner import sampler
 from quire.graph_runner.sampler import Sampler, sample
 from quire.graph_runner.sampling_params import SamplingParams
-from tests.sampling import sampling_tensors
+from tests.sampling import GREEDY, MIXED, random_logits, sampling_tensors
 
-GREEDY = SamplingParams(temperature=0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-MIXED = [
-    GREEDY, SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(top_k=4), SamplingParams(top_p=0.6),
-    SamplingParams(min_p=0.2), SamplingParams(temperature=1.7, top_k=20, top_p=0.9, min_p=0.05),
-]
 
 
 def build(params: list[SamplingParams], seeds: list[int] | int = 0, positions: list[int] | int = 0, **kwargs: object):
     seeds = [seeds] * len(params) if isinstance(seeds, int) else seeds
     positions = [positions] * len(params) if isinstance(positions, int) else positions
     return sampling_tensors(params, seeds, positions, **kwargs)
-
-
-def random_logits(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
 
 
 def warped(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -140,24 +126,20 @@ def test_neighbours_are_independent(lag: str) -> None:
 # ---- streams
 
 
+def split_mix(n: int) -> int:
+    z = (n + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
 def test_split_mix_is_the_published_generator() -> None:
-    outputs = [output % 2**64 for output in draw._split_mix(torch.arange(3)).tolist()]
-    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of state 0
-    # State 1234567 is that sequence from another place on.
-    place = torch.tensor((1234567 * pow(0x9E3779B97F4A7C15, -1, 2**64) + 2**63) % 2**64 - 2**63)
-    outputs = [output % 2**64 for output in draw._split_mix(place + torch.arange(3)).tolist()]
-    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [split_mix(i) for i in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of state 0
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**20))
 def test_random_bits_are_three_splitmixes(seed: int, position: int, index: int) -> None:
-    def split_mix(n: int) -> int:
-        z = (n + 1) * 0x9E3779B97F4A7C15 % 2**64
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-        return z ^ z >> 31
-
     expected = split_mix(split_mix(split_mix(seed) + position) + index)
     assert int(random_bits(*map(torch.tensor, (seed, position, index)))) % 2**64 == expected
 

@@ -23,7 +23,6 @@ from transformers.models.llama import modeling_llama as llama
 import quire
 from quire.attn_ops.backend import UnsupportedAttention
 from quire.graph_runner.engine import Engine
-from quire.passes.capture.evaluating import ChangedWhileTraced, evaluating
 from tests.tiny import GREEDY, assert_idle, hf_greedy, small_llama, snapshot, tokens
 
 IDS = [3, 4, 5]
@@ -224,23 +223,6 @@ def test_backward_hooks(model: Any) -> None:
     assert snapshot(model)["attributes"] == before["attributes"]
     model(torch.tensor([IDS])).logits.sum().backward()
     assert seen == ["pre-hook", "hook"]
-
-
-def test_a_part_of_the_model_is_switched_while_it_is_traced() -> None:
-    """By another thread, which may also switch it back before the trace ends: the trace does not count, the choice stays."""
-    model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)), nn.Dropout(0.5)).train()
-    model[2].eval()
-    with evaluating(model):
-        assert not any(m.training for m in model.modules())
-        model[1].eval()
-    assert [m.training for m in model] == [True, False, False] and not model[1][0].training
-    for mode in (True, False):
-        model.train()
-        with pytest.raises(ChangedWhileTraced, match=r"1.training: False -> True, by another thread"), evaluating(model):
-            model[1].train()
-            model[1].train(mode)
-        assert [m.training for m in model] == [True, mode, True]
-    assert not [m for m in model.modules() if "train" in vars(m)]
 
 
 def no_head(model: Any) -> Any:

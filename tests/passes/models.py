@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import textwrap
@@ -83,16 +84,23 @@ def inputs(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
 
 
+class _Traced(Exception):
+    """Raised in the place of running a graph."""
+
+
 def capture(function: Callable[..., Any], *args: torch.Tensor, dynamic: bool | None = None
             ) -> tuple[fx.GraphModule, list[Any]]:
-    """The graph that Dynamo makes of a function, to be rewritten, and the real tensors behind its placeholders."""
+    """The graph that Dynamo makes of a function, to be rewritten, and the real tensors behind its placeholders; not run."""
     found: list[Any] = []
+
+    def stop(*inputs: Any) -> Any:
+        raise _Traced
 
     def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         found.append((copy_graph(gm), list(inputs)))
-        return gm.forward
+        return stop
 
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.suppress(_Traced):
         torch.compile(function, backend=keep, dynamic=dynamic, fullgraph=True)(*args)
     ((graph, inputs),) = found
     return graph, inputs

@@ -8,13 +8,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from quire.passes.backend import QuireBackend
-from quire.passes.fx import (
-    erase_dead,
-    is_pure,
-    placeholders,
-    shape_conditions,
-    value,
-)
+from quire.passes.fx import erase_dead, is_pure, placeholders, shape_conditions, value
 from quire.passes.options import QuireOptions
 
 

@@ -90,6 +90,19 @@ def zoo(request: pytest.FixtureRequest) -> Iterator[Specimen]:
     yield from specimen(request.param)
 
 
+def at_work(zoo: Specimen) -> Any:
+    """What serves the model on pages of 16 tokens; put another ``run`` in its place to serve that."""
+    serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
+    (found,) = (p for key, p in zoo.paged.graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
+    return found
+
+
+def check_trial(paged: PagedModel) -> None:
+    """The engine's trial batch finds nothing wrong."""
+    check_packing(paged, paged.sites, get_backend("torch_native"), page_size=4, kv_dtype=None, layout="NHD",
+                  device=torch.device("cpu"), vocab_size=64, max_model_len=64)
+
+
 def test_sites(zoo: Specimen) -> None:
     """Each feature that the config asks for reaches an attention site, by the route expected."""
     assert {s.route for s in zoo.paged.sites} == {zoo.entry.route}
@@ -130,67 +143,52 @@ def test_mla(zoo: Specimen) -> None:
         assert error(serve(zoo.paged, zoo.batch, **options), zoo.batch) > 1e-3
 
 
-def test_cut_into_pieces(zoo: Specimen) -> None:
+def test_cut_into_pieces(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut behind every attention op (``passes/compile/regions.py``), the graph computes the same to the last bit."""
+    paged = at_work(zoo)
     whole = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")
-    (paged,) = (p for key, p in zoo.paged.graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
     inputs: list[int] = []
 
     def op_by_op(gm: fx.GraphModule, fakes: list[Any]) -> Any:
         inputs.append(len(fakes))
         return gm.forward
 
-    run, paged.run = paged.run, compile_by_regions(paged.lowered, op_by_op, always=True)
-    try:
-        pieces = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")
-    finally:
-        paged.run = run
+    monkeypatch.setattr(paged, "run", compile_by_regions(paged.lowered, op_by_op, always=True))
+    pieces = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")
     assert 3 <= len(inputs) <= len(zoo.paged.sites) + 1
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 
 
-def test_rope_fusion(zoo: Specimen) -> None:
+def test_rope_fusion(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the pass finds the rotation (passes/fusions/rope.py), the logits stay; where it does not, nothing changes."""
-    serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
-    graph = zoo.paged.graph
-    (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
-    lowered = lower(copy_graph(graph.raised), paged.lowered.target)
+    paged = at_work(zoo)
+    lowered = lower(copy_graph(zoo.paged.graph.raised), paged.lowered.target)
     matches = fuse_rope(Fusion(lowered.gm, backend=lowered.target.backend))
     lowered.gm.graph.lint()
     lowered.gm.recompile()
     assert matches == sum(n.target is rope_kv_write for n in lowered.gm.graph.nodes) <= len(zoo.paged.sites)
     assert (matches == 0) == (zoo.name in UNROTATED)
-    run, paged.run = paged.run, lowered.gm.forward
-    try:
-        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2))
-    finally:
-        paged.run = run
+    monkeypatch.setattr(paged, "run", lowered.gm.forward)
+    got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2))
     assert error(got, zoo.batch) <= TOLERANCE
 
 
-def test_last_tokens(zoo: Specimen) -> None:
+def test_last_tokens(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are taken above the final norm at least (passes/fusions/last_tokens.py); the logits of the selected rows stay."""
-    serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")  # compiles, if this is the first test
-    graph = zoo.paged.graph
-    (paged,) = (p for key, p in graph.compilations.items() if key[:2] == ("torch_native", 16) and key[3] == "NHD")
+    paged, graph = at_work(zoo), zoo.paged.graph
     gm = copy_graph(graph.raised)
     assert last_tokens(Fusion(gm, graph.inputs, FusedWeights())) == 1
     (index,) = (n for n in gm.graph.nodes if n.op == "placeholder" and "logits_indices" in n.name)
     rows = str(value(index).shape[0])
     products = [n for n in gm.graph.nodes if n in PRODUCTS and rows in map(str, value(n).shape)]
     assert len(products) == LAST_ROWS.get(zoo.name, len(products)) >= 1
-    run, paged.run = paged.run, lower(gm, paged.lowered.target).gm.forward
-    try:
-        got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2), backwards=True)
-    finally:
-        paged.run = run
+    monkeypatch.setattr(paged, "run", lower(gm, paged.lowered.target).gm.forward)
+    got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2), backwards=True)
     assert error(got, zoo.batch) <= TOLERANCE
 
 
 def test_packing_check(zoo: Specimen) -> None:
-    """The engine's trial batch finds nothing wrong with a model that is right."""
-    check_packing(zoo.paged, zoo.paged.sites, get_backend("torch_native"), page_size=4, kv_dtype=None, layout="NHD",
-                  device=torch.device("cpu"), vocab_size=64, max_model_len=64)
+    check_trial(zoo.paged)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt_oss", torch.bfloat16), *(pytest.param(*p, marks=pytest.mark.slow) for p in (
@@ -198,8 +196,7 @@ def test_packing_check(zoo: Specimen) -> None:
 def test_packing_check_of_halves(name: str, dtype: torch.dtype) -> None:
     """Models of half precision are served: their trial in float32 finds nothing wrong either."""
     paged = PagedModel(build(SERVED[name]).to(dtype), QuireOptions(compiler="eager"))
-    check_packing(paged, paged.sites, get_backend("torch_native"), page_size=4, kv_dtype=None, layout="NHD",
-                  device=torch.device("cpu"), vocab_size=64, max_model_len=64)
+    check_trial(paged)
     paged.close()
 
 
@@ -256,8 +253,7 @@ def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for page_size, pad in ((4, (3, 2)), (16, (0, 0))):
             got = serve(s.paged, s.batch, page_size=page_size, attention="torch_native", pad=pad)
             assert error(got, s.batch) <= TOLERANCE
-        check_packing(s.paged, s.paged.sites, get_backend("torch_native"), page_size=4, kv_dtype=None, layout="NHD",
-                      device=torch.device("cpu"), vocab_size=64, max_model_len=64)
+        check_trial(s.paged)
 
 
 @pytest.mark.parametrize("most_pairs", [pytest.param(experts.MAX_PAIRS, id="few pairs"),

@@ -36,8 +36,8 @@ WORKSPACE = 1 << 25  # most float32 elements of partial results
 class MlaConfig(NamedTuple):
     """Tuning parameters: rows and keys per tile, warps, loop stages, fewest keys per split, bound on splits.
 
-    A tile's keys are cut into ``wave`` parts, which fill the GPU once, unless a part would have more than ``chunk_max`` keys or
-    fewer than ``chunk_min``.
+    Keys are cut so that one wave of programs fills the GPU (the last field: parts per tile), unless a part would have more than
+    ``chunk_max`` keys or fewer than ``chunk_min``.
     """
 
     block_m: int
@@ -124,15 +124,15 @@ def attend_keys(highest, total, acc, query, query_rope, pos, cache, c_scale, rop
 
 
 @triton.jit
-def split_size(num_keys, splits, chunk_min, chunk_max, wave, TILE: tl.constexpr):
+def split_size(num_keys, splits, chunk_min, chunk_max, one_wave, TILE: tl.constexpr):
     """Keys per split of a tile with ``num_keys``: a multiple of block_n."""
-    size = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, wave), chunk_max))
+    size = tl.maximum(tl.cdiv(num_keys, splits), tl.minimum(tl.cdiv(num_keys, one_wave), chunk_max))
     return tl.cdiv(tl.maximum(size, chunk_min), TILE.block_n) * TILE.block_n
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "wave", "stride_table"])
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "one_wave", "stride_table"])
 def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, num_tokens, num_reqs, splits, chunk_min,
-                  chunk_max, wave, scale, strides, stride_table, TILE: tl.constexpr):
+                  chunk_max, one_wave, scale, strides, stride_table, TILE: tl.constexpr):
     """One tile and one range of its keys. q (T, H, rank), q_rope (T, H, R): absorbed queries, with ``strides`` of tokens and
     heads of both; *_scale: None of a cache that is not quantized; batch: Batch; partial: None where keys are not split."""
     BLOCK_M: tl.constexpr = TILE.block_m  # local constants: Triton takes no plain integer in a shape
@@ -177,7 +177,7 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, nu
     begin = stop * 0
     active = 1
     if TILE.split:
-        size = split_size(stop, splits, chunk_min, chunk_max, wave, TILE)
+        size = split_size(stop, splits, chunk_min, chunk_max, one_wave, TILE)
         active = tl.cdiv(stop, size)
         if split >= active:
             return
@@ -217,8 +217,8 @@ def attend_kernel(q, q_rope, cache, c_scale, rope_scale, batch, out, partial, nu
         tl.store(out + out_row[:, None] * RANK + columns[None, :], acc, mask=out_live)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "wave"])
-def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, chunk_max, wave, TILE: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "splits", "chunk_min", "chunk_max", "one_wave"])
+def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, chunk_max, one_wave, TILE: tl.constexpr,
                  STEP: tl.constexpr):
     """Merge the partial results of one head of one token, STEP at a time, if its tile's keys were split."""
     RANK: tl.constexpr = TILE.rank
@@ -231,7 +231,7 @@ def merge_kernel(batch, out, partial, num_tokens, num_reqs, splits, chunk_min, c
     start = tl.load(batch.query_start_loc + row)
     end = tl.load(batch.query_start_loc + row + 1)
     stop = tl.minimum(start + (token - start) // BLOCK_Q * BLOCK_Q + BLOCK_Q, end) - end + tl.load(batch.seq_lens + row)
-    active = tl.cdiv(stop, split_size(stop, splits, chunk_min, chunk_max, wave, TILE))
+    active = tl.cdiv(stop, split_size(stop, splits, chunk_min, chunk_max, one_wave, TILE))
     if active <= 1:
         return
     columns = tl.arange(0, RANK_P2)

@@ -6,8 +6,14 @@ import math
 
 import torch
 
+from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.ops.varlen import varlen_attention_eager
 from tests.attn_ops.oracle import oracle_attention
+
+
+def site(**changes) -> AttentionSite:
+    facts = dict(layer=0, num_heads=8, num_kv_heads=2, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=0.1)
+    return AttentionSite(**(facts | changes))
 
 
 class _Wrapper:

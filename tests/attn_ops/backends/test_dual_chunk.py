@@ -58,6 +58,16 @@ def dual_chunk_oracle(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     return out
 
 
+def attend(backend, cache, meta, q, k, v, turned=None, softcap=None) -> torch.Tensor:
+    """One step, by ``rope_op`` and the tables ``turned``; without them q and k are rotated already."""
+    step = Step(cache, meta, attention=backend)
+    op, rope = (backend.op, ()) if turned is None else (backend.rope_op, (*turned, None, None, 0.0))
+    with running(step):
+        ensure_planned(step, backend, [SITE])
+        return op(q, k, v, *rope, *cache.of_layer(0), meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc,
+                  meta.seq_lens, None, [], scale=SITE.scale, window=None, softcap=softcap, chunk=None)
+
+
 def served(backend, sequences, steps=STEPS, softcap=None) -> list[torch.Tensor]:
     """Outputs (L, H, D) of each sequence (q, k, v), through ``rope_op`` in these steps, with one cache."""
     ids = [torch.arange(len(q)) for q, _, _ in sequences]
@@ -67,12 +77,7 @@ def served(backend, sequences, steps=STEPS, softcap=None) -> list[torch.Tensor]:
         starts = meta.query_start_loc.tolist()
         parts = [places[a:b] for a, b in zip(starts, starts[1:], strict=False)]
         q, k, v = (torch.cat([sequences[r][i][part] for r, part in zip(rows, parts, strict=True)]) for i in range(3))
-        step = Step(cache, meta, attention=backend)
-        with running(step):
-            ensure_planned(step, backend, [SITE])
-            found = backend.rope_op(q, k, v, *tables(places), None, None, 0.0, *cache.of_layer(0), meta.slot_mapping,
-                                    meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, None, [], scale=SITE.scale,
-                                    window=None, softcap=softcap, chunk=None)
+        found = attend(backend, cache, meta, q, k, v, tables(places), softcap)
         for r, part, result in zip(rows, parts, found.split([len(p) for p in parts]), strict=True):
             out[r][part] = result
     return out
@@ -154,12 +159,8 @@ def test_what_is_refused() -> None:
     assert backend.priority is None and "more than 8 tokens" in backend.approximate
     meta = quire.CommonAttentionMetadata.build([9], [9], [[1, 2, 3]], page_size=4)
     cache = PagedKVCache.for_sites([SITE], num_pages=5, page_size=4, device="cpu")
-    q, k, v = random_sequences((9,))[0]
-    step = Step(cache, meta, attention=backend)
-    with running(step), pytest.raises(UnsupportedAttention, match="9 tokens and cannot rotate q.*served up to 8"):
-        ensure_planned(step, backend, [SITE])
-        backend.op(q, k, v, *cache.of_layer(0), meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens,
-                   None, [], scale=1.0, window=None, softcap=None, chunk=None)
+    with pytest.raises(UnsupportedAttention, match="9 tokens and cannot rotate q.*served up to 8"):
+        attend(backend, cache, meta, *random_sequences((9,))[0])
 
 
 def test_a_sequence_whose_start_ran_elsewhere_is_refused() -> None:
@@ -167,13 +168,8 @@ def test_a_sequence_whose_start_ran_elsewhere_is_refused() -> None:
     backend = get_backend("dual_chunk:8:4")
     cache = PagedKVCache.for_sites([SITE], num_pages=9, page_size=4, device="cpu")
     meta = quire.CommonAttentionMetadata.build([1], [30], [list(range(1, 9))], page_size=4)
-    q, k, v = random_sequences((1,))[0]
-    step = Step(cache, meta, attention=backend)
-    with running(step), pytest.raises(RuntimeError, match="no token at position 8 has passed"):
-        ensure_planned(step, backend, [SITE])
-        backend.rope_op(q, k, v, *tables(torch.tensor([29])), None, None, 0.0, *cache.of_layer(0), meta.slot_mapping,
-                        meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, None, [], scale=1.0, window=None,
-                        softcap=None, chunk=None)
+    with pytest.raises(RuntimeError, match="no token at position 8 has passed"):
+        attend(backend, cache, meta, *random_sequences((1,))[0], tables(torch.tensor([29])))
 
 
 # -- sparse prefill ---------------------------------------------------------------------------------------------------
@@ -254,11 +250,7 @@ def test_queries_that_are_rotated_already_are_sparse_below_a_chunk() -> None:
     backend = sparse_backend([(31, 101)] * 4, chunk=200)
     cache = PagedKVCache.for_sites([SITE], num_pages=40, page_size=4, device="cpu")
     meta = quire.CommonAttentionMetadata.build([150], [150], [list(range(1, 39))], page_size=4)
-    step = Step(cache, meta, attention=backend)
-    with running(step):
-        ensure_planned(step, backend, [SITE])
-        found = backend.op(q, k, v, *cache.of_layer(0), meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc,
-                           meta.seq_lens, None, [], scale=SITE.scale, window=None, softcap=None, chunk=None)
+    found = attend(backend, cache, meta, q, k, v)
     full = oracle_attention(q, k, v, scale=SITE.scale)
     near = slice(0, 101)  # the nearest 100 distances and the first 30 keys are always chosen
     torch.testing.assert_close(found[near].double(), full[near], atol=2e-5, rtol=0)
@@ -316,23 +308,13 @@ def test_rotary_embeddings_that_differ_between_sequences_are_refused() -> None:
     """longrope's depend on the length of a sequence: the embedding of one would be used for another, and be wrong."""
     backend = module.backend("dual_chunk:test", CHUNK, LENGTH)
     cache = PagedKVCache.for_sites([SITE], num_pages=20, page_size=4, device="cpu")
-    q, k, v = random_sequences((20,))[0]
-    for turn, row in ((1.0, list(range(1, 6))), (1.0, list(range(6, 11))), (2.0, list(range(11, 16)))):
-        meta = quire.CommonAttentionMetadata.build([20], [20], [row], page_size=4)
-        step = Step(cache, meta, attention=backend)
-
-        def run(step=step, meta=meta, turn=turn) -> None:
-            with running(step):
-                ensure_planned(step, backend, [SITE])
-                backend.rope_op(q, k, v, *tables(turn * torch.arange(20)), None, None, 0.0, *cache.of_layer(0),
-                                meta.slot_mapping, meta.block_table_tensor, meta.query_start_loc, meta.seq_lens, None, [],
-                                scale=1.0, window=None, softcap=None, chunk=None)
-
-        if turn == 1.0:
-            run()
-        else:
-            with pytest.raises(UnsupportedAttention, match="different rotary embeddings at position 12"):
-                run()
+    sequence, positions = random_sequences((20,))[0], torch.arange(20)
+    first, second, third = (quire.CommonAttentionMetadata.build([20], [20], [list(range(i, i + 5))], page_size=4)
+                            for i in (1, 6, 11))
+    for meta in (first, second):
+        attend(backend, cache, meta, *sequence, tables(positions))
+    with pytest.raises(UnsupportedAttention, match="different rotary embeddings at position 12"):
+        attend(backend, cache, third, *sequence, tables(2.0 * positions))
 
 
 def test_sizes_that_change_short_sequences_are_named() -> None:

@@ -36,7 +36,7 @@ from quire.attn_ops.kv_cache import PagedKVCache
 from quire.attn_ops.metadata import CommonAttentionMetadata
 from quire.attn_ops.step import Step, StepLimits, running
 from quire.attn_ops.tuning.prefill import PrefillRule, PrefillTime
-from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, Ragged, fast_decode_plan
+from tests.attn_ops.backends.flashinfer_stand_ins import Decode, Prefill, Ragged, fast_decode_plan, site
 from tests.attn_ops.cases import check_case, check_output, make_case
 from tests.attn_ops.oracle import oracle_attention
 
@@ -62,11 +62,6 @@ def on_cpu(monkeypatch):
 
 
 # What it declares.
-
-
-def site(**changes) -> AttentionSite:
-    facts = dict(layer=0, num_heads=8, num_kv_heads=2, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=0.1)
-    return AttentionSite(**(facts | changes))
 
 
 @pytest.mark.parametrize("installed, nvcc, reason", [

@@ -10,15 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from quire.attn_ops import long_prefill
-from quire.attn_ops.attention import AttentionSite
 from quire.attn_ops.backends.flashinfer import BACKEND, modules
+from tests.attn_ops.backends.flashinfer_stand_ins import site
 
 CUDA = torch.device("cuda")
-
-
-def site(**changes) -> AttentionSite:
-    facts = dict(layer=0, num_heads=8, num_kv_heads=2, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, scale=0.1)
-    return AttentionSite(**(facts | changes))
 
 
 class Spec:

@@ -7,12 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.attn_ops.ops.positions import (
-    clamp_position,
-    compute_position,
-    compute_position_torch,
-    compute_position_triton,
-)
+from quire.attn_ops.ops.positions import clamp_position, compute_position, compute_position_torch, compute_position_triton
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import re
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import pytest
@@ -167,32 +168,23 @@ def linear(bias: bool = False, dtype: torch.dtype | None = None) -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH, bias=bias, dtype=dtype)
 
 
-def shared_weight() -> nn.Module:
-    a, b = linear(), linear()
-    b.weight = a.weight
-    return Case(lambda m, x: m.a(x) + m.b(x) * 2, a=a, b=b)
+def two(forward: Any, **options: Any) -> Case:
+    return Case(forward, a=linear(**options), b=linear(**options))
 
 
-def weight_used_elsewhere() -> nn.Module:
-    return Case(lambda m, x: m.a(x) + m.b(x) + m.a.weight.sum(), a=linear(), b=linear())
+def tied(name: str, forward: Any, **options: Any) -> Case:
+    """Both layers have one weight or bias."""
+    made = two(forward, **options)
+    setattr(made.b, name, getattr(made.a, name))
+    return made
 
 
-def shared_bias() -> nn.Module:
-    a, b = linear(bias=True), linear(bias=True)
-    b.bias = a.bias
-    return Case(lambda m, x: m.a(x) * m.b(x), a=a, b=b)
+def matrices(forward: Any, make: Callable[[], torch.Tensor]) -> Case:
+    return Case(forward, a=nn.Parameter(make()), b=nn.Parameter(make()))
 
 
-def one_has_a_bias() -> nn.Module:
-    return Case(lambda m, x: m.a(x) * m.b(x), a=linear(bias=True), b=linear())
-
-
-def different_inputs() -> nn.Module:
-    return Case(lambda m, x: m.a(x) * m.b(x + 1), a=linear(), b=linear())
-
-
-def one_after_the_other() -> nn.Module:
-    return Case(lambda m, x: m.b(m.a(x)), a=linear(), b=linear())
+def product(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.a(x) * m.b(x)
 
 
 class Quantized(torch.Tensor):
@@ -200,10 +192,10 @@ class Quantized(torch.Tensor):
 
 
 def subclass() -> nn.Module:
-    a, b = linear(), linear()
-    for m in (a, b):
+    made = two(product)
+    for m in (made.a, made.b):
         m.weight = nn.Parameter(m.weight.detach().as_subclass(Quantized))
-    return Case(lambda m, x: m.a(x) * m.b(x), a=a, b=b)
+    return made
 
 
 def integers() -> nn.Module:
@@ -211,66 +203,54 @@ def integers() -> nn.Module:
     return Case(lambda m, x: (F.linear(x.long(), m.a) + F.linear(x.long(), m.b)).float(), **members)
 
 
-def computed_weights() -> nn.Module:
-    return Case(lambda m, x: F.linear(x, m.a * 2) + F.linear(x, m.b * 2), a=nn.Parameter(torch.randn(WIDTH, WIDTH)),
-                b=nn.Parameter(torch.randn(WIDTH, WIDTH)))
+def changed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    y = m.a(x)
+    x.add_(1)
+    return y * m.b(x)
 
 
-def not_contiguous() -> nn.Module:
-    members = {n: nn.Parameter(torch.randn(WIDTH, 4).T) for n in "ab"}
-    return Case(lambda m, x: F.linear(x[:, :8], m.a) + F.linear(x[:, :8], m.b), **members)
+def changed_through_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    row = x[0]
+    y = m.a(x)
+    row[2] = 7.0
+    return y * m.b(x)
 
 
-def vectors() -> nn.Module:
-    return Case(lambda m, x: F.linear(x, m.a) * F.linear(x, m.b), a=nn.Parameter(torch.randn(WIDTH)),
-                b=nn.Parameter(torch.randn(WIDTH)))
+def added(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    whole = x
+    y = m.a(x)
+    whole += 1
+    return y * m.b(x)
 
 
-def by_keyword() -> nn.Module:
-    members = {n: nn.Parameter(torch.randn(8, WIDTH)) for n in "ab"}
-    return Case(lambda m, x: F.linear(input=x, weight=m.a) * F.linear(x, weight=m.b), **members)
+MUST_NOT: dict[str, Callable[[], nn.Module]] = {
+    "shared_weight": lambda: tied("weight", lambda m, x: m.a(x) + m.b(x) * 2),
+    "shared_bias": lambda: tied("bias", product, bias=True),
+    "weight_used_elsewhere": lambda: two(lambda m, x: m.a(x) + m.b(x) + m.a.weight.sum()),
+    "one_has_a_bias": lambda: Case(product, a=linear(bias=True), b=linear()),
+    "different_inputs": lambda: two(lambda m, x: m.a(x) * m.b(x + 1)),
+    "one_after_the_other": lambda: two(lambda m, x: m.b(m.a(x))),
+    "subclass": subclass,
+    "integers": integers,
+    "computed_weights": lambda: matrices(lambda m, x: F.linear(x, m.a * 2) + F.linear(x, m.b * 2),
+                                         lambda: torch.randn(WIDTH, WIDTH)),
+    "not_contiguous": lambda: matrices(lambda m, x: F.linear(x[:, :8], m.a) + F.linear(x[:, :8], m.b),
+                                       lambda: torch.randn(WIDTH, 4).T),
+    "vectors": lambda: matrices(lambda m, x: F.linear(x, m.a) * F.linear(x, m.b), lambda: torch.randn(WIDTH)),
+    "by_keyword": lambda: matrices(lambda m, x: F.linear(input=x, weight=m.a) * F.linear(x, weight=m.b),
+                                   lambda: torch.randn(8, WIDTH)),
+    "changed_in_place_between": lambda: two(changed),
+    "changed_through_a_view_between": lambda: two(changed_through_a_view),
+    "added_in_place_between": lambda: two(added),
+}
 
 
-def changed_in_place_between() -> nn.Module:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x * 1
-        y = m.a(x)
-        x.add_(1)
-        return y * m.b(x)
-
-    return Case(forward, a=linear(), b=linear())
-
-
-def changed_through_a_view_between() -> nn.Module:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x * 1
-        row = x[0]
-        y = m.a(x)
-        row[2] = 7.0
-        return y * m.b(x)
-
-    return Case(forward, a=linear(), b=linear())
-
-
-def added_in_place_between() -> nn.Module:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x * 1
-        whole = x
-        y = m.a(x)
-        whole += 1
-        return y * m.b(x)
-
-    return Case(forward, a=linear(), b=linear())
-
-
-MUST_NOT = (shared_weight, weight_used_elsewhere, shared_bias, one_has_a_bias, different_inputs, one_after_the_other,
-            subclass, integers, computed_weights, not_contiguous, vectors, by_keyword, changed_in_place_between,
-            changed_through_a_view_between, added_in_place_between)
-
-
-@pytest.mark.parametrize("make", MUST_NOT, ids=lambda f: f.__name__)
-def test_must_not_match(make, x) -> None:
-    module = make().eval()
+@pytest.mark.parametrize("name", MUST_NOT)
+def test_must_not_match(name, x) -> None:
+    module = MUST_NOT[name]().eval()
     pointers = [p.data_ptr() for p in module.parameters()]
     matches, _, _, weights = fused(module, x)
     assert matches == 0 and not weights.fused
@@ -298,7 +278,7 @@ def test_contract(each: FusionPass) -> None:
 @pytest.mark.parametrize(("names", "matches"), [("all", 1), ("none", 0), (["projections"], 1), (["rope"], 0)], ids=str)
 def test_choice_of_passes(names: Any, matches: int, x: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
     """Those chosen run in the order of the list, and each logs one line."""
-    module, weights = Case(lambda m, x: m.a(x) * m.b(x), a=linear(), b=linear()), FusedWeights()
+    module, weights = two(product), FusedWeights()
     gm, inputs = capture(module, x)
     with caplog.at_level(logging.INFO, "quire.passes.fusions"):
         added = apply_fusions(gm, inputs, names, weights).tensors

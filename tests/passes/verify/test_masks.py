@@ -3,7 +3,6 @@ masks on all routes; here only the graph of the mask is traced."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
 
-from quire.passes.fx import copy_graph, placeholders, value
+from quire.passes.fx import placeholders, value
 from quire.passes.verify.mask_proof import MaskKind, MaskProver, Refusal
+from tests.passes.models import capture
 
 Tensor = torch.Tensor
 N = torch.arange(64)
@@ -22,22 +21,9 @@ WIDTHS = torch.tensor([8, 8, 9, 8]).view(4, 1, 1)
 SLOPES = torch.rand(4, 1, 1)
 
 
-class _Traced(Exception):
-    """Raised in the place of running a graph."""
-
-
-def _stop(*inputs: Any) -> Any:
-    raise _Traced
-
-
 def kind_of(mask: Callable[[Tensor, Tensor], Tensor]) -> MaskKind:
     """What the proof reads from a function of input_ids and position_ids, both (1, T)."""
     torch._dynamo.reset()
-    found: list[tuple[fx.GraphModule, Any]] = []
-
-    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
-        found.append((copy_graph(gm), inputs))
-        return _stop
 
     def forward(input_ids: Tensor, position_ids: Tensor) -> Any:
         torch._check(input_ids.shape[1] == position_ids.shape[1])
@@ -46,9 +32,7 @@ def kind_of(mask: Callable[[Tensor, Tensor], Tensor]) -> MaskKind:
     ids, positions = torch.arange(23)[None] * 7 % 31, torch.arange(23)[None]
     for tensor in (ids, positions):
         torch._dynamo.mark_dynamic(tensor, 1)
-    with contextlib.suppress(_Traced):
-        torch.compile(forward, backend=keep, fullgraph=True)(ids, positions)
-    ((gm, inputs),) = found
+    gm, inputs = capture(forward, ids, positions)
     nodes = placeholders(gm.graph)
     sizes = [s for n in nodes if isinstance(value(n), Tensor) for s in value(n).shape if isinstance(s, torch.SymInt)]
     output = gm.graph.output_node()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers the grouped product)
-from torch import fx
 
 from quire.attn_ops.attention import attention
 from quire.attn_ops.backend import UnsupportedAttention
@@ -21,8 +19,9 @@ from quire.attn_ops.ops.experts import expert_linear
 from quire.attn_ops.ops.lora_rows import lora_rows
 from quire.attn_ops.ops.sampling import sample_tokens
 from quire.attn_ops.step import Step, running
-from quire.passes.fx import copy_graph, placeholders, value
+from quire.passes.fx import placeholders, value
 from quire.passes.verify.tokens import check_tokens
+from tests.passes.models import capture
 
 Tensor = torch.Tensor
 WIDTH = 8
@@ -30,24 +29,10 @@ WEIGHT, TABLE, KERNEL = torch.randn(WIDTH, WIDTH), torch.randn(64, WIDTH), torch
 POINTWISE, EXPERTS, COUNTER = torch.randn(WIDTH, WIDTH, 1), torch.randn(4, WIDTH, WIDTH), torch.zeros(WIDTH)
 
 
-class _Traced(Exception):
-    """Raised in the place of running a graph."""
-
-
-def _stop(*inputs: Any) -> Any:
-    raise _Traced
-
-
 def check(compute: Callable[..., Any], *more: Tensor, one_row: bool = True) -> None:
     """Prove a function of x (1, T, WIDTH), positions (1, T), and ``more``, of a length (K,) of its own. ``one_row``: the trace
     knows that x and positions are equally long."""
     torch._dynamo.reset()
-    found: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
-        found.append(copy_graph(gm))
-        return _stop
-
     x, positions = torch.randn(1, 9, WIDTH), torch.arange(9)[None]
     for tensor, dim in ((x, 1), (positions, 1), *((m, 0) for m in more)):
         torch._dynamo.mark_dynamic(tensor, dim)
@@ -57,9 +42,7 @@ def check(compute: Callable[..., Any], *more: Tensor, one_row: bool = True) -> N
         return compute(x, positions, *more)
 
     with running(Step(None, None, adapters=torch.ones(9, dtype=torch.int64))):  # type: ignore[arg-type]
-        with contextlib.suppress(_Traced):  # some fail on these sizes
-            torch.compile(of_one_row if one_row else compute, backend=keep, fullgraph=True)(x, positions, *more)
-    ((gm),) = found
+        gm, _ = capture(of_one_row if one_row else compute, x, positions, *more)
     row = next(value(n) for n in placeholders(gm.graph) if isinstance(value(n), Tensor) and value(n).dim() > 1
                and not isinstance(value(n).shape[1], int))
     check_tokens(gm.graph, row.shape[1])
