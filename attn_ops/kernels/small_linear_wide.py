@@ -8,7 +8,8 @@ NOTE [Columns in another order]: of 16 columns of the left operand a thread hold
 place among four. In memory pairs of codes are two bytes, and a load from shared memory per pair costs more than converting it.
 A sum does not depend on the order of its terms. So a thread takes 16 adjacent bytes of a row, and the rows of x are loaded in
 the order in which the codes then stand: column (j, h, c, e) of a block of 64 is column (c, j, h, e) in memory, each with four,
-two, four and two values. TURNED = 0 keeps the order of memory; 2 expects x with its columns in the new order already.
+two, four and two values. Gathering them takes registers, an address per pair and token, and so fits few tokens (TURNED = 1);
+for more, ``turn_kernel`` writes x in the new order first (2). TURNED = 0 keeps the order of memory.
 ``python -m benchmarks.hopper --loops wide`` counts the instructions.
 
 NOTE [int4 tiles]: PyTorch's packed int4 weight (``aten._convert_weight_to_int4pack`` with 8 inner tiles) is int32 (N / 8,
@@ -66,6 +67,23 @@ def _scaled(codes, scale, zero):
 
 
 @triton.jit
+def _turned(place):
+    """Columns in the order of NOTE [Columns in another order]."""
+    return place // 64 * 64 + place // 2 % 4 * 16 + place // 16 % 4 * 4 + place // 8 % 2 * 2 + place % 2
+
+
+@triton.jit
+def turn_kernel(x, out, K, stride_x, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """A row of x (M, K) with its columns ``_turned``; a program has BLOCK_K of them."""
+    place = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_previous(PDL)
+    xs = tl.load(x + row * stride_x + _turned(place), mask=place < K)
+    let_next_start(PDL)
+    tl.store(out + row * K + place, xs, mask=place < K)
+
+
+@triton.jit
 def _share(K, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
     """First column of this program's share, and the column after its last. No share is empty; the compiler must know that the
     loop runs, or it waits for each product before the next."""
@@ -102,10 +120,7 @@ def wide_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.arange(0, BLOCK_K)
-    if TURNED == 1:  # see NOTE [Columns in another order]
-        cols = place // 64 * 64 + place // 2 % 4 * 16 + place // 16 % 4 * 4 + place // 8 % 2 * 2 + place % 2
-    else:
-        cols = place
+    cols = _turned(place) if TURNED == 1 else place  # see NOTE [Columns in another order]
     first, last = _share(K, BLOCK_K, PARTS)
     wait_for_previous(PDL)
     w += tl.minimum(rows, N - 1).to(tl.int64)[:, None] * stride_w + place[None, :]
@@ -150,4 +165,4 @@ def int4_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride
     _store(acc, rows, tokens, None, bias, res, out, M, N, stride_r, PARTS)
 
 
-__all__ = ["int4_kernel", "wide_kernel"]
+__all__ = ["int4_kernel", "turn_kernel", "wide_kernel"]

@@ -44,11 +44,21 @@ def launch_wide(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, n: i
                x.stride(0), stride_r, GROUP=k_of(weight) // scale.shape[0], **options)
         scale = None  # type: ignore[assignment]
     else:
+        x = _turned(x, pdl) if config.turned == 2 else x
         launch(kernels.wide_kernel, grid, x, weight, scale, bias, res, target, m, n, k, weight.stride(0), x.stride(0), stride_r,
                BLOCK_K=config.block_k, TURNED=config.turned, **options)
     if parts:
         launch(host.kernel_module("kernels.small_linear").add_up_kernel, (-(-n // 256), -(-m // 4)), target, scale, bias, res,
                out, m, n, stride_r, BLOCK_M=4, BLOCK_N=256, SPLITS=splits, pdl=pdl)
+    return out
+
+
+def _turned(x: torch.Tensor, pdl: bool) -> torch.Tensor:
+    """x in the kernel's order of columns, see its NOTE [Columns in another order]."""
+    m, k = x.shape
+    out = x.new_empty(m, k)
+    launch(host.kernel_module("kernels.small_linear_wide").turn_kernel, (m, -(-k // 1024)), x, out, k, x.stride(0),
+           BLOCK_K=1024, pdl=pdl, num_warps=4)
     return out
 
 
