@@ -27,7 +27,7 @@ START = time.time()
 import torch  # noqa: E402
 
 from quire.attn_ops.ops.small_linear import small_linear_cuda  # noqa: E402
-from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, _turned, launch_wide, unpacked  # noqa: E402
+from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, _turned, launch_unpack, launch_wide, unpacked  # noqa: E402
 from quire.attn_ops.tuning.launch_config import Config  # noqa: E402
 from quire.attn_ops.tuning.small_linear import MOST_COPIES, graph_time  # noqa: E402
 from quire.graph_runner.bench.report import environment  # noqa: E402
@@ -137,6 +137,9 @@ def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], 
     del dense, plain
     if kind == "int8":  # part of the times of Config.turned = 2
         base["turn_us"] = round(graph_time(lambda: [_turned(x, False) for _ in range(64)], 64), 2)
+    else:
+        base["unpack_us"] = round(graph_time(lambda: [launch_unpack(*w, k, x.dtype) for w in held], copies), 2)
+        base["unpack_error"] = (launch_unpack(*held[0], k, x.dtype) - unpacked(*held[0], x.dtype)).abs().max().item()
     run = present(kind)
     try:
         base["present_us"] = round(graph_time(lambda: [run(x, *w) for w in held], copies), 2)

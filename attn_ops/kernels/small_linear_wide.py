@@ -136,33 +136,55 @@ def wide_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride
     _store(acc, rows, tokens, scale, bias, res, out, M, N, stride_r, PARTS)
 
 
+@triton.jit
+def _int4_weights(w, scale, rows, start, N, like, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Weights (BLOCK_N, 128) in the dtype of ``like``, columns from ``start``; w, a pointer per byte, stands at column 0. See
+    NOTE [int4 tiles]."""
+    codes = tl.load(w + start * 4, eviction_policy="evict_first")
+    codes = codes.reshape(BLOCK_N, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(BLOCK_N, 64)
+    pair = tl.load(scale + start // GROUP * N + rows)
+    low, high = _halves(codes, like)
+    s = (pair << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    z = (pair & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    both = tl.join(_scaled(low, s, z), _scaled(high, s, z))
+    return both.reshape(BLOCK_N, 8, 8, 2).permute(0, 1, 3, 2).reshape(BLOCK_N, 128)
+
+
+@triton.jit
+def _int4_bytes(w, rows, stride_w):
+    """A pointer to each of the 64 bytes that rows have in the first 128 columns."""
+    return w + (rows // 8).to(tl.int64)[:, None] * stride_w + (rows % 8 * 64)[:, None] + tl.arange(0, 64)[None, :]
+
+
 @triton.jit(do_not_specialize=["M"])
 def int4_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride_r, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """w: bytes (N / 8, K / 128, 512), scale: (K / GROUP, N, 2) bf16 as int32, one word for both, see NOTE [int4 tiles]. K a
-    multiple of 128. stride_w: of w's first dim. GROUP: a multiple of 128."""
+    """w: bytes (N / 8, K / 128, 512), scale: (K / GROUP, N, 2) bf16 as int32, one word for both. K a multiple of 128, GROUP
+    too. stride_w: of w's first dim."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = tl.arange(0, 64)
     first, last = _share(K, 128, PARTS)
     wait_for_previous(PDL)
     row = tl.minimum(rows, N - 1)
-    w += (row // 8).to(tl.int64)[:, None] * stride_w + (row % 8 * 64)[:, None] + place[None, :]
+    w = _int4_bytes(w, row, stride_w)
     x += tl.minimum(tokens, M - 1)[None, :] * stride_x + tl.arange(0, 128)[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(first, last, 128):
         xs = tl.load(x + start)
-        codes = tl.load(w + start * 4, eviction_policy="evict_first")
-        codes = codes.reshape(BLOCK_N, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(BLOCK_N, 64)
-        pair = tl.load(scale + start // GROUP * N + row)
-        low, high = _halves(codes, xs)
-        s, z = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
-        s, z = s.to(tl.bfloat16), z.to(tl.bfloat16)
-        both = tl.join(_scaled(low, s, z), _scaled(high, s, z))
-        both = both.reshape(BLOCK_N, 8, 8, 2).permute(0, 1, 3, 2).reshape(BLOCK_N, 128)
-        acc = tl.dot(both, xs, acc)
+        acc = tl.dot(_int4_weights(w, scale, row, start, N, xs, GROUP, BLOCK_N), xs, acc)
     let_next_start(PDL)
     _store(acc, rows, tokens, None, bias, res, out, M, N, stride_r, PARTS)
 
 
-__all__ = ["int4_kernel", "turn_kernel", "wide_kernel"]
+@triton.jit
+def unpack_kernel(w, scale, out, N, K, stride_w, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int4 weights as numbers: out (N, K); a program has BLOCK_N rows and 128 columns."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, start = tl.minimum(rows, N - 1), tl.program_id(1) * 128
+    like = tl.zeros((1,), out.dtype.element_ty)
+    found = _int4_weights(_int4_bytes(w, row, stride_w), scale, row, start, N, like, GROUP, BLOCK_N)
+    at = out + rows.to(tl.int64)[:, None] * K + start + tl.arange(0, 128)[None, :]
+    tl.store(at, found, mask=(rows < N)[:, None])
+
+
+__all__ = ["int4_kernel", "turn_kernel", "unpack_kernel", "wide_kernel"]

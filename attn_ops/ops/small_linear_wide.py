@@ -1,7 +1,6 @@
-"""Linear layers with quantized weights by ``attn_ops/kernels/small_linear_wide.py``; ``torch.ops.quire.int4_linear``.
+"""Linear layers with quantized weights by ``attn_ops/kernels/small_linear_wide.py``, for ``small_linear``.
 
-``launch_wide`` runs int8, fp8 and int4 weights for up to some hundred tokens; ``small_linear`` calls it for the first two where
-that was measured to be faster. int4 weights are those of torchao's ``Int4TilePackedTo4dTensor``, read as they are: PyTorch's
+``launch_wide`` runs int8, fp8 and int4 weights for up to some hundred tokens. int4 weights are those of torchao's ``Int4TilePackedTo4dTensor``, read as they are: PyTorch's
 packed layout (``aten._convert_weight_to_int4pack``, 8 inner tiles), int32 (N / 8, K / 128, 32, 4), with groups of columns that
 have a scale and a zero each, bf16 (K / group, N, 2). A weight is (code - 8) * scale + zero, rounded to x's dtype.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.launch import launch
@@ -84,11 +82,14 @@ def unpacked(weight: torch.Tensor, scale_and_zero: torch.Tensor, dtype: torch.dt
     return ((codes - 8).float() * scale + zero).to(dtype)
 
 
-def int4_linear_eager(x: torch.Tensor, weight: torch.Tensor, scale_and_zero: torch.Tensor, bias: torch.Tensor | None,
-                      residual: torch.Tensor | None) -> torch.Tensor:
-    """The definition: x (..., K), weight packed int4 -> (..., N). bias (N,); residual: of the result's shape."""
-    out = F.linear(x, unpacked(weight, scale_and_zero, x.dtype)[:, : x.shape[-1]], bias)
-    return out if residual is None else residual + out
+def launch_unpack(weight: torch.Tensor, scale_and_zero: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """``unpacked`` by a kernel, the first k columns."""
+    n = scale_and_zero.shape[1]
+    out = weight.new_empty(n, k, dtype=dtype)
+    launch(host.kernel_module("kernels.small_linear_wide").unpack_kernel, (-(-n // 64), k // INT4_COLUMNS),
+           weight.view(torch.uint8), scale_and_zero.view(torch.int32), out, n, k, weight.stride(0) * 4,
+           GROUP=k_of(weight) // scale_and_zero.shape[0], BLOCK_N=64, num_warps=4)
+    return out
 
 
-__all__ = ["INT4_COLUMNS", "fits_wide", "int4_linear_eager", "k_of", "launch_wide", "unpacked"]
+__all__ = ["INT4_COLUMNS", "fits_wide", "k_of", "launch_unpack", "launch_wide", "unpacked"]
