@@ -1,8 +1,9 @@
 """Linear layers with quantized weights by ``attn_ops/kernels/small_linear_wide.py``, for ``small_linear``.
 
-``launch_wide`` runs int8, fp8 and int4 weights for up to some hundred tokens. int4 weights are those of torchao's ``Int4TilePackedTo4dTensor``, read as they are: PyTorch's
-packed layout (``aten._convert_weight_to_int4pack``, 8 inner tiles), int32 (N / 8, K / 128, 32, 4), with groups of columns that
-have a scale and a zero each, bf16 (K / group, N, 2). A weight is (code - 8) * scale + zero, rounded to x's dtype.
+``launch_wide`` runs int8, fp8 and int4 weights for up to some hundred tokens. int4 weights are those of torchao's
+``Int4TilePackedTo4dTensor``, read as they are: PyTorch's packed layout (``aten._convert_weight_to_int4pack``, 8 inner tiles),
+int32 (N / 8, K / 128, 32, 4), with groups of columns that have a scale and a zero each, bf16 (K / group, N, 2). A weight is
+(code - 8) * scale + zero, rounded to x's dtype. K and N may be padded with zeros.
 """
 
 from __future__ import annotations
