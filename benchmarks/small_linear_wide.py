@@ -109,7 +109,7 @@ def compile_share(job: tuple[int, int, list[tuple[str, Config]]]) -> None:
         x = torch.zeros(16, 4096, dtype=torch.bfloat16, device="cuda")
         weight, scale = weights(kind, 256, 4096, "cuda")
         try:
-            launch_wide(x, weight, scale, 256, None, None, config, False)
+            launch_wide(x, weight, scale, None, None, config, False)
         except Exception:  # too much shared memory: the timing run reports it
             continue
 
@@ -153,12 +153,12 @@ def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], 
         config = config._replace(splits=split)
         row: dict[str, Any] = {**base, "config": list(config)}
         try:
-            error = ((launch_wide(x, *held[0], n, None, None, config, False).float() - reference).norm() / norm).item()
+            error = ((launch_wide(x, *held[0], None, None, config, False).float() - reference).norm() / norm).item()
             row["error"] = float(f"{error:.3g}")
             if not error < 1e-2:
                 raise ArithmeticError("off by more than 1 %")
             row["us"] = round(graph_time(
-                lambda c=config: [launch_wide(x, *w, n, None, None, c, False) for w in held], copies), 2)
+                lambda c=config: [launch_wide(x, *w, None, None, c, False) for w in held], copies), 2)
         except Exception as failure:
             row["failed"] = str(failure)[:120]
         yield row

@@ -15,8 +15,9 @@ for more, ``turn_kernel`` writes x in the new order first (2). TURNED = 0 keeps 
 NOTE [int4 tiles]: PyTorch's packed int4 weight (``aten._convert_weight_to_int4pack`` with 8 inner tiles) is int32 (N / 8,
 K / 128, 32, 4). As bytes, 64 adjacent ones belong to a row and 128 columns. Byte (c, w, f, b) of them, with four, four, two and
 two values, has the codes of columns 32 w + 16 b + 2 c + f (low half) and 8 more (high half), which is the order of fragments:
-turned to (w, b, c, f), low halves are columns 0..7, 16..23, ... in order, high halves the others. scale_and_zero is bf16
-(K / group, N, 2), and a weight is (code - 8) * scale + zero, rounded to x's dtype.
+turned to (w, b, c, f), low halves are columns 0..7, 16..23, ... in order, high halves the others. Its scales and zeros are bf16
+(K / group, N, 2), and a weight is (code - 8) * scale + zero, rounded to x's dtype. Of layers that are fused (WIDTHS: their N),
+rows are end to end, and scales and zeros of one layer come after all of the one before.
 """
 
 from __future__ import annotations
@@ -137,12 +138,25 @@ def wide_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride
 
 
 @triton.jit
-def _int4_weights(w, scale, rows, start, N, like, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Weights (BLOCK_N, 128) in the dtype of ``like``, columns from ``start``; w, a pointer per byte, stands at column 0. See
-    NOTE [int4 tiles]."""
+def _int4_scales(scale, rows, N, groups, WIDTHS: tl.constexpr):
+    """For each row a pointer to its first scale and zero, and the distance to those of its next group."""
+    at, width = rows, tl.zeros_like(rows) + N
+    before = 0
+    for i in tl.static_range(len(WIDTHS)):
+        inside = (rows >= before) & (rows < before + WIDTHS[i])
+        at = tl.where(inside, groups * before + rows - before, at)
+        width = tl.where(inside, WIDTHS[i], width)
+        before += WIDTHS[i]
+    return scale + at, width
+
+
+@triton.jit
+def _int4_weights(w, scale, width, start, like, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Weights (BLOCK_N, 128) in the dtype of ``like``, columns from ``start``; w, a pointer per byte, stands at column 0, and
+    scale and width are of ``_int4_scales``. See NOTE [int4 tiles]."""
     codes = tl.load(w + start * 4, eviction_policy="evict_first")
     codes = codes.reshape(BLOCK_N, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(BLOCK_N, 64)
-    pair = tl.load(scale + start // GROUP * N + rows)
+    pair = tl.load(scale + start // GROUP * width)
     low, high = _halves(codes, like)
     s = (pair << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
     z = (pair & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -157,32 +171,34 @@ def _int4_bytes(w, rows, stride_w):
 
 
 @triton.jit(do_not_specialize=["M"])
-def int4_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride_r, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """w: bytes (N / 8, K / 128, 512), scale: (K / GROUP, N, 2) bf16 as int32, one word for both. K a multiple of 128, GROUP
-    too. stride_w: of w's first dim."""
+def int4_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride_r, groups, GROUP: tl.constexpr,
+                WIDTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """w: bytes (N / 8, K / 128, 512), scale: (groups, N, 2) bf16 as int32, one word for both. K a multiple of 128, GROUP
+    (columns per group) too. stride_w: of w's first dim."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     first, last = _share(K, 128, PARTS)
     wait_for_previous(PDL)
     row = tl.minimum(rows, N - 1)
     w = _int4_bytes(w, row, stride_w)
+    scale, width = _int4_scales(scale, row, N, groups, WIDTHS)
     x += tl.minimum(tokens, M - 1)[None, :] * stride_x + tl.arange(0, 128)[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(first, last, 128):
         xs = tl.load(x + start)
-        acc = tl.dot(_int4_weights(w, scale, row, start, N, xs, GROUP, BLOCK_N), xs, acc)
+        acc = tl.dot(_int4_weights(w, scale, width, start, xs, GROUP, BLOCK_N), xs, acc)
     let_next_start(PDL)
     _store(acc, rows, tokens, None, bias, res, out, M, N, stride_r, PARTS)
 
 
 @triton.jit
-def unpack_kernel(w, scale, out, N, K, stride_w, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+def unpack_kernel(w, scale, out, N, K, stride_w, groups, GROUP: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr):
     """int4 weights as numbers: out (N, K); a program has BLOCK_N rows and 128 columns."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, start = tl.minimum(rows, N - 1), tl.program_id(1) * 128
     like = tl.zeros((1,), out.dtype.element_ty)
-    found = _int4_weights(_int4_bytes(w, row, stride_w), scale, row, start, N, like, GROUP, BLOCK_N)
+    scale, width = _int4_scales(scale, row, N, groups, WIDTHS)
+    found = _int4_weights(_int4_bytes(w, row, stride_w), scale, width, start, like, GROUP, BLOCK_N)
     at = out + rows.to(tl.int64)[:, None] * K + start + tl.arange(0, 128)[None, :]
     tl.store(at, found, mask=(rows < N)[:, None])
 
