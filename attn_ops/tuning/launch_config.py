@@ -55,6 +55,12 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
     return Config(*found) if found else by_rule(num_tokens, n, k, swiglu, codes)
 
 
+def measured(device: torch.device, codes: torch.dtype) -> bool:
+    """Whether this kind of device comes with measurements for weights of these codes."""
+    name = f"{codes}".removeprefix("torch.")
+    return any(key.endswith(f" {name}") for key in known(device))
+
+
 def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
     """Parameters for what was not measured."""
     if codes is not None:
@@ -106,4 +112,5 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
 
 
-__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "padded", "reload"]
+__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
+           "reload"]
