@@ -41,7 +41,7 @@ from quire.attn_ops.ops.small_linear_wide import (
     rows_of,
     unpacked,
 )
-from quire.attn_ops.tuning.launch_config import Config, config_for, padded
+from quire.attn_ops.tuning.launch_config import INT4, Config, config_for, padded
 
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
 QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -158,7 +158,7 @@ def _int4(
             or any(t is not None and t.dtype != x.dtype for t in (bias, residual)):
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths)
     if config is None and m <= MAX_TOKENS_QUANTIZED:
-        config = config_for(m, n, k, False, x.device, torch.int4)
+        config = config_for(m, n, k, False, x.device, INT4)
     if config is None or norm_weight is not None or swiglu:
         return small_linear_eager(x, launch_unpack(weight, scale, k, x.dtype, widths), bias, norm_weight, eps, residual, swiglu)
     pdl = host.use_pdl(x.device, m) if pdl is None else pdl

@@ -14,6 +14,9 @@ import torch
 
 from quire.attn_ops.tuning.store import Store, device_name
 
+#: Stands for packed int4 weights (``attn_ops/ops/small_linear_wide.py``) among the dtypes of codes.
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+
 
 class Config(NamedTuple):
     """Launch parameters of one kernel.
@@ -112,5 +115,5 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
 
 
-__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
+__all__ = ["Config", "INT4", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
            "reload"]

@@ -30,7 +30,7 @@ from torch import fx
 
 from quire.attn_ops.ops.small_linear import QUANTIZED_WEIGHT_DTYPES, small_linear
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
-from quire.attn_ops.tuning.launch_config import measured
+from quire.attn_ops.tuning.launch_config import INT4, measured
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import LINEAR, argument, compute_value, is_function, replace_node, value
 
@@ -42,7 +42,7 @@ def wanted(weight: torch.Tensor) -> bool:
 
 def wanted_int4(weight: torch.Tensor) -> bool:
     """Whether quire's kernel for int4 was measured on that kind of GPU."""
-    return measured(weight.device, torch.int4)
+    return measured(weight.device, INT4)
 
 
 def by_rows(weight: Any) -> bool:

@@ -26,6 +26,7 @@ from torch import fx
 
 from quire.attn_ops.ops.small_linear import small_linear
 from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
+from quire.attn_ops.tuning.launch_config import INT4
 from quire.attn_ops.tuning.small_linear import LinearShape
 from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.match.norm import RMSNorm, match_rms_norm
@@ -82,7 +83,7 @@ def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any =
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
             *([] if scale is None else [scale]), *([widths] if widths else [])))
     replace_node(end, new)
-    codes = None if scale is None else torch.int4 if is_int4(held) else held.dtype
+    codes = None if scale is None else INT4 if is_int4(held) else held.dtype
     fusion.weights.small_linears.add(LinearShape(
         rows_of(held), value(x).shape[-1], norm is not None, residual is not None, swiglu, dtype, codes))
 
