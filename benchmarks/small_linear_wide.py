@@ -1,7 +1,7 @@
 """Sweep launch parameters of the kernels for quantized weights and up to 256 tokens (attn_ops/kernels/small_linear_wide.py).
 
     python benchmarks/small_linear_wide.py --json out.json [--deadline 150] [--models llama-8b,qwen3-8b]
-        [--codes int8,float8_e4m3fn,int4] [--tokens 128,32,64,256,8,1]
+        [--codes int8,float8_e4m3fn,int4] [--tokens 128,32,64,256,8,1] [--keep]
 
 Beside each: cuBLAS with bf16 weights, and what runs without these kernels (``small_linear``; for int4 PyTorch's
 ``_weight_int4pack_mm``). Weights are cold and calls come from one CUDA graph, as in benchmarks/small_linear.py. Rows are
@@ -28,7 +28,7 @@ import torch  # noqa: E402
 
 from quire.attn_ops.ops.small_linear import small_linear_cuda  # noqa: E402
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, _turned, launch_unpack, launch_wide, unpacked  # noqa: E402
-from quire.attn_ops.tuning.launch_config import Config  # noqa: E402
+from quire.attn_ops.tuning.launch_config import Config, keep, key  # noqa: E402
 from quire.attn_ops.tuning.small_linear import MOST_COPIES, graph_time  # noqa: E402
 from quire.graph_runner.bench.report import environment  # noqa: E402
 from quire.graph_runner.bench.roofline import copy_bandwidth  # noqa: E402
@@ -45,27 +45,26 @@ SMS, GROUP = 132, 128
 SHARED = 227 * 1024  # bytes per multiprocessor
 #: Tokens per tile -> (rows, columns, warps, stages), for one byte per code; and their orders of columns (``Config.turned``).
 TILES = {
-    16: [(64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (64, 256, 4, 3)],
-    32: [(64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 128, 4, 4), (64, 256, 4, 3)],
-    64: [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 5), (128, 128, 8, 4), (128, 64, 8, 6), (256, 64, 8, 4),
-         (256, 64, 16, 5)],
+    16: [(64, 128, 4, 4), (128, 128, 8, 4), (64, 256, 4, 3)],
+    32: [(64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 4, 4), (64, 256, 4, 3)],
+    64: [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 5), (128, 128, 8, 4), (128, 128, 4, 4)],
     128: [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 4), (256, 64, 8, 4),
           (256, 64, 16, 5)],
-    256: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 2)],
+    256: [(64, 64, 4, 4), (128, 64, 8, 4)],
 }
 #: The same for int4: (rows, warps, stages); tiles have 128 columns.
 TILES_INT4 = {
-    16: [(64, 4, 4), (64, 4, 6), (128, 8, 4), (128, 4, 4)],
-    32: [(64, 4, 4), (64, 4, 6), (128, 8, 4), (128, 4, 4)],
+    16: [(64, 4, 6), (128, 8, 4), (128, 4, 4)],
+    32: [(64, 4, 4), (128, 8, 4), (128, 4, 4)],
     64: [(64, 4, 4), (128, 8, 4), (128, 4, 4), (256, 8, 4)],
     128: [(64, 4, 3), (128, 8, 4), (128, 4, 4), (256, 16, 4), (256, 8, 4)],
     256: [(64, 4, 3), (128, 8, 3)],
 }
 
 
-def orders(tile: tuple[int, ...], block_m: int) -> tuple[int, ...]:
+def orders(block_m: int) -> int:
     """Gathering takes registers: an address per pair of columns and token."""
-    return (1, 0) if block_m <= 32 else (2, 0, 1) if tile[2] == 16 else (2, 0)
+    return 1 if block_m <= 32 else 2
 
 
 def tiles(m: int, kind: str) -> Iterator[Config]:
@@ -75,8 +74,7 @@ def tiles(m: int, kind: str) -> Iterator[Config]:
         if kind == "int4":
             yield from (Config(n, INT4_COLUMNS, warps, stages, 1, block_m) for n, warps, stages in TILES_INT4[block_m])
         else:
-            for tile in TILES[block_m]:
-                yield from (Config(*tile, 1, block_m, turned) for turned in orders(tile, block_m))
+            yield from (Config(*tile, 1, block_m, orders(block_m)) for tile in TILES[block_m])
 
 
 def splits(config: Config, m: int, n: int, k: int) -> Iterator[int]:
@@ -155,8 +153,8 @@ def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], 
         try:
             error = ((launch_wide(x, *held[0], None, None, config, False).float() - reference).norm() / norm).item()
             row["error"] = float(f"{error:.3g}")
-            if not error < 1e-2:
-                raise ArithmeticError("off by more than 1 %")
+            if not error < 2.5e-3:  # rounding to bf16 makes 1.7e-3
+                raise ArithmeticError("the result is wrong")
             row["us"] = round(graph_time(
                 lambda c=config: [launch_wide(x, *w, None, None, c, False) for w in held], copies), 2)
         except Exception as failure:
@@ -177,6 +175,7 @@ def main() -> int:
     parser.add_argument("--codes", default="int8,float8_e4m3fn,int4")
     parser.add_argument("--deadline", type=float, default=math.inf)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", action="store_true", help="let engines on this machine use what was fastest")
     parser.add_argument("--processes", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 1)))
     args = parser.parse_args()
     kinds, sizes = args.codes.split(","), [int(m) for m in args.tokens.split(",")]
@@ -199,6 +198,8 @@ def main() -> int:
             found = [{"layer": layer, "model": model, **r} for r in time_all(kind, m, n, k, device, over)]
             rows += found
             best = min((r for r in found if "us" in r), key=lambda r: r["us"], default={})
+            if best and args.keep and (kind == "int4" or best["us"] < found[0].get("present_us", math.inf)):
+                keep(device, {key(m, n, k, False, getattr(torch, kind)): Config(*best["config"])})
             print(f"{time.time() - START:4.0f} s {model:>10} {layer:>8} {kind:>13} M={m:<4} cuBLAS "
                   f"{found[0]['cublas_us']:8.2f} present {found[0].get('present_us', 0):8.2f} best {best.get('us', 0):8.2f} "
                   f"{best.get('config')}", flush=True)

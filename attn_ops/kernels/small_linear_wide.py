@@ -1,8 +1,8 @@
 """Products with quantized weights for up to some hundred tokens: kernels of ``attn_ops/ops/small_linear.py``.
 
 A program has BLOCK_N weight rows and BLOCK_M tokens; codes are read once per BLOCK_M tokens, converted in registers and
-multiplied on the tensor cores, the rows as the left operand. Tokens and rows past the end are read as copies of the last one
-and not stored, so no load has a mask.
+multiplied on the tensor cores, the rows as the left operand. Rows past the end, and in large tiles tokens, are read as copies
+of the last one and not stored, so that loads need no mask.
 
 NOTE [Columns in another order]: of 16 columns of the left operand a thread holds two pairs, 2c, 2c+1, 2c+8 and 2c+9, with c its
 place among four. In memory pairs of codes are two bytes, and a load from shared memory per pair costs more than converting it.
@@ -27,6 +27,7 @@ import triton.language as tl
 
 from quire.attn_ops.kernels.kv_quant import NO_ASSEMBLY, widen
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
+from quire.attn_ops.kernels.wgmma import wait_for_products
 
 #: Four bytes -> the low halves less 8 and the high halves less 8, as bfloat16: 0x4300 with a code is 128 plus the code.
 _NIBBLES = tl.constexpr("""{
@@ -85,6 +86,15 @@ def turn_kernel(x, out, K, stride_x, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
+def _load_x(x, tokens, M, BLOCK_M: tl.constexpr):
+    """A tile of x; a mask costs instructions, reading one row again and again by all programs at once costs more."""
+    if BLOCK_M <= 32:
+        return tl.load(x, mask=(tokens < M)[None, :], other=0.0)
+    else:
+        return tl.load(x)
+
+
+@triton.jit
 def _share(K, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
     """First column of this program's share, and the column after its last. No share is empty; the compiler must know that the
     loop runs, or it waits for each product before the next."""
@@ -128,11 +138,12 @@ def wide_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride
     x += tl.minimum(tokens, M - 1)[None, :] * stride_x + cols[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(first, last, BLOCK_K):
-        xs = tl.load(x + start)
+        xs = _load_x(x + start, tokens, M, BLOCK_M)
         codes = tl.load(w + start, eviction_policy="evict_first")
         if TURNED > 0:
             codes = codes.reshape(BLOCK_N, BLOCK_K // 64, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_N, BLOCK_K)
         acc = tl.dot(widen(codes, xs), xs, acc)
+        wait_for_products()
     let_next_start(PDL)
     _store(acc, rows, tokens, scale, bias, res, out, M, N, stride_r, PARTS)
 
@@ -185,8 +196,9 @@ def int4_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride
     x += tl.minimum(tokens, M - 1)[None, :] * stride_x + tl.arange(0, 128)[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(first, last, 128):
-        xs = tl.load(x + start)
+        xs = _load_x(x + start, tokens, M, BLOCK_M)
         acc = tl.dot(_int4_weights(w, scale, width, start, xs, GROUP, BLOCK_N), xs, acc)
+        wait_for_products()
     let_next_start(PDL)
     _store(acc, rows, tokens, None, bias, res, out, M, N, stride_r, PARTS)
 

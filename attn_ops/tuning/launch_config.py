@@ -66,6 +66,10 @@ def measured(device: torch.device, codes: torch.dtype) -> bool:
 
 def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
     """Parameters for what was not measured."""
+    if codes == INT4:
+        block_m = min(max(16, padded(num_tokens)), 128)
+        programs = -(-n // 128) * -(-num_tokens // block_m)
+        return Config(128, 128, 4 if block_m <= 64 else 8, 4, max(1, min(8, 264 // programs, k // 512)), block_m)
     if codes is not None:
         if num_tokens > 32:
             return Config(64, 128, 4, 4, 2 if n < 16384 else 1)

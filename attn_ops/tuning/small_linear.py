@@ -54,13 +54,21 @@ CANDIDATES_QUANTIZED = {
     32: (Config(16, 128, 4, 4), Config(16, 64, 4, 3), Config(32, 64, 4, 4), Config(64, 64, 4, 3)),
     256: (Config(64, 128, 4, 3), Config(128, 64, 8, 4), Config(64, 128, 4, 4, 2), Config(64, 128, 4, 4, 4)),
 }
+#: The same for packed int4.
+CANDIDATES_INT4 = {
+    16: (Config(128, 128, 4, 4, 1, 16), Config(128, 128, 4, 4, 4, 16), Config(128, 128, 4, 4, 8, 16)),
+    32: (Config(128, 128, 4, 4, 1, 32), Config(64, 128, 4, 4, 4, 32), Config(128, 128, 4, 4, 8, 32)),
+    64: (Config(256, 128, 8, 4, 1, 64), Config(64, 128, 4, 4, 4, 64), Config(128, 128, 4, 4, 8, 64)),
+    256: (Config(256, 128, 16, 4, 1, 128), Config(64, 128, 4, 4, 1, 64), Config(128, 128, 8, 4, 4, 128)),
+}
 
 
 def candidates(num_tokens: int, codes: torch.dtype | None) -> tuple[Config, ...]:
     """The parameters to try for ``num_tokens`` tokens."""
     if codes is None:
         return CANDIDATES[num_tokens == 1]
-    return next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
+    return next(tried for most, tried in (CANDIDATES_INT4 if codes == INT4 else CANDIDATES_QUANTIZED).items()
+                if num_tokens <= most)
 
 
 def enabled() -> bool:
@@ -180,5 +188,5 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
     return sorted(times[2:])[2]
 
 
-__all__ = ["CANDIDATES", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED", "arguments",
-           "candidates", "copies_of", "enabled", "fastest", "graph_time", "launches", "missing", "reload", "tune"]
+__all__ = ["CANDIDATES", "CANDIDATES_INT4", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED",
+           "arguments", "candidates", "copies_of", "enabled", "fastest", "graph_time", "launches", "missing", "reload", "tune"]
