@@ -93,9 +93,10 @@ def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool
 def quantized_linear(tokens: int, n: int, k: int, kind: torch.dtype, residual: bool, pdl: bool) -> None:
     x = torch.zeros(1, tokens, k, dtype=torch.bfloat16)
     res = torch.zeros(1, tokens, n, dtype=torch.bfloat16) if residual else None
-    weight, scale = torch.zeros(n, k, dtype=kind), torch.zeros(n)
     if kind == INT4:
         weight, scale = torch.zeros(n // 8, k // 128, 32, 4, **INTS), torch.zeros(k // 128, n, 2, dtype=torch.bfloat16)
+    else:
+        weight, scale = torch.zeros(n, k, dtype=kind), torch.zeros(n)
     small_linear_cuda(x, weight, None, None, 0.0, res, False, scale, pdl=pdl)
 
 
@@ -351,4 +352,4 @@ def describe(name: str, kernel: Compiled) -> str:
     spilled = f", SPILLED {kernel.spilled} bytes ({kernel.reloads:.1%} of the loop)" if kernel.spilled else ""
     loop = f", {kernel.loop} instructions per iteration" if kernel.loop else ""
     return (f"{name:34s} {kernel.name:20s} {kernel.registers:3d} registers, {kernel.warps} warps, "
-            f"{kernel.shared / 1024:5.1f} KiB shared{spilled}{loop}")
+            f"{kernel.shared / 1024:5.1f} KiB shared{spilled}{loop}{', RACES' if kernel.races else ''}")
