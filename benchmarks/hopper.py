@@ -27,7 +27,8 @@ import torch
 @dataclass(frozen=True)
 class Compiled:
     """A compiled kernel: registers and spilled bytes per thread, bytes of shared memory per program, instructions of the
-    longest loop (0: not counted), and the share of loads and stores of spilled registers in the loop that runs most."""
+    longest loop (0: not counted), the share of loads and stores of spilled registers in the loop that runs most, and whether
+    a loop may write registers that matrix products still read (attn_ops/kernels/wgmma.py)."""
 
     name: str
     registers: int
@@ -36,6 +37,7 @@ class Compiled:
     warps: int
     loop: int = 0
     reloads: float = 0.0
+    races: bool = False
 
 
 @contextlib.contextmanager
@@ -53,7 +55,7 @@ def compiling(loops: bool = False) -> Iterator[list[Compiled]]:
             registers, spilled = _resources(kernel.asm["cubin"])
             code = _loops(kernel.asm["cubin"]) if loops or spilled > 16 else []
             found.append(Compiled(self.__name__, registers, spilled, kernel.metadata.shared, kernel.metadata.num_warps,
-                                  max(map(len, code), default=0) if loops else 0, _reloads(code)))
+                                  max(map(len, code), default=0) if loops else 0, _reloads(code), _races(kernel.asm["ptx"])))
         return kernel
 
     fake = SimpleNamespace(
@@ -94,6 +96,16 @@ def _reloads(loops: list[list[str]]) -> float:
     shares = {id(loop): sum(name.startswith(("LDL", "STL")) for name in loop) / len(loop) for loop in loops}
     matrix = [loop for loop in loops if any("MMA" in name for name in loop)]
     return shares[id(min(matrix, key=len))] if matrix else max(shares.values(), default=0.0)
+
+
+def _races(ptx: str) -> bool:
+    """Whether a loop has products whose left operand is in registers (a list in braces, and not a descriptor), and nothing that
+    waits for all products."""
+    labels = {m[1]: m.start() for m in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE)}
+    jumps = [(labels.get(m[1], m.start()), m.start()) for m in re.finditer(r"bra(?:\.uni)?\s+(\$\w+);", ptx)]
+    loops = [ptx[start:end] for start, end in jumps if start < end]
+    return any(re.search(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*\{", loop)
+               and not re.search(r"wgmma\.wait_group\.sync\.aligned 0;", loop) for loop in loops)
 
 
 def _dump(cubin: bytes, what: str) -> str:

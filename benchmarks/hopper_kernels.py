@@ -33,6 +33,7 @@ from quire.attn_ops.ops.small_linear import small_linear_cuda
 from quire.attn_ops.ops.tree import tree_attention_state_triton
 from quire.attn_ops.ops.varlen import varlen_attention_cuda
 from quire.attn_ops.step import running
+from quire.attn_ops.tuning.launch_config import INT4
 
 SMS = 132
 #: name -> query heads, KV heads, D, Dv, and options of the site
@@ -92,7 +93,11 @@ def linear(tokens: int, n: int, k: int, norm: bool, residual: bool, swiglu: bool
 def quantized_linear(tokens: int, n: int, k: int, kind: torch.dtype, residual: bool, pdl: bool) -> None:
     x = torch.zeros(1, tokens, k, dtype=torch.bfloat16)
     res = torch.zeros(1, tokens, n, dtype=torch.bfloat16) if residual else None
-    small_linear_cuda(x, torch.zeros(n, k, dtype=kind), None, None, 0.0, res, False, torch.zeros(n), pdl=pdl)
+    if kind == INT4:
+        weight, scale = torch.zeros(n // 8, k // 128, 32, 4, **INTS), torch.zeros(k // 128, n, 2, dtype=torch.bfloat16)
+    else:
+        weight, scale = torch.zeros(n, k, dtype=kind), torch.zeros(n)
+    small_linear_cuda(x, weight, None, None, 0.0, res, False, scale, pdl=pdl)
 
 
 def sample(rows: int, vocabulary: int, dtype: torch.dtype, pdl: bool) -> None:
@@ -310,8 +315,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
               "odd": (1000, 1100, True, False, False)}
     for (name, shape), tokens, pdl in itertools.product(shapes.items(), (1, 8, 32), (False, True)):
         yield f"small_linear {name} {tokens}{' pdl' if pdl else ''}", lambda s=shape, t=tokens, p=pdl: linear(t, *s, p)
-    for kind, (n, k), tokens in itertools.product((torch.int8, torch.float8_e4m3fn), (
+    for kind, (n, k), tokens in itertools.product((torch.int8, torch.float8_e4m3fn, INT4), (
             (6144, 4096), (28672, 4096), (1000, 1100)), (1, 8, 32, 64, 256)):
+        k -= k % 128 if kind == INT4 else 0
         yield f"quantized linear {n} x {k} {tokens} {kind}", lambda a=(tokens, n, k, kind, n == 6144, tokens == 1): (
             quantized_linear(*a))
     for (name, (count, each, layers, turned)), layer, tokens in itertools.product(
@@ -352,4 +358,4 @@ def describe(name: str, kernel: Compiled) -> str:
     spilled = f", SPILLED {kernel.spilled} bytes ({kernel.reloads:.1%} of the loop)" if kernel.spilled else ""
     loop = f", {kernel.loop} instructions per iteration" if kernel.loop else ""
     return (f"{name:34s} {kernel.name:20s} {kernel.registers:3d} registers, {kernel.warps} warps, "
-            f"{kernel.shared / 1024:5.1f} KiB shared{spilled}{loop}")
+            f"{kernel.shared / 1024:5.1f} KiB shared{spilled}{loop}{', RACES' if kernel.races else ''}")

@@ -1,7 +1,7 @@
 """Sweep launch parameters of the kernels for quantized weights and up to 256 tokens (attn_ops/kernels/small_linear_wide.py).
 
     python benchmarks/small_linear_wide.py --json out.json [--deadline 150] [--models llama-8b,qwen3-8b]
-        [--codes int8,float8_e4m3fn,int4] [--tokens 128,32,64,256,8,1]
+        [--codes int8,float8_e4m3fn,int4] [--tokens 128,32,64,256,8,1] [--keep]
 
 Beside each: cuBLAS with bf16 weights, and what runs without these kernels (``small_linear``; for int4 PyTorch's
 ``_weight_int4pack_mm``). Weights are cold and calls come from one CUDA graph, as in benchmarks/small_linear.py. Rows are
@@ -27,8 +27,8 @@ START = time.time()
 import torch  # noqa: E402
 
 from quire.attn_ops.ops.small_linear import small_linear_cuda  # noqa: E402
-from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, launch_wide, unpacked  # noqa: E402
-from quire.attn_ops.tuning.launch_config import Config  # noqa: E402
+from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, _turned, launch_unpack, launch_wide, unpacked  # noqa: E402
+from quire.attn_ops.tuning.launch_config import Config, keep, key  # noqa: E402
 from quire.attn_ops.tuning.small_linear import MOST_COPIES, graph_time  # noqa: E402
 from quire.graph_runner.bench.report import environment  # noqa: E402
 from quire.graph_runner.bench.roofline import copy_bandwidth  # noqa: E402
@@ -45,27 +45,26 @@ SMS, GROUP = 132, 128
 SHARED = 227 * 1024  # bytes per multiprocessor
 #: Tokens per tile -> (rows, columns, warps, stages), for one byte per code; and their orders of columns (``Config.turned``).
 TILES = {
-    16: [(64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (64, 256, 4, 3)],
-    32: [(64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 128, 4, 4), (64, 256, 4, 3)],
-    64: [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 5), (128, 128, 8, 4), (128, 64, 8, 6), (256, 64, 8, 4),
-         (256, 64, 16, 5)],
+    16: [(64, 128, 4, 4), (128, 128, 8, 4), (64, 256, 4, 3)],
+    32: [(64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 4, 4), (64, 256, 4, 3)],
+    64: [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 5), (128, 128, 8, 4), (128, 128, 4, 4)],
     128: [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 4), (256, 64, 8, 4),
           (256, 64, 16, 5)],
-    256: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 2)],
+    256: [(64, 64, 4, 4), (128, 64, 8, 4)],
 }
 #: The same for int4: (rows, warps, stages); tiles have 128 columns.
 TILES_INT4 = {
-    16: [(64, 4, 4), (64, 4, 6), (128, 8, 4), (128, 4, 4)],
-    32: [(64, 4, 4), (64, 4, 6), (128, 8, 4), (128, 4, 4)],
+    16: [(64, 4, 6), (128, 8, 4), (128, 4, 4)],
+    32: [(64, 4, 4), (128, 8, 4), (128, 4, 4)],
     64: [(64, 4, 4), (128, 8, 4), (128, 4, 4), (256, 8, 4)],
     128: [(64, 4, 3), (128, 8, 4), (128, 4, 4), (256, 16, 4), (256, 8, 4)],
     256: [(64, 4, 3), (128, 8, 3)],
 }
 
 
-def orders(tile: tuple[int, ...], block_m: int) -> tuple[int, ...]:
+def orders(block_m: int) -> int:
     """Gathering takes registers: an address per pair of columns and token."""
-    return (1, 0) if block_m <= 32 else (2, 0, 1) if tile[2] == 16 else (2, 0)
+    return 1 if block_m <= 32 else 2
 
 
 def tiles(m: int, kind: str) -> Iterator[Config]:
@@ -75,8 +74,7 @@ def tiles(m: int, kind: str) -> Iterator[Config]:
         if kind == "int4":
             yield from (Config(n, INT4_COLUMNS, warps, stages, 1, block_m) for n, warps, stages in TILES_INT4[block_m])
         else:
-            for tile in TILES[block_m]:
-                yield from (Config(*tile, 1, block_m, turned) for turned in orders(tile, block_m))
+            yield from (Config(*tile, 1, block_m, orders(block_m)) for tile in TILES[block_m])
 
 
 def splits(config: Config, m: int, n: int, k: int) -> Iterator[int]:
@@ -109,7 +107,7 @@ def compile_share(job: tuple[int, int, list[tuple[str, Config]]]) -> None:
         x = torch.zeros(16, 4096, dtype=torch.bfloat16, device="cuda")
         weight, scale = weights(kind, 256, 4096, "cuda")
         try:
-            launch_wide(x, weight, scale, 256, None, None, config, False)
+            launch_wide(x, weight, scale, None, None, config, False)
         except Exception:  # too much shared memory: the timing run reports it
             continue
 
@@ -119,11 +117,6 @@ def present(kind: str) -> Callable[..., torch.Tensor]:
     if kind == "int4":
         return lambda x, weight, scale: torch.ops.aten._weight_int4pack_mm(x, weight, GROUP, scale)
     return lambda x, weight, scale: small_linear_cuda(x, weight, None, None, 0.0, None, False, scale)
-
-
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """x with its columns in the order that ``Config.turned`` = 2 expects."""
-    return x.view(len(x), -1, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
 
 
 def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], bool]) -> Iterator[dict[str, Any]]:
@@ -140,6 +133,11 @@ def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], 
     base: dict[str, Any] = {"codes": kind, "tokens": m, "n": n, "k": k, "cublas_us": round(graph_time(
         lambda c=dense: [torch.nn.functional.linear(x, w) for w in c], len(dense)), 2)}
     del dense, plain
+    if kind == "int8":  # part of the times of Config.turned = 2
+        base["turn_us"] = round(graph_time(lambda: [_turned(x, False) for _ in range(64)], 64), 2)
+    else:
+        base["unpack_us"] = round(graph_time(lambda: [launch_unpack(*w, k, x.dtype) for w in held], copies), 2)
+        base["unpack_error"] = (launch_unpack(*held[0], k, x.dtype) - unpacked(*held[0], x.dtype)).abs().max().item()
     run = present(kind)
     try:
         base["present_us"] = round(graph_time(lambda: [run(x, *w) for w in held], copies), 2)
@@ -147,20 +145,18 @@ def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], 
     except Exception as failure:
         base["present_failed"] = str(failure)[:120]
     yield base
-    rows_x = {1: x, 0: x, 2: turned(x)}
     for config, split in ((c, s) for c in tiles(m, kind) for s in splits(c, m, n, k)):
         if over():
             return
         config = config._replace(splits=split)
         row: dict[str, Any] = {**base, "config": list(config)}
-        given = rows_x[config.turned]
         try:
-            error = ((launch_wide(given, *held[0], n, None, None, config, False).float() - reference).norm() / norm).item()
+            error = ((launch_wide(x, *held[0], None, None, config, False).float() - reference).norm() / norm).item()
             row["error"] = float(f"{error:.3g}")
-            if not error < 1e-2:
-                raise ArithmeticError("off by more than 1 %")
+            if not error < 2.5e-3:  # rounding to bf16 makes 1.7e-3
+                raise ArithmeticError("the result is wrong")
             row["us"] = round(graph_time(
-                lambda c=config, x=given: [launch_wide(x, *w, n, None, None, c, False) for w in held], copies), 2)
+                lambda c=config: [launch_wide(x, *w, None, None, c, False) for w in held], copies), 2)
         except Exception as failure:
             row["failed"] = str(failure)[:120]
         yield row
@@ -179,6 +175,7 @@ def main() -> int:
     parser.add_argument("--codes", default="int8,float8_e4m3fn,int4")
     parser.add_argument("--deadline", type=float, default=math.inf)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", action="store_true", help="let engines on this machine use what was fastest")
     parser.add_argument("--processes", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 1)))
     args = parser.parse_args()
     kinds, sizes = args.codes.split(","), [int(m) for m in args.tokens.split(",")]
@@ -201,6 +198,8 @@ def main() -> int:
             found = [{"layer": layer, "model": model, **r} for r in time_all(kind, m, n, k, device, over)]
             rows += found
             best = min((r for r in found if "us" in r), key=lambda r: r["us"], default={})
+            if best and args.keep and (kind == "int4" or best["us"] < found[0].get("present_us", math.inf)):
+                keep(device, {key(m, n, k, False, getattr(torch, kind)): Config(*best["config"])})
             print(f"{time.time() - START:4.0f} s {model:>10} {layer:>8} {kind:>13} M={m:<4} cuBLAS "
                   f"{found[0]['cublas_us']:8.2f} present {found[0].get('present_us', 0):8.2f} best {best.get('us', 0):8.2f} "
                   f"{best.get('config')}", flush=True)

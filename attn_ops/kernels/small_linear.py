@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quire.attn_ops.kernels.kv_quant import widen
 from quire.attn_ops.kernels.pdl import let_next_start, wait_for_previous
+from quire.attn_ops.kernels.wgmma import wait_for_products
 
 
 @triton.jit
@@ -116,6 +117,8 @@ def tile_kernel(x, w, scale, bias, norm, res, out, M, N, K, stride_w, stride_x, 
         if SWIGLU:
             up = _load_weights(w + N.to(tl.int64) * stride_w, scale, xs, rows, cols, stride_w, N, K, EVEN_N, EVEN_K)
             acc_up = tl.dot(up, xs, acc_up)
+        if scale is not None:
+            wait_for_products()
     let_next_start(PDL)
     if SPLITS == 1:
         _finish(acc, acc_up, squares, rows, tokens, scale, bias, norm, res, out, M, N, K, stride_r, eps, SWIGLU)

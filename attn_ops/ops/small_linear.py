@@ -15,11 +15,14 @@ kernel multiplies them, whose warps split the columns; for one token too, where 
 tokens several programs may share the columns of a tile, where the weight has too few rows for a GPU, and a fourth kernel
 adds up.
 
+int4 weights, in PyTorch's packed layout, and larger batches with codes run in kernels of their own (``small_linear_wide.py``).
+
 Limits: bf16 and fp16 on CUDA; on other devices and dtypes the op runs its eager definition, which is also the reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +32,16 @@ from quire.attn_ops.kernels import host
 from quire.attn_ops.kernels.host import rows_contiguous
 from quire.attn_ops.kernels.launch import launch
 from quire.attn_ops.library import define_op
-from quire.attn_ops.ops.small_linear_wide import fits_wide, launch_wide
-from quire.attn_ops.tuning.launch_config import Config, config_for, padded
+from quire.attn_ops.ops.small_linear_wide import (
+    INT4_COLUMNS,
+    fits_wide,
+    is_int4,
+    launch_unpack,
+    launch_wide,
+    rows_of,
+    unpacked,
+)
+from quire.attn_ops.tuning.launch_config import INT4, Config, config_for, padded
 
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
 QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -41,7 +52,7 @@ MAX_TOKENS = 32  # above, cuBLAS with Inductor's fusions around it is as fast (b
 
 def small_linear_eager(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None,
+    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
 ) -> torch.Tensor:
     """The definition: x (..., K), weight (N, K) -> (..., N), or (..., N / 2) with ``swiglu``.
 
@@ -49,11 +60,14 @@ def small_linear_eager(
         bias: (N,). norm_weight: (K,), of an RMSNorm applied to x first, like Llama's: normalized in fp32, rounded to
             x's dtype, times the weight. eps: of the norm. residual: of the result's shape, added last.
         swiglu: the first N / 2 rows of ``weight`` are the gate, the others the up projection.
-        scale: (N,) float32, of a quantized weight, whose codes ``weight`` holds (int8 or float8_e4m3fn).
+        scale: (N,) float32, of a quantized weight, whose codes ``weight`` holds (int8 or float8_e4m3fn); or scales and zeros
+            of a packed int4 weight, with ``widths``: see ``small_linear_wide.unpacked``.
     """
     if norm_weight is not None:
         wide = x.float()
         x = norm_weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    if scale is not None and is_int4(weight):
+        weight, scale = unpacked(weight, scale, x.dtype, widths)[:, : x.shape[-1]], None
     if scale is None:
         out = F.linear(x, weight, bias)
     else:
@@ -66,14 +80,15 @@ def small_linear_eager(
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-          residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if swiglu else 1))
+          residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = ()
+          ) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], rows_of(weight) // (2 if swiglu else 1))
 
 
 def small_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, config: Config | None = None,
-    pdl: bool | None = None,
+    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor | None = None, widths: Sequence[int] = (),
+    config: Config | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """The op on CUDA. Runs the definition for more than MAX_TOKENS tokens (MAX_TOKENS_QUANTIZED with scales), for fp32, and
     where it was measured to be faster.
@@ -84,6 +99,8 @@ def small_linear_cuda(
     """
     k = x.shape[-1]
     m = x.numel() // max(1, k)
+    if scale is not None and is_int4(weight):
+        return _int4(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths, config, pdl)
     dtypes = (x.dtype,) if scale is None else QUANTIZED_WEIGHT_DTYPES
     most = MAX_TOKENS if scale is None or k % 16 else MAX_TOKENS_QUANTIZED  # large tiles of unaligned rows spill
     if m > most or m == 0 or x.dtype not in (torch.bfloat16, torch.float16) \
@@ -101,7 +118,7 @@ def small_linear_cuda(
     if config is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
     if config.block_m and scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
-        return launch_wide(x2, weight, scale, n, bias, res, config, pdl).view(*x.shape[:-1], n)
+        return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
     kernels = host.kernel_module("kernels.small_linear")
     options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
                                "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0,
@@ -128,9 +145,31 @@ def small_linear_cuda(
     return out.view(*x.shape[:-1], n)
 
 
+def _int4(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float,
+    residual: torch.Tensor | None, swiglu: bool, scale: torch.Tensor, widths: Sequence[int], config: Config | None,
+    pdl: bool | None,
+) -> torch.Tensor:
+    """The op on CUDA with a packed int4 weight: the kernel for codes, or cuBLAS after unpacking. A norm or SwiGLU, which the
+    passes do not fold into these, runs apart."""
+    k, n = x.shape[-1], rows_of(weight)
+    m = x.numel() // max(1, k)
+    if m == 0 or x.dtype not in (torch.bfloat16, torch.float16) or scale.dtype != torch.bfloat16 or k % INT4_COLUMNS \
+            or any(t is not None and t.dtype != x.dtype for t in (bias, residual)):
+        return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths)
+    if config is None and m <= MAX_TOKENS_QUANTIZED:
+        config = config_for(m, n, k, False, x.device, INT4)
+    if config is None or norm_weight is not None or swiglu:
+        return small_linear_eager(x, launch_unpack(weight, scale, k, x.dtype, widths), bias, norm_weight, eps, residual, swiglu)
+    pdl = host.use_pdl(x.device, m) if pdl is None else pdl
+    res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None
+    out = launch_wide(rows_contiguous(x.reshape(m, k)), weight, scale, bias, res, config, pdl, widths)
+    return out.view(*x.shape[:-1], n)
+
+
 small_linear = define_op(
     "small_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
-    "Tensor? scale=None) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda, fake=_fake, launches=True)
+    "Tensor? scale=None, int[] widths=[]) -> Tensor", cpu=small_linear_eager, cuda=small_linear_cuda, fake=_fake, launches=True)
 
 __all__ = ["MAX_TOKENS", "MAX_TOKENS_QUANTIZED", "QUANTIZED_WEIGHT_DTYPES", "small_linear", "small_linear_cuda",
            "small_linear_eager"]

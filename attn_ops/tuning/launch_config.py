@@ -14,6 +14,9 @@ import torch
 
 from quire.attn_ops.tuning.store import Store, device_name
 
+#: Stands for packed int4 weights (``attn_ops/ops/small_linear_wide.py``) among the dtypes of codes.
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+
 
 class Config(NamedTuple):
     """Launch parameters of one kernel.
@@ -55,8 +58,18 @@ def config_for(num_tokens: int, n: int, k: int, swiglu: bool, device: torch.devi
     return Config(*found) if found else by_rule(num_tokens, n, k, swiglu, codes)
 
 
+def measured(device: torch.device, codes: torch.dtype) -> bool:
+    """Whether this kind of device comes with measurements for weights of these codes."""
+    name = f"{codes}".removeprefix("torch.")
+    return any(key.endswith(f" {name}") for key in known(device))
+
+
 def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
     """Parameters for what was not measured."""
+    if codes == INT4:
+        block_m = min(max(16, padded(num_tokens)), 128)
+        programs = -(-n // 128) * -(-num_tokens // block_m)
+        return Config(128, 128, 4 if block_m <= 64 else 8, 4, max(1, min(8, 264 // programs, k // 512)), block_m)
     if codes is not None:
         if num_tokens > 32:
             return Config(64, 128, 4, 4, 2 if n < 16384 else 1)
@@ -106,4 +119,5 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
     STORE.save({**devices, name: {**devices.get(name, {}), **configs}})
 
 
-__all__ = ["Config", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "padded", "reload"]
+__all__ = ["Config", "INT4", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
+           "reload"]

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire.attn_ops.kernels.launch import Launch, recording, side_stream
 from quire.attn_ops.ops import small_linear as op
-from quire.attn_ops.tuning.launch_config import STORE, Config, keep, key, known, reload
+from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, reload
 
 logger = logging.getLogger(__name__)
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
@@ -53,13 +54,21 @@ CANDIDATES_QUANTIZED = {
     32: (Config(16, 128, 4, 4), Config(16, 64, 4, 3), Config(32, 64, 4, 4), Config(64, 64, 4, 3)),
     256: (Config(64, 128, 4, 3), Config(128, 64, 8, 4), Config(64, 128, 4, 4, 2), Config(64, 128, 4, 4, 4)),
 }
+#: The same for packed int4.
+CANDIDATES_INT4 = {
+    16: (Config(128, 128, 4, 4, 1, 16), Config(128, 128, 4, 4, 4, 16), Config(128, 128, 4, 4, 8, 16)),
+    32: (Config(128, 128, 4, 4, 1, 32), Config(64, 128, 4, 4, 4, 32), Config(128, 128, 4, 4, 8, 32)),
+    64: (Config(256, 128, 8, 4, 1, 64), Config(64, 128, 4, 4, 4, 64), Config(128, 128, 4, 4, 8, 64)),
+    256: (Config(256, 128, 16, 4, 1, 128), Config(64, 128, 4, 4, 1, 64), Config(128, 128, 8, 4, 4, 128)),
+}
 
 
 def candidates(num_tokens: int, codes: torch.dtype | None) -> tuple[Config, ...]:
     """The parameters to try for ``num_tokens`` tokens."""
     if codes is None:
         return CANDIDATES[num_tokens == 1]
-    return next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
+    return next(tried for most, tried in (CANDIDATES_INT4 if codes == INT4 else CANDIDATES_QUANTIZED).items()
+                if num_tokens <= most)
 
 
 def enabled() -> bool:
@@ -116,7 +125,7 @@ def launches(shapes: Iterable[LinearShape], device: torch.device) -> set[Launch]
 
 def copies_of(shape: LinearShape) -> int:
     """The number of weights of that shape to go through in turn."""
-    size = shape.n * shape.k * (shape.codes or torch.bfloat16).itemsize
+    size = shape.n * shape.k // 2 if shape.codes == INT4 else shape.n * shape.k * (shape.codes or torch.bfloat16).itemsize
     return max(2, min(MOST_COPIES, int(_COLD / size) + 1))
 
 
@@ -125,7 +134,9 @@ def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Ca
     kernel: Any = op.small_linear_cuda
     calls = arguments(shape, num_tokens, device, copies_of(shape))
     reference = op.small_linear_eager(*calls[0]).double()
-    times: dict[Config | None, float] = {None: timer(lambda: [op.small_linear_eager(*a) for a in calls], len(calls))}
+    times: dict[Config | None, float] = {None: float("inf")}  # of int4, it is for many tokens
+    if shape.codes != INT4:
+        times[None] = timer(lambda: [op.small_linear_eager(*a) for a in calls], len(calls))
     for config in candidates(num_tokens, shape.codes):
         try:
             out = kernel(*calls[0], config=config).double()
@@ -147,6 +158,11 @@ def arguments(shape: LinearShape, num_tokens: int, device: torch.device, copies:
     rest = None, norm_weight, 1e-5, residual, shape.swiglu
     if shape.codes is None:
         return [(x, torch.randn(shape.n, shape.k, **made) * 0.02, *rest) for _ in range(copies)]
+    if shape.codes == INT4:
+        size = (shape.n // 8, shape.k // INT4_COLUMNS, 32, 4)
+        pairs = torch.full((shape.k // INT4_COLUMNS, shape.n, 2), 0.01, dtype=torch.bfloat16, device=device)
+        words: dict[str, Any] = dict(low=-(2**31), high=2**31 - 1, size=size, dtype=torch.int32, device=device)
+        return [(x, torch.randint(**words), *rest, pairs) for _ in range(copies)]
     scale = torch.full((shape.n,), 0.02 / 64, device=device)
     return [(x, (torch.randn(shape.n, shape.k, **made) * 32).clamp(-127, 127).to(shape.codes), *rest, scale)
             for _ in range(copies)]
@@ -172,5 +188,5 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
     return sorted(times[2:])[2]
 
 
-__all__ = ["CANDIDATES", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED", "arguments",
-           "candidates", "copies_of", "enabled", "fastest", "graph_time", "launches", "missing", "reload", "tune"]
+__all__ = ["CANDIDATES", "CANDIDATES_INT4", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED",
+           "arguments", "candidates", "copies_of", "enabled", "fastest", "graph_time", "launches", "missing", "reload", "tune"]

@@ -81,15 +81,17 @@ class FusedWeights:
         return False
 
     def fuse(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor holding ``parameters`` end to end along dim 0; they become views of it."""
+        """One tensor holding ``parameters`` end to end along dim 0; they become views of it. Of three dims (scales of int4,
+        whose rows are dim 1) the first two become one."""
         key = tuple(map(id, parameters))
         if not self._are_fused(parameters):
             with torch.inference_mode(False), torch.no_grad():
                 dtype = parameters[0].dtype
                 codes = dtype.itemsize == 1  # not every version of torch concatenates every dtype of one byte
-                fused = torch.cat([p.detach().view(torch.uint8) if codes else p.detach() for p in parameters]).view(dtype)
-                for p, part in zip(parameters, fused.split([len(p) for p in parameters]), strict=True):
-                    p.data = part
+                rows = [p.detach().flatten(0, 1) if p.dim() == 3 else p.detach() for p in parameters]
+                fused = torch.cat([p.view(torch.uint8) if codes else p for p in rows]).view(dtype)
+                for p, part in zip(parameters, fused.split([len(each) for each in rows]), strict=True):
+                    p.data = part.view(p.shape)
             self.fused[key], self._members[key] = fused, [weakref.ref(p) for p in parameters]
         return self.fused[key]
 

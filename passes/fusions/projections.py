@@ -9,7 +9,7 @@ After, with w = [w_q; w_k; w_v] in one tensor, of which w_q, w_k and w_v are now
     q, k, v = split(linear(x, w, b), [Nq, Nk, Nv], dim=-1)
 
 One product of Nq + Nk + Nv columns reads x once, fills the GPU better than three small ones and saves two launches. LoRA's A is
-such a sibling of the layer that it adapts, where both have one dtype. Layers quantized per row
+such a sibling of the layer that it adapts, where both have one dtype. Quantized layers
 (passes/fusions/quantized_linear.py) are fused alike, their codes in one tensor and their scales in another.
 
 Not fused: weights with a second user or that share memory (NOTE [Memory of fused parameters]), weights of different dtypes,
@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.small_linear import small_linear
+from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
 from quire.passes.fusions.base import Fusion, before_dropout, columns
 from quire.passes.fx import (
     LINEAR,
@@ -56,8 +57,9 @@ def fuse_projections(fusion: Fusion) -> int:
     for node in fusion.graph.nodes:
         tensors = _tensors(node, fusion)
         if tensors is not None:
-            key = before_dropout(node.args[0]), *tensors, tensors["weight"].real.dtype
-            siblings.setdefault(key, []).append((node, tensors))
+            weight, scale = tensors["weight"].real, tensors.get("scale")
+            groups = len(scale.real) if scale is not None and is_int4(weight) else None
+            siblings.setdefault((before_dropout(node.args[0]), *tensors, weight.dtype, groups), []).append((node, tensors))
     return sum(_fuse(fusion, *zip(*group, strict=True)) for group in siblings.values() if len(group) > 1)
 
 
@@ -68,11 +70,12 @@ def _tensors(node: fx.Node, fusion: Fusion) -> _Tensors | None:
         real = {name: _only_here(x, fusion) for name, x in nodes.items()}
     elif is_function(node, (small_linear,)) and (given := schema_arguments(node)).get("scale") is not None \
             and given["norm_weight"] is None and not given["swiglu"]:
-        scale = given["scale"]
-        scale = scale.args[0] if is_method(scale, "reshape") and only_user(scale) is not None else None
+        scale, name = given["scale"], "scale_and_zero"
+        if not is_int4(value(given["weight"])):
+            scale, name = scale.args[0] if is_method(scale, "reshape") and only_user(scale) is not None else None, "scale"
         nodes = {"weight": given["weight"], "bias": given["bias"], "scale": scale}
         real = {"weight": _part_only_here(given["weight"], "qdata", fusion), "bias": _only_here(given["bias"], fusion),
-                "scale": _part_only_here(scale, "scale", fusion)}
+                "scale": _part_only_here(scale, name, fusion)}
     else:
         return None
     if nodes["bias"] is None:
@@ -80,11 +83,18 @@ def _tensors(node: fx.Node, fusion: Fusion) -> _Tensors | None:
     found: _Tensors = {}
     for name, x in nodes.items():
         tensor = real[name]
-        if not isinstance(node.args[0], fx.Node) or tensor is None or tensor.dim() != (1 if name == "bias" else 2) \
-                or tensor.shape[0] != value(node).shape[-1] or not tensor.is_contiguous():
+        if not isinstance(node.args[0], fx.Node) or tensor is None or _rows(name, tensor) != value(node).shape[-1] \
+                or not tensor.is_contiguous():
             return None
         found[name] = _Tensor(x, tensor)
     return found
+
+
+def _rows(name: str, tensor: torch.Tensor) -> int | None:
+    """Outputs of the layer that has this tensor; None for a tensor of another form."""
+    if tensor.dim() == 3:  # scales and zeros of int4: (groups, N, 2)
+        return tensor.shape[1]
+    return rows_of(tensor) if tensor.dim() == (1 if name == "bias" else 4 if is_int4(tensor) else 2) else None
 
 
 def _only_here(node: Any, fusion: Fusion) -> torch.Tensor | None:
@@ -111,14 +121,16 @@ def _fuse(fusion: Fusion, nodes: tuple[fx.Node, ...], tensors: tuple[_Tensors, .
     if len(set(map(id, groups["weight"]))) < len(nodes) or written_between(first, nodes[-1]) \
             or not all(map(fusion.weights.can_fuse, groups.values())):
         return False
-    sizes = [len(weight) for weight in groups["weight"]]
+    sizes = [rows_of(weight) for weight in groups["weight"]]
     whole = {name: fusion.add_weight(fusion.weights.fuse(group), tensors[0][name].node) for name, group in groups.items()}
     x = before_dropout(first.args[0])
     with graph.inserting_before(first):
         if "scale" in whole:
-            scale = compute_value(graph.call_method("reshape", (whole["scale"], -1)))
+            scale, widths = whole["scale"], [sizes]
+            if not is_int4(groups["weight"][0]):
+                scale, widths = compute_value(graph.call_method("reshape", (scale, -1))), []
             product = graph.call_function(small_linear, (
-                x, whole["weight"], whole.get("bias"), None, 0.0, None, False, scale))
+                x, whole["weight"], whole.get("bias"), None, 0.0, None, False, scale, *widths))
         else:
             product = graph.call_function(torch.nn.functional.linear, (x, whole["weight"], whole.get("bias")))
         product.meta["nn_module_stack"] = first.meta.get("nn_module_stack")

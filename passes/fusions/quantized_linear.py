@@ -1,4 +1,4 @@
-"""On a GPU, linear layers with weights quantized per row run in quire's kernels, which multiply the codes.
+"""On a GPU, linear layers with quantized weights run in quire's kernels, which multiply the codes.
 
 Before, where w is a tensor subclass that wraps codes (N, K) and one scale per row (torchao's Int8Tensor and Float8Tensor, as
 weight-only quantization makes them)::
@@ -9,11 +9,16 @@ After::
 
     y = small_linear(x, w.qdata, b, None, 0.0, None, False, w.scale.reshape(-1))
 
-A step of few tokens then reads one byte per weight. Later passes fuse siblings (passes/fusions/projections.py), and SwiGLU and
-residual sums (passes/fusions/small_linear.py). The codes are read from the parameter at every call, or are views of the fused
-ones, so nothing is stored twice and in-place updates are seen.
+Of int4 weights in PyTorch's packed layout, with groups of 128 columns or more (torchao's Int4TilePackedTo4dTensor)::
 
-Left to Inductor: quantized activations, groups smaller than a row, zero points, 4 bits, and CPUs, where its kernels are faster.
+    y = small_linear(x, w.qdata, b, None, 0.0, None, False, w.scale_and_zero)
+
+A step of few tokens then reads one byte per weight, or half of one. Later passes fuse siblings (passes/fusions/projections.py),
+and SwiGLU and residual sums (passes/fusions/small_linear.py). The codes are read from the parameter at every call, or are views
+of the fused ones, so nothing is stored twice and in-place updates are seen.
+
+Left to Inductor or torchao: quantized activations, groups smaller than a row or, of int4, than 128 columns, zero points of
+int8, other layouts of int4, GPUs on which the kernel for int4 was not measured, and CPUs, where Inductor's kernels are faster.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.small_linear import QUANTIZED_WEIGHT_DTYPES, small_linear
+from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
+from quire.attn_ops.tuning.launch_config import INT4, measured
 from quire.passes.fusions.base import Fusion
 from quire.passes.fx import LINEAR, argument, compute_value, is_function, replace_node, value
 
@@ -31,6 +38,11 @@ from quire.passes.fx import LINEAR, argument, compute_value, is_function, replac
 def wanted(weight: torch.Tensor) -> bool:
     """Whether it is on a device where quire's kernels are the faster ones."""
     return weight.device.type == "cuda"
+
+
+def wanted_int4(weight: torch.Tensor) -> bool:
+    """Whether quire's kernel for int4 was measured on that kind of GPU."""
+    return measured(weight.device, INT4)
 
 
 def by_rows(weight: Any) -> bool:
@@ -46,22 +58,44 @@ def by_rows(weight: Any) -> bool:
             and getattr(weight, "act_pre_scale", None) is None)  # of the activations (AWQ, SmoothQuant)
 
 
+def packed_int4(weight: Any) -> bool:
+    """Whether a weight is int4 as the kernel reads it: whole tiles, and groups that end with them."""
+    if type(weight).__name__ != "Int4TilePackedTo4dTensor" or not type(weight).__module__.startswith("torchao.") \
+            or weight.dim() != 2 or getattr(weight, "act_pre_scale", None) is not None:
+        return False
+    codes, scales, (rows, columns) = weight.qdata, weight.scale_and_zero, weight.shape
+    group = weight.block_size[-1]
+    return (rows % 8 == 0 and columns % INT4_COLUMNS == 0 and group % INT4_COLUMNS == 0
+            and codes.dtype == torch.int32 and codes.is_contiguous() and codes.dim() == 4
+            and codes.shape[0] == rows // 8 and codes.shape[2:] == (32, 4)
+            and scales.dtype == torch.bfloat16 and scales.is_contiguous()
+            and scales.shape == (codes.shape[1] * INT4_COLUMNS // group, rows, 2))
+
+
 def quantized_linear(fusion: Fusion) -> int:
-    """Rewrite every linear layer whose weight is quantized ``by_rows``."""
+    """Rewrite every linear layer whose weight is quantized ``by_rows`` or ``packed_int4``."""
     count = 0
     for node in list(fusion.graph.nodes):
         weight = fusion.tensor(node.args[1]) if is_function(node, LINEAR) and len(node.args) > 1 else None
-        if weight is not None and wanted(weight) and by_rows(weight):
-            _rewrite(node)
-            count += 1
+        if weight is None or not wanted(weight):
+            continue
+        if by_rows(weight):
+            _rewrite(node, "scale")
+        elif wanted_int4(weight) and packed_int4(weight):
+            _rewrite(node, "scale_and_zero")
+        else:
+            continue
+        count += 1
     return count
 
 
-def _rewrite(node: fx.Node) -> None:
+def _rewrite(node: fx.Node, name: str) -> None:
+    """``name``: of the weight's scales."""
     (x, weight), graph = node.args[:2], node.graph
     with graph.inserting_before(node):
-        codes, scales = (graph.call_function(getattr, (weight, name)) for name in ("qdata", "scale"))
-        codes.meta["example_value"], scales.meta["example_value"] = value(weight).qdata, value(weight).scale
-        scale = compute_value(graph.call_method("reshape", (scales, -1)))
+        codes, scale = (graph.call_function(getattr, (weight, part)) for part in ("qdata", name))
+        codes.meta["example_value"], scale.meta["example_value"] = value(weight).qdata, getattr(value(weight), name)
+        if name == "scale":
+            scale = compute_value(graph.call_method("reshape", (scale, -1)))
         replace_node(node, graph.call_function(small_linear, (
             x, codes, argument(node, 2, "bias"), None, 0.0, None, False, scale)))

@@ -25,6 +25,8 @@ import torch
 from torch import fx
 
 from quire.attn_ops.ops.small_linear import small_linear
+from quire.attn_ops.ops.small_linear_wide import is_int4, rows_of
+from quire.attn_ops.tuning.launch_config import INT4
 from quire.attn_ops.tuning.small_linear import LinearShape
 from quire.passes.fusions.base import Fusion
 from quire.passes.fusions.match.norm import RMSNorm, match_rms_norm
@@ -52,7 +54,7 @@ def fuse_small_linear(fusion: Fusion) -> int:
     for node in list(fusion.graph.nodes):
         if is_function(node, (small_linear,)):  # by passes/fusions/quantized_linear.py
             given = schema_arguments(node)
-            _rewrite(fusion, node, given["weight"], given["bias"], given["scale"])
+            _rewrite(fusion, node, given["weight"], given["bias"], given["scale"], given.get("widths", ()))
         elif is_function(node, LINEAR) and len(node.args) > 1 and _fits(fusion.tensor(node.args[1])):
             _rewrite(fusion, node, node.args[1], argument(node, 2, "bias"))
         else:
@@ -66,10 +68,12 @@ def _fits(weight: torch.Tensor | None) -> bool:
         and weight.stride(1) == 1 and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None) -> None:
+def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any = None, widths: Any = ()) -> None:
     x, dtype = node.args[0], value(node).dtype
     norm = _norm(x) if scale is None else None  # the kernel for codes has no instructions to spare
-    product = _swiglu(node)
+    real = fusion.tensor(weight)
+    held = value(weight) if real is None else real
+    product = None if is_int4(held) else _swiglu(node)
     total, residual = _residual(product or node, dtype) or (product or node, None)
     end, swiglu = total, product is not None
     if written_between(norm.x if norm else node, end):
@@ -77,12 +81,11 @@ def _rewrite(fusion: Fusion, node: fx.Node, weight: Any, bias: Any, scale: Any =
     with fusion.graph.inserting_before(end):
         new = fusion.graph.call_function(small_linear, (
             norm.x if norm else x, weight, bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual, swiglu,
-            *([] if scale is None else [scale])))
+            *([] if scale is None else [scale]), *([widths] if widths else [])))
     replace_node(end, new)
-    real = fusion.tensor(weight)
-    rows, columns = (value(weight) if real is None else real).shape
+    codes = None if scale is None else INT4 if is_int4(held) else held.dtype
     fusion.weights.small_linears.add(LinearShape(
-        rows, columns, norm is not None, residual is not None, swiglu, dtype, None if scale is None else value(weight).dtype))
+        rows_of(held), value(x).shape[-1], norm is not None, residual is not None, swiglu, dtype, codes))
 
 
 def _norm(node: Any) -> RMSNorm | None:

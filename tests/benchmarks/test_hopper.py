@@ -25,6 +25,8 @@ def test_kernels_compile_for_hopper() -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, "\n".join(line for line in lines if "FAILED" in line) + done.stderr[-3000:]
     assert len(lines) > 100
+    # Registers that a product still reads are written by nobody: results would be right or wrong by how long products take.
+    assert not [line for line in lines if line.endswith("RACES")]
     # What large models run most must keep its numbers in registers while it loops: a spill there is a slow kernel. (16 bytes
     # are four numbers that wait from before a loop until after it: the assembler does so where one more program fits a
     # multiprocessor.) Prefill attention spills around its loops, and a few numbers in them: with twice the warps it does not,

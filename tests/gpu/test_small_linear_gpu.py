@@ -13,7 +13,8 @@ from quire.attn_ops.ops.small_linear import (
     small_linear_cuda,
     small_linear_eager,
 )
-from quire.attn_ops.tuning.launch_config import STORE
+from quire.attn_ops.ops.small_linear_wide import unpacked
+from quire.attn_ops.tuning.launch_config import INT4, STORE
 from quire.attn_ops.tuning.small_linear import LinearShape, candidates, missing, tune
 from tests.attn_ops.cases import shape_of_key
 
@@ -29,13 +30,24 @@ def arguments(tokens: int, n: int, k: int, swiglu: bool):
 def quantized(tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype):
     """The same with codes and their scales, and with a norm, which the engine keeps outside."""
     x, weight, *rest = arguments(tokens, n, k, swiglu)
-    found, scale = quantize(weight, codes)
+    found, scale = int4_of(weight) if codes == INT4 else quantize(weight, codes)
     return x, found, *rest, scale
 
 
+def int4_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As torchao packs a weight: PyTorch's own op, groups of 128 columns."""
+    n, k = weight.shape
+    groups = weight.float().view(n, -1, 128)
+    scale = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+    zero = groups.amin(-1, keepdim=True) + 8 * scale
+    codes = ((groups - zero) / scale + 8).round().clamp(0, 15).int().view(n, k)
+    packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
+    return packed, torch.stack([scale[..., 0].t(), zero[..., 0].t()], -1).to(torch.bfloat16).contiguous()
+
+
 def wide(x):
-    """In float64, unless it is codes."""
-    return x.double() if isinstance(x, torch.Tensor) and x.element_size() > 1 else x
+    """In float64, unless it is codes, or scales of int4: those are rounded to bf16 with their codes."""
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() > 1 and x.dim() != 3 else x
 
 
 def error(out: torch.Tensor, truth: torch.Tensor) -> float:
@@ -48,8 +60,9 @@ def test_every_parameter_set(key) -> None:
     padded, n, k, swiglu, codes = shape_of_key(key)
     for tokens in {padded, max(1, padded - 3)}:
         args = arguments(tokens, n, k, swiglu) if codes is None else quantized(tokens, n, k, swiglu, codes)
-        truth = small_linear_eager(*[wide(a) for a in args])
-        assert error(small_linear(*args), truth) <= 2 * error(small_linear_eager(*args), truth)
+        for given in (args, (*args[:3], None, *args[4:])) if codes is not None else (args,):  # the wide kernels have no norm
+            truth = small_linear_eager(*[wide(a) for a in given])
+            assert error(small_linear(*given), truth) <= 2 * error(small_linear_eager(*given), truth)
 
 
 @pytest.mark.parametrize("codes", QUANTIZED_WEIGHT_DTYPES, ids=str)
@@ -62,6 +75,25 @@ def test_every_candidate_for_codes(tokens, codes) -> None:
         bound = 2 * error(small_linear_eager(*args), truth)
         for config in candidates(tokens, codes):
             assert error(small_linear_cuda(*args, config=config), truth) <= bound, config
+        alone = (*args[:3], None, 0.0, args[5] if not swiglu else None, False, args[7])  # the wide kernels' part
+        truth = small_linear_eager(*[wide(a) for a in alone])
+        bound = 2 * error(small_linear_eager(*alone), truth)
+        for config in candidates(tokens, codes):
+            assert error(small_linear_cuda(*alone, config=config), truth) <= bound, config
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 29, 64, 200, 300])
+def test_int4_is_pytorchs(tokens) -> None:
+    """The layout is the one that PyTorch's op writes and its product reads, at every size; above 256 tokens unpacked."""
+    for n, k in ((6144, 4096), (1000, 1152)):
+        x, weight, _, _, _, residual, _, scales = quantized(tokens, n, k, False, INT4)
+        truth = torch.ops.aten._weight_int4pack_mm(x, weight, 128, scales).double()
+        rest = None, None, 0.0, None, False, scales
+        assert error(unpacked(weight, scales, x.dtype).double() @ x.double().t(), truth.t()) < 5e-3
+        for config in (None, *candidates(tokens, INT4)) if tokens <= 256 else (None,):
+            assert error(small_linear_cuda(x, weight, *rest, config=config), truth) < 5e-3, config
+        added = small_linear_cuda(x, weight, None, None, 0.0, residual, False, scales)
+        assert error(added, truth + residual.double()) < 5e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_TOKENS])
