@@ -1,8 +1,9 @@
 """The cells of ``quire bench matrix``, measured for one model and one system with one engine.
 
-decode    Time of one step of ``batch`` sequences of about ``context`` tokens, greedy: the prompts are prefilled, and after WARM
+decode    Time of one step of ``batch`` sequences of about ``context`` tokens: the prompts are prefilled, and after WARM
           steps BLOCKS blocks of steps are timed; the median. The batches of one long context share a prefill: the largest is
-          measured first, then all but the next ones are aborted. ``mean_context``: mean length over the timed steps.
+          measured first, then all but the next ones are aborted. ``mean_context``: mean length over the timed steps. Greedy; with
+          experts at temperature 1, as greedy sequences of a model with dummy weights soon repeat one token, and share experts.
 prefill   Time of ``batch`` prompts of ``context`` tokens with one new token each; the median of the repeats after a warm-up.
 mixed256  256 requests of mixed lengths, all at once, temperature 0.6 (``graph_runner/bench/workloads.py``).
 online    Requests arrive at random (exponential gaps), prompts of 100..1024 tokens, outputs of 50..300, at LOAD of the rate
@@ -200,7 +201,8 @@ class Worker:
         new = min(self.limits.max_model_len - length, ahead + len(group) * each + batch + 16)
         # The last request is prefilled last, and preempted first.
         *most, final = self.prompts([length] * batch)
-        requests = [*(system.submit(prompt, new) for prompt in most), system.submit(final, new, stream=True)]
+        heat = 1.0 if has_experts(self.counted) else 0.0
+        requests = [*(system.submit(prompt, new, heat) for prompt in most), system.submit(final, new, heat, stream=True)]
         last = requests[-1]
         taken = 1
         while last not in system.step():

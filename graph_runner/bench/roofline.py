@@ -94,6 +94,11 @@ def _expert_share(config: Any, batch: int) -> float:
     return 1 - (1 - active / experts) ** batch if experts and active else 1.0
 
 
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether a token uses a part of the weights only."""
+    return _expert_share(_config(model), 1) < 1
+
+
 def kv_bytes(model: torch.nn.Module, contexts: list[int], dtype: torch.dtype | None = None) -> float:
     """Bytes of keys and values that a decode step of sequences of these lengths reads.
 

@@ -34,7 +34,8 @@ def real_products(fusion: Fusion) -> int:
     for node, (pairs, freqs) in found:
         table = _table(graph, freqs, tables)
         with graph.inserting_before(node):
-            a, b, c, d = (graph.call_function(operator.getitem, (x, (..., part))) for x in (pairs, table) for part in (0, 1))
+            places: list[Any] = [(x, (..., part)) for x in (pairs, table) for part in (0, 1)]
+            a, b, c, d = (graph.call_function(operator.getitem, place) for place in places)
 
             def times(x: fx.Node, y: fx.Node) -> fx.Node:
                 return graph.call_function(operator.mul, (x, y))
