@@ -37,6 +37,7 @@ from quire.passes.fx import (
     symbolic,
     value,
 )
+from quire.passes.rewrite.device_numbers import numbers_on_device
 from quire.passes.rewrite.last_rows import keep_last_rows
 from quire.passes.rewrite.length_rope import choose_per_sequence
 from quire.passes.rewrite.lower import Lowered, LoweringTarget, lower
@@ -109,6 +110,7 @@ def lower_graph(raised: fx.GraphModule, inputs: Sequence[Any], target: LoweringT
         last_rows: layers that share keys and values run on the wanted tokens alone (``passes/rewrite/last_rows.py``).
     """
     gm = copy_graph(raised)
+    numbers_on_device(gm)
     if last_rows:
         keep_last_rows(gm, _row_data(gm, row_data))
     if target.latent:

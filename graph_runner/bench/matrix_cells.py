@@ -2,8 +2,8 @@
 
 decode    Time of one step of ``batch`` sequences of about ``context`` tokens: the prompts are prefilled, and after WARM
           steps BLOCKS blocks of steps are timed; the median. The batches of one long context share a prefill: the largest is
-          measured first, then all but the next ones are aborted. ``mean_context``: mean length over the timed steps. Greedy; with
-          experts at temperature 1, as greedy sequences of a model with dummy weights soon repeat one token, and share experts.
+          measured first, then all but the next ones are aborted. ``mean_context``: mean length over the timed steps. Greedy;
+          with experts at temperature 1: greedy sequences of dummy weights soon repeat one token, and share their experts.
 prefill   Time of ``batch`` prompts of ``context`` tokens with one new token each; the median of the repeats after a warm-up.
 mixed256  256 requests of mixed lengths, all at once, temperature 0.6 (``graph_runner/bench/workloads.py``).
 online    Requests arrive at random (exponential gaps), prompts of 100..1024 tokens, outputs of 50..300, at LOAD of the rate
@@ -28,7 +28,15 @@ from quire.graph_runner.bench import rivals as rivals  # registers them
 from quire.graph_runner.bench import workers, workloads
 from quire.graph_runner.bench.models import Models, ModelSpec, config_of
 from quire.graph_runner.bench.report import Row, complete, environment, failure
-from quire.graph_runner.bench.roofline import copy_bandwidth, kv_bytes, matmul_rate, prefill_flops, step_bytes, weight_bytes
+from quire.graph_runner.bench.roofline import (
+    copy_bandwidth,
+    has_experts,
+    kv_bytes,
+    matmul_rate,
+    prefill_flops,
+    step_bytes,
+    weight_bytes,
+)
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, open_system
 from quire.graph_runner.bench.workloads import Prompts, Sizes, mixed_lengths, run_seconds
 

@@ -1,0 +1,35 @@
+"""Numbers that a model makes on the CPU and moves to its device are made there: a CUDA graph cannot copy from the CPU.
+
+Before (Gemma 3n of transformers 5.17)::
+
+    epsilon = torch.tensor(1e-5)
+    y = torch.maximum(x, epsilon.to(device("cuda", 0)))
+
+After::
+
+    y = torch.maximum(x, torch.full((), 1e-5, dtype=torch.float32, device=device("cuda", 0)))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from quire.passes.fx import erase_dead, is_function, is_method, value
+
+
+def numbers_on_device(gm: fx.GraphModule) -> None:
+    """Rewrite the graph in place."""
+    graph = gm.graph
+    found = [n for n in graph.nodes if is_function(n, (torch.tensor,)) and not n.kwargs and len(n.args) == 1
+             and isinstance(n.args[0], bool | int | float)]
+    for node in found:
+        for user in list(node.users):
+            if is_method(user, "to") and len(user.args) == 2 and isinstance(user.args[1], torch.device) and not user.kwargs:
+                with graph.inserting_before(user):
+                    number = graph.call_function(torch.full, ((), node.args[0]),
+                                                 {"dtype": value(node).dtype, "device": user.args[1]})
+                number.meta.update(user.meta)
+                user.replace_all_uses_with(number)
+                erase_dead(graph, [user])
+    erase_dead(graph, found)
