@@ -309,7 +309,7 @@ def compile_ahead(systems: list[str], args: argparse.Namespace, until: float) ->
         worker = Worker(measured)
         try:
             with contextlib.suppress(Ended):  # the rows report it, and one that hangs
-                worker.call(task, min(until, time.time() + COMPILE))
+                worker.call(task, until, COMPILE)
         finally:
             worker.end()
 
@@ -388,12 +388,11 @@ def main() -> int:
                 for name in list(workers):  # its memory
                     workers.pop(name).end()
                 workers[system] = Worker(measured)
-            ends = min(until, time.time() + args.limit)
             try:
-                found = workers[system].call(Task(shape, system, args), ends)
+                found = workers[system].call(Task(shape, system, args), until, args.limit)
             except Ended as error:
                 found = {"error": str(error)}
-            if found is LATE and ends == until:
+            if found is LATE and time.time() >= until:
                 print("the deadline is over; call again to go on", flush=True)
                 return 3
             late[system] += found is LATE
