@@ -38,8 +38,8 @@ class Worker:
         other.close()
 
     def call(self, task: Any, until: float | None, seconds: float) -> Any:
-        """The answer, or LATE if there is none at ``until`` (by ``time.time()``), or ``seconds`` after the process got the task:
-        it begins with its imports. Raises Ended."""
+        """The answer, or LATE if there is none at ``until`` (by ``time.time()``), or ``seconds`` after the process got the
+        task: it begins with its imports. Raises Ended."""
         try:
             if not self.ready:
                 if not self._answers(until):
