@@ -171,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     work_off(tasks, run_case, take, lambda case, why: Result(case.check, "FAIL", why), jobs=given.jobs,
              until=None if given.deadline is None else began + given.deadline, each=given.limit,
+             group=lambda case: case.backend,
              poisoned=lambda result: "CUDA error" in result.detail)
     write()
     for run in runs:

@@ -19,6 +19,7 @@ Answer = TypeVar("Answer")
 #: compiles 6 files at a time, because each compiler takes some GB.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "MAX_JOBS": "6"}
 LATE: Any = object()
+HANGS = 3
 
 
 class Ended(RuntimeError):
@@ -33,19 +34,29 @@ class Worker:
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, function), daemon=True)
         self.process.start()
+        self.ready = False
         other.close()
 
-    def call(self, task: Any, until: float | None) -> Any:
-        """The answer, or LATE if there is none at ``until`` (by ``time.time()``). Raises Ended."""
+    def call(self, task: Any, until: float | None, seconds: float) -> Any:
+        """The answer, or LATE if there is none at ``until`` (by ``time.time()``), or ``seconds`` after the process got the
+        task: it begins with its imports. Raises Ended."""
         try:
-            self.pipe.send(task)
-            while not self.pipe.poll(0.5 if until is None else max(0.0, min(0.5, until - time.time()))):
-                if until is not None and time.time() >= until:
+            if not self.ready:
+                if not self._answers(until):
                     return LATE
-            return self.pipe.recv()
+                self.ready = self.pipe.recv()
+            self.pipe.send(task)
+            ends = time.time() + seconds
+            return self.pipe.recv() if self._answers(ends if until is None else min(ends, until)) else LATE
         except (EOFError, OSError):
             self.process.join(10)
             raise Ended(f"the process ended with exit code {self.process.exitcode}") from None
+
+    def _answers(self, until: float | None) -> bool:
+        while not self.pipe.poll(0.5 if until is None else max(0.0, min(0.5, until - time.time()))):
+            if until is not None and time.time() >= until:
+                return False
+        return True
 
     def end(self) -> None:
         """End it with what it started, a compiler perhaps: they are a process group of their own."""
@@ -58,13 +69,14 @@ class Worker:
 def _serve(pipe: Any, function: Callable[[Any], Any]) -> None:
     os.setsid()
     with suppress(EOFError):
+        pipe.send(True)
         while True:
             pipe.send(function(pipe.recv()))
 
 
 def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Callable[[Task, Answer], None],
              failed: Callable[[Task, str], Answer], *, jobs: int, until: float | None, each: float,
-             poisoned: Callable[[Answer], bool]) -> None:
+             group: Callable[[Task], Any], poisoned: Callable[[Answer], bool]) -> None:
     """Run ``function``, which can be imported by name, on the tasks in this order; ``take`` their answers, one at a time.
 
     Args:
@@ -73,6 +85,7 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
         until: by ``time.time()``; nothing is started after it, and with several processes what is not done by then is ended
             without an answer.
         each: seconds for one task, with several processes.
+        group: of a task; when HANGS tasks of one took too long, its others fail at once: each may be left to hang.
         poisoned: an answer after which a process can do nothing more.
     """
     if jobs == 1:
@@ -81,7 +94,7 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
                 return
             take(task, function(task))
         return
-    left, lock = collections.deque(tasks), threading.Lock()
+    left, lock, hung = collections.deque(tasks), threading.Lock(), collections.Counter[Any]()
 
     def lane() -> None:
         worker: Worker | None = None
@@ -91,17 +104,21 @@ def work_off(tasks: Sequence[Task], function: Callable[[Task], Answer], take: Ca
                     task = left.popleft()
                 except IndexError:
                     return
+                if hung[group(task)] >= HANGS:
+                    with lock:
+                        take(task, failed(task, f"left out: {HANGS} others of {group(task)} took more than {each:.0f} s"))
+                    continue
                 worker = worker or Worker(function)
-                ends = time.time() + each
                 try:
-                    answer = worker.call(task, ends if until is None else min(ends, until))
+                    answer = worker.call(task, until, each)
                 except Ended as error:
                     answer = failed(task, str(error))
                 if stuck := answer is LATE:
-                    if until is not None and until <= ends:
+                    if until is not None and time.time() >= until:
                         return
                     answer = failed(task, f"took more than {each:.0f} s")
                 with lock:
+                    hung[group(task)] += stuck
                     take(task, answer)
                 if stuck or poisoned(answer) or not worker.process.is_alive():
                     worker.end()

@@ -477,14 +477,16 @@ def test_a_process_that_ends_fails_its_own_check_only() -> None:
     """Two processes, one of which ends at the second task: the rest is answered."""
     found: dict[str, Any] = {}
     work_off(["1", "x", "3"], int, found.__setitem__, lambda task, why: why, jobs=2, until=None, each=60,
-             poisoned=lambda answer: False)
+             group=str, poisoned=lambda answer: False)
     assert found == {"1": 1, "3": 3, "x": "the process ended with exit code 1"}
     work_off([60.0, 60.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=time.time() + 0.3, each=60,
-             poisoned=lambda answer: False)
+             group=str, poisoned=lambda answer: False)
     assert 60.0 not in found
-    work_off([50.0, 0.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=None, each=2,
+    hangs = [50.0, 51.0, 52.0, 53.0, 54.0]
+    work_off([*hangs, 0.0], time.sleep, found.__setitem__, lambda task, why: why, jobs=2, until=None, each=0.4, group=bool,
              poisoned=lambda answer: False)
-    assert found[50.0] == "took more than 2 s" and found[0.0] is None  # a hang fails alone
+    assert found[50.0] == "took more than 0 s" and found[0.0] is None, "a hang fails alone"
+    assert found[54.0] == "left out: 3 others of True took more than 0 s"
 
 
 def test_as_a_module() -> None:
