@@ -206,6 +206,7 @@ def measure(name: str, results: record.Record, args: argparse.Namespace) -> None
             completions = way.rollout(many, results.left - min(TRAINING_S, results.left / 2))
             synchronize()
             rollout = time.perf_counter() - began
+            completions = [[token for token in c if token >= 0] for c in completions]  # -1: transformers' for one in flight
             tokens = sum(map(len, completions))
             if not tokens or len(completions) != len(many):
                 raise RuntimeError(f"{name} returned {len(completions)} completions of {tokens} tokens")

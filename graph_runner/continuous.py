@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from quire.graph_runner.engine import Engine
 from quire.graph_runner.hf_generation_config import from_generation_config
 from quire.graph_runner.request import Ask, StreamEvent
@@ -103,7 +105,8 @@ class Manager:
         self._handlers: dict[str, tuple[Callable[[Any], None], asyncio.AbstractEventLoop]] = {}
         self._results: deque[Any] = deque()
         self._changed = threading.Condition(threading.RLock())  # for all the above
-        self._stop, self._hard, self._pauses, self._paused, self._count = False, False, 0, False, 0
+        self._stop, self._hard, self._pauses, self._paused = False, False, 0, False
+        self._named, self._added = 0, 0  # ids that were made up, and requests
 
     def _sampling_params(self) -> SamplingParams:
         config = copy.copy(self.generation_config)
@@ -123,7 +126,9 @@ class Manager:
         params = replace(params, ignore_eos=True, detokenize=False, max_tokens=None if unlimited else params.max_tokens)
         if own.return_logprobs:
             params = replace(params, logprobs=0, logprobs_mode="processed_logprobs")
-        return params if own.seed is None else replace(params, seed=own.seed)
+        if own.seed is not None:
+            return replace(params, seed=own.seed)
+        return params if params.greedy else replace(params, seed=int(torch.randint(2**62, ()).item()))  # by torch.manual_seed
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -233,14 +238,15 @@ class Manager:
                                len(prompt))
                 return None
             if request_id is None:
-                request_id, self._count = f"req_{self._count}", self._count + 1
+                request_id, self._named = f"req_{self._named}", self._named + 1
             if any(output.request_id == request_id for output, _ in self._outputs.values()):
                 raise ValueError(f"request_id {request_id!r} is in use")
             limit = self._config.max_queue_size
             if limit and not self._changed.wait_for(lambda: len(engine.scheduler.waiting) < limit, _QUEUE_SECONDS):
                 raise queue.Full(f"{limit} requests wait already (max_queue_size)")
+            self._added += 1
             if params.seed is not None:
-                params = replace(params, seed=(params.seed + self._count * 1_000_003) % 2**62)
+                params = replace(params, seed=(params.seed + self._added * 1_000_003) % 2**62)
             names = [request_id, *(f"{request_id}__child#{i}" for i in range(params.n - 1))]
             made = [GenerationOutput(name, prompt, timestamps=[] if record_timestamps else None) for name in names]
             numbers: list[int] = []

@@ -67,7 +67,8 @@ def understand(model: Any, kwargs: dict[str, Any], own_generate: Any, own_forwar
     if not ids.shape[0]:
         return "it was given an empty batch"
     if (found := training_difference(model)) is not None:
-        return f"the model is in training mode, and {found} (model.eval() before the call, or a rate of 0, makes it paged)"
+        return (f"the model is in training mode, and {found} (paged: after model.eval(), with a rate of 0, or by "
+                "generate_batch, which runs in evaluation mode)")
     if any(_injects_rows(hook) for m in model.modules() for hook in m._forward_pre_hooks.values()):
         return "each row has an adapter of its own (PEFT's adapter_names), and an engine has one for all rows"
     if (method := own_method(model, own_generate)) is not None:

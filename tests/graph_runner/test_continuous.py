@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+import torch
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -123,6 +124,21 @@ def test_after_a_stop_nothing_is_queued(model, ids, caplog) -> None:
     manager.start()
     assert manager.get_result(manager.add_request(ids[0]), timeout=20).error is None
     manager.stop()
+
+
+def test_samples(model, ids) -> None:
+    """torch.manual_seed decides, as a trainer's seed does; a seed of the config gives each request other tokens."""
+    config, seeded = GenerationConfig(**GREEDY, do_sample=True, temperature=5.0), ContinuousBatchingConfig(seed=3)
+    found = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        found.append([o.generated_tokens for o in model.generate_batch([ids[0]] * 2, config).values()])
+    assert found[0] == found[1] != found[2] and found[0][0] != found[0][1]
+    manager = model.init_continuous_batching(config, seeded)
+    manager.start()
+    named = [manager.get_result(manager.add_request(ids[0], request_id=name), timeout=20).generated_tokens for name in "ab"]
+    manager.stop()
+    assert named[0] != named[1]
 
 
 def test_repetition_penalty(model, ids) -> None:
