@@ -46,7 +46,7 @@ def test_a_fit_finds_the_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fit, "RATES", [2.4, 3.0, 4.5])
     rows = [{"codes": "int8", "tokens": m, "n": n, "k": k, "us": us,
              "config": [*tile[:4], splits, tile.block_m, tile.turned]}
-            for n, k in SHAPES for m in (16, 32, 64, 128) for us, tile, splits in choices(m, n, k, TILES) if splits in (1, 2, 4)]
+            for n, k in SHAPES for m in (16, 32, 64, 128) for us, tile, splits in choices(m, n, k, TILES) if splits != 3]
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps({"rows": rows}))
     for (_, parameters), times in fit.read([path]).items():
