@@ -147,6 +147,8 @@ for part in "$@"; do
         linears)   timeout "$(allowed)" "$PY" benchmarks/small_linear.py --codes int8,float8_e4m3fn --tokens 1,8,32,64,128,256 \
                        --json "$OUT/h200_small_linear_codes.json" --table "$OUT/small_linear_configs.json" \
                        > "$OUT/linears.log" 2>&1; tail -"${LINES_SHOWN:-60}" "$OUT/linears.log" ;;
+        wide)      run h200_small_linear_wide benchmarks/small_linear_wide.py --json "$OUT/h200_small_linear_wide.json" \
+                       --deadline "$(deadline)" ${KEEP:+--keep} ;;
         kernels)   "$PY" benchmarks/attention_grid.py --out "$OUT/${NAME:-h200_attention_grid}.json" --resume ${RESUME:-} \
                        --gpus "${GPUS:-1}" --systems "${SYSTEMS:-triton}" --deadline "$(allowed)" ${GRID:-} > "$OUT/kernels.log" 2>&1
                    tail -"${LINES_SHOWN:-60}" "$OUT/kernels.log" | cut -c1-200 ;;

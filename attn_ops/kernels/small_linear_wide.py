@@ -10,7 +10,7 @@ A sum does not depend on the order of its terms. So a thread takes 16 adjacent b
 the order in which the codes then stand: column (j, h, c, e) of a block of 64 is column (c, j, h, e) in memory, each with four,
 two, four and two values. Gathering them takes registers, an address per pair and token, and so fits few tokens (TURNED = 1);
 for more, ``turn_kernel`` writes x in the new order first (2). TURNED = 0 keeps the order of memory.
-``python -m benchmarks.hopper --loops wide`` counts the instructions.
+``python -m benchmarks.hopper --loops "quantized linear"`` counts the instructions.
 
 NOTE [int4 tiles]: PyTorch's packed int4 weight (``aten._convert_weight_to_int4pack`` with 8 inner tiles) is int32 (N / 8,
 K / 128, 32, 4). As bytes, 64 adjacent ones belong to a row and 128 columns. Byte (c, w, f, b) of them, with four, four, two and

@@ -41,7 +41,7 @@ from quire.attn_ops.ops.small_linear_wide import (
     rows_of,
     unpacked,
 )
-from quire.attn_ops.tuning.launch_config import INT4, Config, config_for, padded
+from quire.attn_ops.tuning.launch_config import INT4, Config, by_rule, config_for, padded
 
 #: dtypes of quantized weights. Above MAX_TOKENS_QUANTIZED tokens codes are converted first, and cuBLAS multiplies.
 QUANTIZED_WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -117,8 +117,10 @@ def small_linear_cuda(
         config = config_for(m, weight.shape[0], k, swiglu, x.device, None if scale is None else weight.dtype)
     if config is None:
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale)
-    if config.block_m and scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
-        return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
+    if config.block_m:
+        if scale is not None and norm_weight is None and not swiglu and fits_wide(k, config):
+            return launch_wide(x2, weight, scale, bias, res, config, pdl).view(*x.shape[:-1], n)
+        config = by_rule(m, weight.shape[0], k, swiglu, weight.dtype, wide=False)
     kernels = host.kernel_module("kernels.small_linear")
     options: dict[str, Any] = {"SWIGLU": swiglu, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "pdl": pdl,
                                "EVEN_N": n % config.block_n == 0, "EVEN_K": k % config.block_k == 0,
@@ -159,7 +161,7 @@ def _int4(
         return small_linear_eager(x, weight, bias, norm_weight, eps, residual, swiglu, scale, widths)
     if config is None and m <= MAX_TOKENS_QUANTIZED:
         config = config_for(m, n, k, False, x.device, INT4)
-    if config is None or norm_weight is not None or swiglu:
+    if config is None or not fits_wide(k, config) or norm_weight is not None or swiglu:
         return small_linear_eager(x, launch_unpack(weight, scale, k, x.dtype, widths), bias, norm_weight, eps, residual, swiglu)
     pdl = host.use_pdl(x.device, m) if pdl is None else pdl
     res = rows_contiguous(residual.reshape(m, n)) if residual is not None else None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.attn_ops.tuning.small_linear_tiles import Tile, choices, tiles
 from quire.attn_ops.tuning.store import Store, device_name
 
 #: Stands for packed int4 weights (``attn_ops/ops/small_linear_wide.py``) among the dtypes of codes.
@@ -64,12 +65,21 @@ def measured(device: torch.device, codes: torch.dtype) -> bool:
     return any(key.endswith(f" {name}") for key in known(device))
 
 
-def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None) -> Config:
-    """Parameters for what was not measured."""
-    if codes == INT4:
-        block_m = min(max(16, padded(num_tokens)), 128)
-        programs = -(-n // 128) * -(-num_tokens // block_m)
-        return Config(128, 128, 4 if block_m <= 64 else 8, 4, max(1, min(8, 264 // programs, k // 512)), block_m)
+def wide_configs(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype) -> list[Config]:
+    """For the wide kernels, the fastest first by the model of ``small_linear_tiles.py``, each tile with its best splits; none
+    where they do not run, or for few tokens and one byte per code are slower."""
+    if swiglu or (codes != INT4 and num_tokens <= 16):
+        return []
+    found: dict[Tile, Config] = {}
+    for _, tile, splits in sorted(choices(num_tokens, n, k, tiles().get(f"{codes}".removeprefix("torch."), ()))):
+        found.setdefault(tile, Config(*tile[:4], splits, tile.block_m, tile.turned))
+    return list(found.values())
+
+
+def by_rule(num_tokens: int, n: int, k: int, swiglu: bool, codes: torch.dtype | None = None, wide: bool = True) -> Config:
+    """Parameters for what was not measured. ``wide``: of the wide kernels too."""
+    if codes is not None and wide and (found := wide_configs(num_tokens, n, k, swiglu, codes)):
+        return found[0]
     if codes is not None:
         if num_tokens > 32:
             return Config(64, 128, 4, 4, 2 if n < 16384 else 1)
@@ -120,4 +130,4 @@ def keep(device: torch.device, configs: dict[str, Config | None]) -> None:
 
 
 __all__ = ["Config", "INT4", "STORE", "by_rule", "config_for", "device_key", "keep", "key", "known", "measured", "padded",
-           "reload"]
+           "reload", "wide_configs"]

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quire.attn_ops.kernels.launch import Launch, recording, side_stream
 from quire.attn_ops.ops import small_linear as op
 from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS
-from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, reload
+from quire.attn_ops.tuning.launch_config import INT4, STORE, Config, keep, key, known, reload, wide_configs
 
 logger = logging.getLogger(__name__)
 SIZES = (1, 8, 32)  # tokens that are measured: one per padded size
@@ -54,21 +54,15 @@ CANDIDATES_QUANTIZED = {
     32: (Config(16, 128, 4, 4), Config(16, 64, 4, 3), Config(32, 64, 4, 4), Config(64, 64, 4, 3)),
     256: (Config(64, 128, 4, 3), Config(128, 64, 8, 4), Config(64, 128, 4, 4, 2), Config(64, 128, 4, 4, 4)),
 }
-#: The same for packed int4.
-CANDIDATES_INT4 = {
-    16: (Config(128, 128, 4, 4, 1, 16), Config(128, 128, 4, 4, 4, 16), Config(128, 128, 4, 4, 8, 16)),
-    32: (Config(128, 128, 4, 4, 1, 32), Config(64, 128, 4, 4, 4, 32), Config(128, 128, 4, 4, 8, 32)),
-    64: (Config(256, 128, 8, 4, 1, 64), Config(64, 128, 4, 4, 4, 64), Config(128, 128, 4, 4, 8, 64)),
-    256: (Config(256, 128, 16, 4, 1, 128), Config(64, 128, 4, 4, 1, 64), Config(128, 128, 8, 4, 4, 128)),
-}
+WIDE = 3  # tiles of the wide kernels that are tried: the best by the model of ``small_linear_tiles.py``
 
 
-def candidates(num_tokens: int, codes: torch.dtype | None) -> tuple[Config, ...]:
+def candidates(num_tokens: int, shape: LinearShape) -> tuple[Config, ...]:
     """The parameters to try for ``num_tokens`` tokens."""
-    if codes is None:
+    if shape.codes is None:
         return CANDIDATES[num_tokens == 1]
-    return next(tried for most, tried in (CANDIDATES_INT4 if codes == INT4 else CANDIDATES_QUANTIZED).items()
-                if num_tokens <= most)
+    few = () if shape.codes == INT4 else next(tried for most, tried in CANDIDATES_QUANTIZED.items() if num_tokens <= most)
+    return (*few, *wide_configs(num_tokens, shape.n, shape.k, shape.swiglu, shape.codes)[:WIDE])
 
 
 def enabled() -> bool:
@@ -118,7 +112,7 @@ def launches(shapes: Iterable[LinearShape], device: torch.device) -> set[Launch]
     with FakeTensorMode(), recording() as noted:
         for shape, num_tokens in missing(shapes, device):
             (call,) = arguments(shape, num_tokens, device, 1)
-            for config in candidates(num_tokens, shape.codes):
+            for config in candidates(num_tokens, shape):
                 kernel(*call, config=config)
     return noted
 
@@ -137,7 +131,7 @@ def fastest(shape: LinearShape, num_tokens: int, device: torch.device, timer: Ca
     times: dict[Config | None, float] = {None: float("inf")}  # of int4, it is for many tokens
     if shape.codes != INT4:
         times[None] = timer(lambda: [op.small_linear_eager(*a) for a in calls], len(calls))
-    for config in candidates(num_tokens, shape.codes):
+    for config in candidates(num_tokens, shape):
         try:
             out = kernel(*calls[0], config=config).double()
             if not (out - reference).norm() <= 1e-2 * reference.norm():
@@ -188,5 +182,5 @@ def graph_time(run: Callable[[], Any], calls: int) -> float:
     return sorted(times[2:])[2]
 
 
-__all__ = ["CANDIDATES", "CANDIDATES_INT4", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED",
+__all__ = ["CANDIDATES", "CANDIDATES_QUANTIZED", "LinearShape", "MOST_COPIES", "SIZES", "SIZES_QUANTIZED",
            "arguments", "candidates", "copies_of", "enabled", "fastest", "graph_time", "launches", "missing", "reload", "tune"]

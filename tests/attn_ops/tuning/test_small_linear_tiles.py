@@ -1,0 +1,68 @@
+"""The wide kernels' parameters by a model of their time: what it chooses runs, and a fit finds the constants again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import fit_small_linear as fit
+from quire.attn_ops.ops.small_linear_wide import fits_wide
+from quire.attn_ops.tuning import launch_config
+from quire.attn_ops.tuning import small_linear_tiles as model
+from quire.attn_ops.tuning.launch_config import INT4, by_rule, wide_configs
+from quire.attn_ops.tuning.small_linear_tiles import Tile, choices, time_of
+
+TILES = (Tile(64, 128, 4, 4, 64, 2, 3.0, 3.9, 3, 2.5), Tile(128, 64, 8, 4, 128, 2, 4.5, 9.0, 1, 3.5),
+         Tile(64, 128, 4, 4, 16, 1, 2.4, 3.12, 4, 2.5), Tile(64, 128, 4, 4, 32, 1, 3.0, 3.9, 4, 2.5))
+SHAPES = ((6144, 4096), (4096, 14336), (1024, 2048))
+
+
+def test_more_programs_and_columns_take_longer() -> None:
+    tile = TILES[1]
+    assert time_of(tile, 1, 128, 128, 4096) == pytest.approx(9.0 * 4.096 + 3.5)  # alone: its latency
+    assert time_of(tile, 1, 128, 132 * 128, 4096) == time_of(tile, 1, 128, 128, 4096) < time_of(tile, 1, 128, 133 * 128, 4096)
+    assert time_of(tile, 4, 128, 1024, 14336) < time_of(tile, 1, 128, 1024, 14336)  # eight programs leave a GPU idle
+    assert time_of(tile, 4, 128, 128 * 132, 4096) > time_of(tile, 1, 128, 128 * 132, 4096)
+
+
+def test_what_is_chosen_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tile has more tokens than needed or columns that do not divide K; none is for SwiGLU or few tokens of int8."""
+    monkeypatch.setattr(launch_config, "tiles", lambda: {"int8": TILES, "int4": TILES})
+    for (n, k), tokens in ((shape, m) for shape in SHAPES for m in (1, 17, 33, 64, 100, 256)):
+        for codes in (torch.int8, INT4):
+            found = wide_configs(tokens, n, k, False, codes)
+            assert all(fits_wide(k, c) and c.block_m < 2 * max(16, tokens) and 1 <= c.splits <= k // 512 for c in found)
+            assert not wide_configs(tokens, n, k, True, codes)
+            assert not found if codes == torch.int8 and tokens < 17 else found[0] == by_rule(tokens, n, k, False, codes)
+    assert not wide_configs(64, 64, 100, False, torch.int8) and not by_rule(64, 64, 100, False, torch.int8).block_m
+    assert not by_rule(64, 4096, 4096, False, torch.int8, wide=False).block_m
+
+
+def test_a_fit_finds_the_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From times that the model gives, and the choices are then the best."""
+    monkeypatch.setattr(fit, "RATES", [2.4, 3.0, 4.5])
+    rows = [{"codes": "int8", "tokens": m, "n": n, "k": k, "us": us,
+             "config": [*tile[:4], splits, tile.block_m, tile.turned]}
+            for n, k in SHAPES for m in (16, 32, 64, 128) for us, tile, splits in choices(m, n, k, TILES) if splits != 3]
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps({"rows": rows}))
+    for (_, parameters), times in fit.read([path]).items():
+        error, tile = fit.fitted(parameters, times)
+        assert error < 1e-6 and tile[:6] == parameters
+    shapes = fit.measured("int8", fit.read([path]))
+    assert fit.mean(fit.chosen(TILES, shapes), shapes) < 0.03
+    assert fit.mean(TILES[1:2], shapes) > 0.5  # alone it is the wrong one for most, and serves few tokens not at all
+
+
+@pytest.mark.parametrize("codes", sorted(model.tiles()))
+def test_the_fitted_tiles(codes: str) -> None:
+    """They serve every number of tokens, and fit into a multiprocessor's shared memory."""
+    for tile in model.tiles()[codes]:
+        codes_bytes = tile.block_n * tile.block_k // (2 if codes == "int4" else 1)
+        assert tile.num_stages * (codes_bytes + tile.block_m * tile.block_k * 2) <= 227 * 1024
+        assert codes != "int4" or tile.block_k == 128
+    for tokens in (1, 16, 17, 32, 33, 64, 128, 256):
+        assert codes != "int4" and tokens <= 16 or list(choices(tokens, 4096, 4096, model.tiles()[codes])), tokens
