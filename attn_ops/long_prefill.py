@@ -73,7 +73,7 @@ class State:
         given: what PREFILL's state will be made of; None: it is made.
         serving: kinds that PREFILL serves in the step that is planned.  decodes: sequences at its head that it leaves out.
         starts: address of the batch's query_start_loc: a layer may run on a part of the batch.
-        failures: steps in a row whose planning failed.
+        failures: steps in a row whose planning failed, but for those that were too large.
         prepared: what REST prepared for the decodes, by the address of their block table.
     """
 
@@ -244,13 +244,14 @@ class LongPrefill(Composite):
             self.logged.add(why)
             logger.warning("attention %s: all steps run on %s: %s", self.name, self.rest.name, why)
 
-    def _failed_plan(self, state: State, why: str) -> None:
-        """One batch may be too large; kernels that cannot run fail on every one."""
-        state.failures += 1
+    def _failed_plan(self, state: State, error: Exception) -> None:
+        """A batch that is too large (ValueError) says nothing of the next one; kernels that cannot run fail on every one."""
+        kind, why = type(error).__name__, f"planning for {self.prefill.name} failed: {type(error).__name__}: {error}"
+        state.failures += not isinstance(error, ValueError)
         if state.failures == FAILURES:
             self._give_up(state, f"{FAILURES} steps in a row, the last one: {why}")
-        elif why not in self.logged:
-            self.logged.add(why)
+        elif kind not in self.logged:  # the text may have the sizes of the batch
+            self.logged.add(kind)
             logger.warning("attention %s: a step runs on %s, later ones try again: %s", self.name, self.rest.name, why)
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ class LongPrefill(Composite):
             try:
                 self.prefill.plan(metadata, step)
             except Exception as error:  # nothing has run yet: REST can serve the step
-                self._failed_plan(state, f"planning for {self.prefill.name} failed: {type(error).__name__}: {error}")
+                self._failed_plan(state, error)
                 return
         state.failures = 0
         state.serving, state.decodes = serving, leading_ones(query_lens) if state.split else 0

@@ -373,6 +373,8 @@ def main() -> int:
     slow = [system for system in dict.fromkeys(system for _, system in left) if ":" not in system and system != systems[0]]
     ahead = compile_ahead(slow, args, until) if args.device.type == "cuda" else {}
     bandwidth, rate = copy_bandwidth(args.device), matmul_rate(args.device, args.dtype)
+    if args.device.type == "cuda":
+        torch.cuda.empty_cache()  # the memory is the other processes'
     results.env = {**report.environment(args.device, bandwidth), "matmul_tflop_per_s": rate / 1e12, "page_size": args.page_size}
     workers: dict[str, Worker] = {}
     late = collections.Counter[str]()
