@@ -2,7 +2,8 @@
 
     python -m quire.graph_runner.bench.matrix_report *.json --out all.json --docs docs/performance.md --plot docs/matrix.png
 
-Of several rows of one cell the newest counts. A ratio is quire's time over the rival's: below 1 quire is faster.
+Of several rows of one cell the newest counts. A ratio is quire's time over the rival's: below 1 quire is faster. A step that is
+faster than its bytes allow did other work, and gives no ratio.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from quire.graph_runner.bench.plots import new_figure
 from quire.graph_runner.bench.report import Row, first_line, rich_table, time_of, write
 
+MOST = 1.05  # of the roofline: above, the model's bytes were not read
 BEGIN, END = "<!-- matrix: written by matrix_report.py -->", "<!-- end of matrix -->"
 
 
@@ -33,7 +35,15 @@ class Pair(NamedTuple):
     rival: Row | None
 
     @property
+    def less_work(self) -> bool:
+        """Whether the rival's step is too fast to have read what the model's step reads: with dummy weights tokens may share
+        their experts."""
+        return self.rival is not None and (self.rival.get("share_of_floor") or 0) > MOST
+
+    @property
     def ratio(self) -> float | None:
+        if self.less_work:
+            return None
         times = [time_of(row) if row else None for row in (self.quire, self.rival)]
         return times[0][1] / times[1][1] if times[0] and times[1] else None
 
@@ -100,7 +110,7 @@ def _cell(pair: Pair | None) -> str:
     """"4.13 / 4.95 (81 %)": quire, the rival, and the share of the roofline; bold where quire is slower."""
     if pair is None or not _time(pair.quire):
         return f" / {_time(pair.rival)}" if pair and _time(pair.rival) else ""
-    ours, theirs = _time(pair.quire), _time(pair.rival)
+    ours, theirs = _time(pair.quire), _time(pair.rival) + "†" * pair.less_work
     ours = f"**{ours}**" if (pair.ratio or 0) > 1 else ours
     return ours + (f" / {theirs}" if theirs else "") + (f" ({pair.share:.0%})".replace("%", " %") if pair.share else "")
 
@@ -139,7 +149,11 @@ def markdown(result: dict[str, Any], rival: str = "vllm") -> str:
         text += _table(["decode, ms per step", "context", *(f"B={b}" for b in batches)], [row for row in steps if any(row[2:])])
     if columns := _columns(found):
         heads = [f"{cell}{', ' + variant + ' (median)' if variant else ''}" for cell, variant in columns]
-        text += _table(["ms", *heads], [[model, *(_cell(by_key.get((model, *c))) for c in columns)] for model in models])
+        rows = [[model, *(_cell(by_key.get((model, *c))) for c in columns)] for model in models]
+        text += _table(["ms", *heads], [row for row in rows if any(row[1:])])
+    if any(pair.less_work for pair in found):
+        text += [f"† Not the same work: a step of {rival} that is faster than the bandwidth allows for the experts that tokens "
+                 "choose evenly. With its dummy weights, tokens of a batch share experts.", ""]
     reasons: dict[tuple[str, str], list[str]] = {}
     for pair in found:
         if pair.why:

@@ -160,6 +160,15 @@ def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_step_that_read_less_than_the_model_gives_no_ratio(tmp_path: Path) -> None:
+    """With dummy weights a router may send all tokens to the same experts: the time is shown, and not compared."""
+    for name, content in (("a", result("quire", 6.0, "2026-01-01")), ("b", result("vllm", 3.0, "2026-01-01", share_of_floor=1.3))):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    one = merged([tmp_path / "a.json", tmp_path / "b.json"])
+    assert pairs(one["rows"])[0].ratio is None
+    assert "| m | 1024 | 6.00 / 3.00† (50 %) |" in markdown(one) and "\n† Not the same work: a step of vllm" in markdown(one)
+
+
 def test_a_worker_that_dies_keeps_its_rows_and_says_why(tmp_path: Path) -> None:
     program = ("from quire.graph_runner.bench import workers; import sys; job = workers.job(); print('x', flush=True); "
                "workers.emit(job); sys.exit('no room left')")
