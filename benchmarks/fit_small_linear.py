@@ -1,7 +1,8 @@
 """Fit the constants of attn_ops/tuning/small_linear_tiles.py to sweeps of benchmarks/small_linear_wide.py.
 
     python -m benchmarks.fit_small_linear sweep.json [...]          # print how much slower than the best the choices are
-    python -m benchmarks.fit_small_linear sweep.json --save         # and write the constants
+    python -m benchmarks.fit_small_linear sweep.json --save         # and write the constants, and the best of each shape into
+                                                                    # attn_ops/tuning/small_linear.json
 
 Constants of a tile are those with the smallest mean error of the logarithm of its times, found by trying a grid. Of the tiles
 those are kept that make the choices fastest, added one by one as long as one makes them faster by 0.2 %.
@@ -18,7 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.attn_ops.tuning import small_linear_tiles as model
+from quire.attn_ops.tuning.launch_config import STORE, key
 from quire.attn_ops.tuning.small_linear_tiles import Tile, time_of
 
 RATES = [0.3 * 1.08**i for i in range(52)]  # nanoseconds per column
@@ -92,6 +96,21 @@ def chosen(tiles: Sequence[Tile], shapes: Shapes) -> list[Tile]:
     return sorted(kept, key=lambda tile: tile[4::-1])
 
 
+def table(paths: list[Path]) -> dict[str, dict[str, list[int]]]:
+    """Device -> name of the shape -> what was fastest, where that was faster than what runs without the wide kernels. int4 has
+    every shape: without it there is only unpacking."""
+    out: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    for path in paths:
+        sweep, best = json.loads(path.read_text()), {}
+        for row in sweep["rows"]:
+            name = key(row["tokens"], row["n"], row["k"], False, getattr(torch, row["codes"]))
+            least = math.inf if row["codes"] == "int4" else row.get("present_us", math.inf) if row["tokens"] > 16 else 0.0
+            if row.get("us", math.inf) < min(least, best.get(name, (math.inf,))[0]):
+                best[name] = row["us"], row["config"]
+        out[sweep["environment"]["device"]].update({name: config for name, (_, config) in best.items()})
+    return out
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", type=Path, nargs="+")
@@ -113,6 +132,10 @@ def main() -> int:
         lines = ",\n".join(f' "{codes}": [\n' + ",\n".join(f"  {json.dumps(tile)}" for tile in each) + "]"
                            for codes, each in tiles.items())
         Path(model.__file__).with_suffix(".json").write_text(f"{{\n{lines}\n}}\n")
+        devices = dict(STORE.load(STORE.shipped) or {})
+        for device, found_there in table(args.sweeps).items():
+            devices[device] = dict(sorted((devices.get(device, {}) | found_there).items()))
+        STORE.save(devices, STORE.shipped)
     return 0
 
 

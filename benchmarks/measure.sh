@@ -15,7 +15,7 @@
 #           $OUT/attention.json. To ship those: python -c 'from pathlib import Path; from quire.attn_ops.tuning import attention
 #           as t; print(t.save(t.load(Path("results/attention.json")), t.STORE.shipped))'
 # kv        decode with int8 and fp8 KV caches; weights: decode with torchao's int8, fp8 and int4 weights
-# linears   launch parameters for int8 and fp8 weights
+# linears   launch parameters for int8 and fp8 weights; wide: of the kernels for up to 256 tokens, and int4
 # kernels   attention kernels over the whole grid, beside rivals: SYSTEMS=triton,vllm-fa3 GPUS=4 GRID='--dims 64,128';
 #           with --sweep in GRID also triton's with other launch parameters
 # rivals    transformers' generate, its static cache and continuous batching, vLLM where it is installed

@@ -135,7 +135,7 @@ def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], 
     del dense, plain
     if kind == "int8":  # part of the times of Config.turned = 2
         base["turn_us"] = round(graph_time(lambda: [_turned(x, False) for _ in range(64)], 64), 2)
-    else:
+    if kind == "int4":
         base["unpack_us"] = round(graph_time(lambda: [launch_unpack(*w, k, x.dtype) for w in held], copies), 2)
         base["unpack_error"] = (launch_unpack(*held[0], k, x.dtype) - unpacked(*held[0], x.dtype)).abs().max().item()
     run = present(kind)

@@ -127,9 +127,9 @@ def _store(acc, rows, tokens, scale, bias, res, out, M, N, stride_r, PARTS: tl.c
 def wide_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride_r, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
     """w (N, K) int8 or fp8, scale (N,). K a multiple of BLOCK_K, that of 64. With PARTS the third dim of the grid shares the
-    columns, and out is (shares, M, N) float32."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns, and out is (shares, M, N) float32. Programs of the same rows are next to each other, and share what they read."""
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.arange(0, BLOCK_K)
     cols = _turned(place) if TURNED == 1 else place  # see NOTE [Columns in another order]
     first, last = _share(K, BLOCK_K, PARTS)
@@ -186,8 +186,8 @@ def int4_kernel(x, w, scale, bias, res, out, M, N, K, stride_w, stride_x, stride
                 WIDTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
     """w: bytes (N / 8, K / 128, 512), scale: (groups, N, 2) bf16 as int32, one word for both. K a multiple of 128, GROUP
     (columns per group) too. stride_w: of w's first dim."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first, last = _share(K, 128, PARTS)
     wait_for_previous(PDL)
     row = tl.minimum(rows, N - 1)

@@ -45,7 +45,7 @@ def launch_wide(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
     splits = min(config.splits, k // config.block_k)
     parts = splits > 1
     target = x.new_empty(splits, m, n, dtype=torch.float32) if parts else out
-    grid = (-(-n // config.block_n), -(-m // config.block_m), splits)
+    grid = (-(-m // config.block_m), -(-n // config.block_n), splits)
     options: dict[str, Any] = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PARTS": parts, "pdl": pdl,
                                "num_warps": config.num_warps, "num_stages": config.num_stages}
     if is_int4(weight):
