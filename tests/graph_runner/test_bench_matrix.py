@@ -162,7 +162,8 @@ def test_results_of_several_machines_become_one_table(tmp_path: Path) -> None:
 
 def test_a_step_that_read_less_than_the_model_gives_no_ratio(tmp_path: Path) -> None:
     """With dummy weights a router may send all tokens to the same experts: the time is shown, and not compared."""
-    for name, content in (("a", result("quire", 6.0, "2026-01-01")), ("b", result("vllm", 3.0, "2026-01-01", share_of_floor=1.3))):
+    vllm = result("vllm", 3.0, "2026-01-01", share_of_floor=1.3)
+    for name, content in (("a", result("quire", 6.0, "2026-01-01")), ("b", vllm)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     one = merged([tmp_path / "a.json", tmp_path / "b.json"])
     assert pairs(one["rows"])[0].ratio is None
