@@ -155,7 +155,7 @@ class Vllm(Way):
 
 
 WAYS = {"quire": Quire, "generate_batch": GenerateBatch, "generate": Generate, "vllm": Vllm}
-SHARES = {"quire": 4.0, "generate_batch": 2.0, "generate": 2.0, "vllm": 5.0}  # of the time; vLLM starts in 90 seconds, quire compiles
+SHARES = {"quire": 4.0, "generate_batch": 2.0, "generate": 2.0, "vllm": 5.0}  # of the time; vLLM starts in 90 s
 
 
 def train(model: Any, optimizer: Any, prompts: list[list[int]], completions: list[list[int]], args: argparse.Namespace
