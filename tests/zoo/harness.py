@@ -97,7 +97,7 @@ def mutated(model: PagedModel, step: Step, change: dict[str, Any]) -> Iterator[N
         for node in before:
             set_paged_arguments(node, **change)
         graph.recompile()
-        paged.run = graph.forward
+        paged.run = run._replace(call=graph.forward)
     try:
         yield
     finally:

@@ -153,7 +153,7 @@ def test_cut_into_pieces(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None
         inputs.append(len(fakes))
         return gm.forward
 
-    monkeypatch.setattr(paged, "run", compile_by_regions(paged.lowered, op_by_op, always=True))
+    monkeypatch.setattr(paged, "run", paged.run._replace(call=compile_by_regions(paged.lowered, op_by_op, always=True)))
     pieces = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native")
     assert 3 <= len(inputs) <= len(zoo.paged.sites) + 1
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
@@ -168,7 +168,7 @@ def test_rope_fusion(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
     lowered.gm.recompile()
     assert matches == sum(n.target is rope_kv_write for n in lowered.gm.graph.nodes) <= len(zoo.paged.sites)
     assert (matches == 0) == (zoo.name in UNROTATED)
-    monkeypatch.setattr(paged, "run", lowered.gm.forward)
+    monkeypatch.setattr(paged, "run", paged.run._replace(call=lowered.gm.forward))
     got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2))
     assert error(got, zoo.batch) <= TOLERANCE
 
@@ -182,7 +182,7 @@ def test_last_tokens(zoo: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = str(value(index).shape[0])
     products = [n for n in gm.graph.nodes if n in PRODUCTS and rows in map(str, value(n).shape)]
     assert len(products) == LAST_ROWS.get(zoo.name, len(products)) >= 1
-    monkeypatch.setattr(paged, "run", lower(gm, paged.lowered.target).gm.forward)
+    monkeypatch.setattr(paged, "run", paged.run._replace(call=lower(gm, paged.lowered.target).gm.forward))
     got = serve(zoo.paged, zoo.batch, page_size=16, attention="torch_native", pad=(3, 2), backwards=True)
     assert error(got, zoo.batch) <= TOLERANCE
 
