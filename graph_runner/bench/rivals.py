@@ -19,6 +19,7 @@ import torch
 
 from quire.attn_ops.backend import dtype_name
 from quire.graph_runner.bench.models import Models, config_of
+from quire.graph_runner.bench.roofline import has_experts
 from quire.graph_runner.bench.systems import Limits, NotMeasured, SteppedSystem, System
 
 
@@ -129,6 +130,24 @@ class HfContinuousBatching(System):
         self.model = None
 
 
+ROUTERS = (".gate.weight", ".router.weight")
+
+
+@torch.no_grad()
+def spread_tokens(model: torch.nn.Module) -> None:
+    """Give routers weights that choose experts evenly. vLLM's dummy weights are at most 0.001, so that all experts score alike
+    after rounding, and every token gets the first ones.
+
+    Raises:
+        NotMeasured: no parameter has the name of a router's.
+    """
+    routers = [p for name, p in model.named_parameters() if name.endswith(ROUTERS)]
+    if not routers:
+        raise NotMeasured("vLLM's dummy weights give all tokens the same experts, and no router was found to change that")
+    for weight in routers:
+        weight.normal_(std=10.0)
+
+
 class Vllm(SteppedSystem):
     """vLLM's ``LLM``, with dummy weights for a shape. The model under test is dropped from memory first."""
 
@@ -155,6 +174,8 @@ class Vllm(SteppedSystem):
         self._submitted = 0
         self.llm: Any = LLM(**source, skip_tokenizer_init=True, dtype=dtype_name(models.spec.dtype),
                             **self.options)
+        if not models.spec.is_path and has_experts(models.skeleton):
+            self.llm.apply_model(spread_tokens)
 
     def submit(self, prompt: list[int], new_tokens: int, temperature: float = 0.0, *, stream: bool = False) -> int:
         from vllm import SamplingParams

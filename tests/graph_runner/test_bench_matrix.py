@@ -14,8 +14,9 @@ from quire.graph_runner.bench import workers
 from quire.graph_runner.bench.matrix_cells import BLOCKS, WARM, Cell, Job, Worker, cells
 from quire.graph_runner.bench.matrix_report import BEGIN, END, heat_map, markdown, merged, pairs, splice
 from quire.graph_runner.bench.models import Models, ModelSpec
+from quire.graph_runner.bench.rivals import spread_tokens
 from quire.graph_runner.bench.roofline import prefill_flops
-from quire.graph_runner.bench.systems import SteppedSystem
+from quire.graph_runner.bench.systems import NotMeasured, SteppedSystem
 from quire.graph_runner.cli import main
 
 DRY = ["bench", "matrix", "--device", "cpu", "--layers", "1", "--scale", "64"]
@@ -168,6 +169,30 @@ def test_a_step_that_read_less_than_the_model_gives_no_ratio(tmp_path: Path) -> 
     one = merged([tmp_path / "a.json", tmp_path / "b.json"])
     assert pairs(one["rows"])[0].ratio is None
     assert "| m | 1024 | 6.00 / 3.00† (50 %) |" in markdown(one) and "\n† Not the same work: a step of vllm" in markdown(one)
+
+
+def test_dummy_weights_send_tokens_to_all_experts() -> None:
+    """With scores that are equal after rounding every token has the same experts, and a step reads a tenth of the weights."""
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.shared_expert_gate = torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(64, 1, bias=False)
+
+    model = torch.nn.ModuleDict({"mlp": Block()}).bfloat16()
+    for p in model.parameters():
+        torch.nn.init.uniform_(p, -1e-3, 1e-3)
+    other = model["mlp"].shared_expert_gate.weight.clone()  # type: ignore[union-attr]
+    hidden = 1e-3 * torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def experts() -> int:
+        return len(torch.softmax(model["mlp"].gate(hidden), -1).topk(2).indices.unique())  # type: ignore[operator]
+
+    before = experts()
+    spread_tokens(model)
+    assert before < 4 and experts() > 24
+    assert torch.equal(model["mlp"].shared_expert_gate.weight, other)  # type: ignore[union-attr]
+    with pytest.raises(NotMeasured, match="no router was found"):
+        spread_tokens(torch.nn.Linear(2, 2))
 
 
 def test_a_worker_that_dies_keeps_its_rows_and_says_why(tmp_path: Path) -> None:
