@@ -12,26 +12,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import multiprocessing
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-START = time.time()
+import torch
 
-import torch  # noqa: E402
-
-from quire.attn_ops.ops.small_linear import small_linear_cuda  # noqa: E402
-from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, _turned, launch_unpack, launch_wide, unpacked  # noqa: E402
-from quire.attn_ops.tuning.launch_config import Config, keep, key  # noqa: E402
-from quire.attn_ops.tuning.small_linear import MOST_COPIES, graph_time  # noqa: E402
-from quire.graph_runner.bench.report import environment  # noqa: E402
-from quire.graph_runner.bench.roofline import copy_bandwidth  # noqa: E402
+from quire.attn_ops.ops.small_linear import small_linear_cuda
+from quire.attn_ops.ops.small_linear_wide import INT4_COLUMNS, launch_unpack, launch_wide, turn_columns, unpacked
+from quire.attn_ops.tuning.launch_config import Config, keep, key
+from quire.attn_ops.tuning.small_linear import MOST_COPIES, graph_time
+from quire.graph_runner.bench.record import Record
 
 #: model: {layer: (N, K)}
 MODELS = {
@@ -134,7 +128,7 @@ def time_all(kind: str, m: int, n: int, k: int, device: Any, over: Callable[[], 
         lambda c=dense: [torch.nn.functional.linear(x, w) for w in c], len(dense)), 2)}
     del dense, plain
     if kind == "int8":  # part of the times of Config.turned = 2
-        base["turn_us"] = round(graph_time(lambda: [_turned(x, False) for _ in range(64)], 64), 2)
+        base["turn_us"] = round(graph_time(lambda: [turn_columns(x, False) for _ in range(64)], 64), 2)
     if kind == "int4":
         base["unpack_us"] = round(graph_time(lambda: [launch_unpack(*w, k, x.dtype) for w in held], copies), 2)
         base["unpack_error"] = (launch_unpack(*held[0], k, x.dtype) - unpacked(*held[0], x.dtype)).abs().max().item()
@@ -173,7 +167,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default="128,32,64,256,8,1")
     parser.add_argument("--codes", default="int8,float8_e4m3fn,int4")
-    parser.add_argument("--deadline", type=float, default=math.inf)
+    parser.add_argument("--deadline", type=float, default=None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", action="store_true", help="let engines on this machine use what was fastest")
     parser.add_argument("--processes", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 1)))
@@ -185,10 +179,12 @@ def main() -> int:
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_share, [(i, args.processes, list(wanted)) for i in range(args.processes)])
     device = torch.device("cuda")
-    conditions = {**environment(device, copy_bandwidth(device)), "command": " ".join(sys.argv)}
-    print(f"{time.time() - START:.0f} s: {len(wanted)} kernels compiled", flush=True)
-    rows: list[dict[str, Any]] = []
-    over = lambda: time.time() - START > args.deadline  # noqa: E731
+    record = Record(args.json, device, args.deadline, interrupts=False)
+    print(f"{len(wanted)} kernels compiled, {record.left:.0f} s left", flush=True)
+
+    def over() -> bool:
+        return record.left <= 0
+
     done: set[Any] = set()
     for model, m, kind in itertools.product(args.models.split(","), sizes, kinds):
         for layer, (n, k) in MODELS[model].items():
@@ -196,16 +192,14 @@ def main() -> int:
                 continue
             done.add((kind, m, n, k))
             found = [{"layer": layer, "model": model, **r} for r in time_all(kind, m, n, k, device, over)]
-            rows += found
+            record.rows += found
+            record.write()
             best = min((r for r in found if "us" in r), key=lambda r: r["us"], default={})
             if best and args.keep and (kind == "int4" or best["us"] < found[0].get("present_us", math.inf)):
                 keep(device, {key(m, n, k, False, getattr(torch, kind)): Config(*best["config"])})
-            print(f"{time.time() - START:4.0f} s {model:>10} {layer:>8} {kind:>13} M={m:<4} cuBLAS "
+            print(f"{record.left:4.0f} s left {model:>10} {layer:>8} {kind:>13} M={m:<4} cuBLAS "
                   f"{found[0]['cublas_us']:8.2f} present {found[0].get('present_us', 0):8.2f} best {best.get('us', 0):8.2f} "
                   f"{best.get('config')}", flush=True)
-            if args.json:
-                lines = ",\n".join(json.dumps(row) for row in rows)
-                args.json.write_text(f'{{"environment": {json.dumps(conditions)},\n"rows": [\n{lines}\n]}}\n')
     return 0
 
 

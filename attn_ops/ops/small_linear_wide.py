@@ -53,7 +53,7 @@ def launch_wide(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
         launch(kernels.int4_kernel, grid, x, *given, bias, res, target, m, n, k, weight.stride(0) * 4, x.stride(0), stride_r,
                **groups, **options)
     else:
-        x = _turned(x, pdl) if config.turned == 2 else x
+        x = turn_columns(x, pdl) if config.turned == 2 else x
         launch(kernels.wide_kernel, grid, x, weight, scale, bias, res, target, m, n, k, weight.stride(0), x.stride(0), stride_r,
                BLOCK_K=config.block_k, TURNED=config.turned, **options)
     if parts:
@@ -71,7 +71,7 @@ def _int4_arguments(weight: torch.Tensor, scale: torch.Tensor, widths: Sequence[
             {"groups": groups, "GROUP": weight.shape[1] * INT4_COLUMNS // groups, "WIDTHS": tuple(widths)})
 
 
-def _turned(x: torch.Tensor, pdl: bool) -> torch.Tensor:
+def turn_columns(x: torch.Tensor, pdl: bool) -> torch.Tensor:
     """x in the kernel's order of columns, see its NOTE [Columns in another order]."""
     m, k = x.shape
     out = x.new_empty(m, k)
@@ -115,4 +115,4 @@ def launch_unpack(weight: torch.Tensor, scale: torch.Tensor, k: int, dtype: torc
     return out
 
 
-__all__ = ["INT4_COLUMNS", "fits_wide", "is_int4", "launch_unpack", "launch_wide", "rows_of", "unpacked"]
+__all__ = ["INT4_COLUMNS", "fits_wide", "is_int4", "launch_unpack", "launch_wide", "rows_of", "turn_columns", "unpacked"]

@@ -1,4 +1,6 @@
-"""Launch parameters of the wide kernels (attn_ops/kernels/small_linear_wide.py) by a model of their time, fitted to an H200.
+"""Launch parameters of the wide kernels (attn_ops/kernels/small_linear_wide.py) by a model of their time, for an H200.
+
+No tiles ship yet (small_linear_tiles.json is empty), so the kernels run only for the shapes in small_linear.json.
 
 A program of a tile takes ``max(latency, rate * programs on its multiprocessor)`` nanoseconds per column. Programs run in rounds
 of ``at_once`` per multiprocessor. To that come ``fixed`` microseconds per call, and where programs share the columns, those of
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SMS = 132
-#: Microseconds of the kernel that adds up: per call, and per float of the parts.
+#: Microseconds of the kernel that adds up: per call, and per float of the parts (estimated, not measured).
 ADD_UP, ADD_UP_EACH = 1.5, 2.7e-6
 MOST_SPLITS, LEAST_COLUMNS = 12, 512
 

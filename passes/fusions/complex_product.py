@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from quire.passes.fusions.base import Fusion
-from quire.passes.fx import erase_dead, is_method, only_user, operands, target_name, value
+from quire.passes.fx import erase_dead, is_method, only_user, operands, placeholders, target_name, value
 
 MUL = (torch.mul, operator.mul)
 
@@ -75,7 +75,7 @@ def _table(graph: fx.Graph, freqs: fx.Node, tables: dict[fx.Node, fx.Node]) -> f
             with graph.inserting_after(freqs):
                 tables[freqs] = graph.call_method(target_name(freqs), (of, argument))
         else:
-            with graph.inserting_after(freqs):
+            with graph.inserting_after(freqs if freqs.op != "placeholder" else placeholders(graph)[-1]):
                 tables[freqs] = graph.call_function(torch.view_as_real, (freqs,))
     return tables[freqs]
 

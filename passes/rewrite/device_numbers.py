@@ -19,17 +19,16 @@ from quire.passes.fx import erase_dead, is_function, is_method, value
 
 
 def numbers_on_device(gm: fx.GraphModule) -> None:
-    """Rewrite the graph in place."""
+    """Rewrite the graph in place. A move within one device is left alone: it gives the number itself, which a later
+    operation in place would change."""
     graph = gm.graph
-    found = [n for n in graph.nodes if is_function(n, (torch.tensor,)) and not n.kwargs and len(n.args) == 1
-             and isinstance(n.args[0], bool | int | float)]
-    for node in found:
-        for user in list(node.users):
-            if is_method(user, "to") and len(user.args) == 2 and isinstance(user.args[1], torch.device) and not user.kwargs:
-                with graph.inserting_before(user):
-                    number = graph.call_function(torch.full, ((), node.args[0]),
-                                                 {"dtype": value(node).dtype, "device": user.args[1]})
-                number.meta.update(user.meta)
-                user.replace_all_uses_with(number)
-                erase_dead(graph, [user])
-    erase_dead(graph, found)
+    moved = [(node, user) for node in graph.nodes if is_function(node, (torch.tensor,)) and not node.kwargs
+             and len(node.args) == 1 and isinstance(node.args[0], bool | int | float)
+             for user in node.users if is_method(user, "to") and len(user.args) == 2 and isinstance(user.args[1], torch.device)
+             and not user.kwargs and value(user).device != value(node).device]
+    for node, user in moved:
+        with graph.inserting_before(user):
+            number = graph.call_function(torch.full, ((), node.args[0]), {"dtype": value(node).dtype, "device": user.args[1]})
+        number.meta.update(user.meta)
+        user.replace_all_uses_with(number)
+    erase_dead(graph, [user for _, user in moved])

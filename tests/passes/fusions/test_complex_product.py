@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 
+from quire.passes.fusions.base import Fusion
+from quire.passes.fusions.complex_product import real_products
 from tests.passes.models import listing
 from tests.passes.rotary import Rotary, complex_numbers, run
 
@@ -38,3 +41,22 @@ def test_a_product_that_is_read_as_complex_numbers_too() -> None:
 
     model = Rotary(apply, tables="complex")
     assert "view_as_complex" in listing(run(model, "complex")[0].gm.graph)
+
+
+def test_a_table_that_is_an_input() -> None:
+    """Inputs stay at the head of the graph: compilers count on it."""
+    graph = fx.Graph()
+    pairs, freqs, last = torch.randn(3, 4, 2), torch.randn(3, 4, dtype=torch.complex64), torch.randn(3, 4, 2)
+    inputs = [graph.placeholder(name) for name in ("pairs", "freqs", "last")]
+    numbers = graph.call_function(torch.view_as_complex, (inputs[0],))
+    product = graph.call_function(torch.mul, (numbers, inputs[1]))
+    real = graph.call_function(torch.view_as_real, (product,))
+    graph.output(graph.call_function(torch.add, (real, inputs[2])))
+    for node, example in zip((*inputs, numbers, product), (pairs, freqs, last, freqs, freqs), strict=True):
+        node.meta["example_value"] = example
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    wanted = gm(pairs, freqs, last)
+    assert real_products(Fusion(gm)) == 1
+    gm.recompile()
+    assert [n.op for n in gm.graph.nodes][:4] == ["placeholder"] * 3 + ["call_function"]
+    torch.testing.assert_close(gm(pairs, freqs, last), wanted)

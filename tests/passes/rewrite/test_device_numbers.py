@@ -22,25 +22,32 @@ def traced(function) -> fx.GraphModule:
 
 
 def test_a_number_is_made_where_it_is_used() -> None:
-    """Its value and dtype stay, and a result on the CPU is left alone."""
-    def forward(x):
-        number = torch.tensor(1e-5)
-        return x + number.to(x.device), number
-
-    gm = traced(forward)
-    before = gm(torch.ones(3))
+    """Its value and dtype stay; the one on the CPU stays for those that read it there."""
+    graph = fx.Graph()
+    for number in (1e-5, 3, True):
+        made = graph.call_function(torch.tensor, (number,))
+        moved = graph.call_method("to", (made, torch.device("meta")))
+        made.meta["example_value"], moved.meta["example_value"] = torch.tensor(number), torch.tensor(number, device="meta")
+        graph.call_method("double", (moved,))
+    graph.output((made, moved))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
     numbers_on_device(gm)
-    gm.recompile()
-    code = listing(gm.graph)
-    assert "full((), 1e-05, dtype=torch.float32, device=cpu)" in code
-    for got, wanted in zip(gm(torch.ones(3)), before, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    full = list(gm.graph.find_nodes(op="call_function", target=torch.full))
+    assert [(n.args, n.kwargs["dtype"]) for n in full] == [
+        (((), 1e-5), torch.float32), (((), 3), torch.int64), (((), True), torch.bool)]
+    assert all(n.kwargs["device"] == torch.device("meta") for n in full)
+    assert [n.args for n in gm.graph.find_nodes(op="call_function", target=torch.tensor)] == [(True,)]
+    for node in full:  # what the kernel computes, on a device that has values
+        assert torch.equal(torch.full(*node.args, dtype=node.kwargs["dtype"]), torch.tensor(node.args[1]))
 
 
 def test_other_tensors_stay() -> None:
-    """Lists, other dtypes and moves that change more than the device."""
+    """Lists, moves that change more than the device, and those within one, whose result may be changed in place."""
     def forward(x):
-        return x + torch.tensor([1.0, 2.0, 3.0]).to(x.device) + torch.tensor(2.5).to(x.device, torch.float64)
+        number = torch.tensor(1.5)
+        same = number.to(x.device)
+        same += 1
+        return x + torch.tensor([1.0, 2.0, 3.0]).to(x.device) + torch.tensor(2.5).to(x.device, torch.float64) + number
 
     gm = traced(forward)
     before = listing(gm.graph)
