@@ -67,11 +67,20 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     return next((mode for n in placeholders(graph) if (mode := getattr(value(n), "fake_mode", None)) is not None), None)
 
 
+def source_of(node: fx.Node) -> Any:
+    """Where a placeholder comes from: Dynamo's ``Source``, or None."""
+    return getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+
+
+def text_of(source: Any) -> str:
+    """A ``Source`` as Python source: ``L['self']._modules['lm_head']._parameters['weight']``."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
 def source_name(node: fx.Node) -> str:
-    """Where a placeholder comes from, as Python source: ``L['self']._modules['lm_head']._parameters['weight']``."""
-    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", node.name)
-    return name() if callable(name) else str(name)
+    """``text_of`` the source of a placeholder; its name if it has none."""
+    source = source_of(node)
+    return node.name if source is None else text_of(source)
 
 
 def module_path(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._guards import tracing
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,6 +35,7 @@ from quire.passes.capture.head import check_checkpoint, check_logits
 from quire.passes.capture.hf_experts import experts_active
 from quire.passes.capture.hf_interface import interface_active, uses_interface
 from quire.passes.capture.in_float32 import InFloat32
+from quire.passes.capture.kept_trace import TraceFile
 from quire.passes.capture.lora import adapters_per_token
 from quire.passes.capture.own_masks import check_masks
 from quire.passes.capture.reads import Reads
@@ -49,6 +52,7 @@ from quire.passes.verify.positions import check_model
 from quire.passes.verify.quantized import check_layers
 from quire.passes.verify.sites import check_config
 
+logger = logging.getLogger(__name__)
 _REQS = 7  # rows of the traced batch: not 0, 1 or TRACED_TOKENS, which Dynamo would make constants or the same symbol
 
 
@@ -103,6 +107,8 @@ class PagedModel:
         self._ahead, self._closed = ahead, False
         self._mode: InFloat32 | None = None
         self._graph: TracedGraph | None = None
+        self._disk: TraceFile | None = None  # while it is traced
+        self._read_call: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None  # of a graph from the disk
         try:
             with timed("trace"), contextlib.nullcontext() if as_it_is else evaluating(model):
                 self._compiled = self._trace()
@@ -118,10 +124,13 @@ class PagedModel:
         device = next(self.model.parameters()).device
         # Guards are dropped: one graph serves every batch shape. ``raise_graph`` refuses a trace whose guards mattered.
         forward, found = types.MethodType(with_own_code(type(self)._forward), self), weakref.ref(self)
+        scope = forward.__func__.__globals__
 
         def drop(guards: Sequence[Any]) -> list[bool]:
             if (traced := found()) is not None:
-                traced.reads.add(guards, traced, forward.__func__.__globals__)
+                traced.reads.add(guards, traced, scope)
+                if traced._disk is not None:
+                    traced._disk.note_guards(guards, traced, scope)
             return [False] * len(guards)
 
         compiled = torch.compile(forward, backend=_weakly(self._capture), fullgraph=True,
@@ -137,10 +146,14 @@ class PagedModel:
         # Else Dynamo makes a symbol of every number that differs from the model traced before (its scale, its window).
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         adapters = adapters_per_token(self.model, self.adapters)
+        call = _call(ids, positions, keep, sampling)
         with route, experts_active(self.model), adapters as self._kept, static, torch.no_grad(), without_backward(self.model):
+            self._disk = None if self.adapters else TraceFile.of(self.model, call, by_interface, len(sampling))
+            taken = self._take(scope)
             try:
                 try:
-                    compiled(ids, positions, keep, *sampling)
+                    if not taken:
+                        compiled(ids, positions, keep, *sampling)
                 except Exception as error:
                     if not is_first_read(error):
                         raise
@@ -150,11 +163,38 @@ class PagedModel:
                 pass
             except Exception as error:
                 raise unwrapped(error, self.model, lambda: self.by_itself(ids[0], positions[0])) from error
-        if by_interface:
-            check_masks(self.model, self.reads.values())
-        _ = self.sites  # verified here, not at the first step
-        check_logits(self.model, self.num_logits)
-        return compiled
+            if by_interface:
+                check_masks(self.model, self.reads.values())
+            _ = self.sites  # verified here, not at the first step
+            check_logits(self.model, self.num_logits)
+            if self._disk is not None and not taken:
+                self._disk.write(self.graph.gm, scope, self.reads.stored())
+            self._disk = None
+        return self._run_kept if taken else compiled
+
+    def _take(self, scope: Mapping[str, Any]) -> bool:
+        """Take the graph of the model from the disk, if it is there. What is wrong with it is not what is wrong with the model:
+        then that is traced."""
+        found = None if self._disk is None else self._disk.take(self, scope)
+        if found is None:
+            return False
+        try:
+            self.reads.restore(found.reads, self, found.scope)
+            with tracing(found.context):
+                self._keep(found.gm, found.inputs)
+                _ = self.sites
+        except Exception:
+            logger.warning("the trace that is kept on disk cannot be used; the model is traced", exc_info=True)
+            self._graph, self.reads = None, Reads()
+            return False
+        self._read_call = found.read
+        return True
+
+    def _run_kept(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
+                  *sampling: torch.Tensor) -> Any:
+        """Stands for the traced ``_forward``, with a graph from the disk."""
+        assert self._read_call is not None
+        return self._run(*self._read_call({"self": self, **_call(input_ids, position_ids, logits_indices, sampling)}))
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor,
                  *sampling: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,13 +225,18 @@ class PagedModel:
             raise RuntimeError("the trace of this model is gone (torch._dynamo.reset() drops all of them): close the engine "
                                "and make a new one")
         check_side_effects()
+        if self._disk is not None:
+            self._disk.note_graph(gm)
+        self._keep(gm, inputs)
+        return _weakly(self._run)
+
+    def _keep(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._graph = TracedGraph(gm, inputs, self.options, self.weights, config=self.config, any_shape=True,
                                   ahead=self._ahead, row_data="L['sampling']")
         # For owners that never call ``close``. Not at exit: no model is saved after it.
         weakref.finalize(self, _restore, self._graph).atexit = False
         if self.options.page_size is not None:  # compiled before the cache exists
             self._graph.compiled()
-        return _weakly(self._run)
 
     def _run(self, *args: Any) -> Any:
         step = current_step()
@@ -220,7 +265,7 @@ class PagedModel:
     @property
     def traced(self) -> bool:
         """Whether the trace is still there; ``torch._dynamo.reset`` drops all of them."""
-        return bool(_debug_get_cache_entry_list(self.traced_code))
+        return self._read_call is not None or bool(_debug_get_cache_entry_list(self.traced_code))
 
     @property
     def sites(self) -> list[AttentionSite]:
@@ -304,6 +349,12 @@ class PagedModel:
         self._closed = True
         if self._graph is not None:
             self._graph.restore()
+
+
+def _call(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor, sampling: tuple[Any, ...]
+          ) -> dict[str, Any]:
+    """The arguments of ``_forward`` by name."""
+    return {"input_ids": input_ids, "position_ids": position_ids, "logits_indices": logits_indices, "sampling": sampling}
 
 
 def _logits_of(out: Any) -> torch.Tensor:

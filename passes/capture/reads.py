@@ -48,6 +48,16 @@ class Reads:
             else:
                 self._sources[source, " keys" if guard.guard_type.startswith(_KEYS) else ""] = readable(source), code
 
+    def stored(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """What was read, for ``restore`` in another process."""
+        return sorted(self.names), [(source, what, shown) for (source, what), (shown, _) in self._sources.items()]
+
+    def restore(self, stored: tuple[list[str], list[tuple[str, str, str]]], owner: Any, scope: Mapping[str, Any]) -> None:
+        """Take over what ``stored`` gave for a trace of the same. Arguments: of ``add``."""
+        names, sources = stored
+        self.names, self._scope = set(names), {"self": owner, "G": scope}
+        self._sources = {(source, what): (shown, compile(source, "<guard>", "eval")) for source, what, shown in sources}
+
     def values(self) -> dict[str, Any]:
         """Current values of what was read outside modules and configs, by the name users know: plain values, functions, classes
         of other objects, lengths and keys of containers, and whether an object has an attribute."""

@@ -1,0 +1,250 @@
+"""What a trace depends on, as facts that another process can compare.
+
+Dynamo guards everything that it read and built into a graph: ``L['self'].config.x == 3``, a function by its identity. A process
+that finds the graph on disk has other objects, so each guard becomes a ``Check``: the Python expression of what was read, and
+a fact about it that means the same in every process (a plain value; the code of a function, of a class and its bases; the
+metadata of a tensor). A guard that has no such fact makes the trace one that is not kept (``NotPortable``).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import re
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.passes.fx import text_of
+
+#: Guards on the state of the process, which ``environment`` has, and on sizes, which a kept graph asserts by itself.
+_PROCESS = frozenset({"GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE",
+                      "AUTOGRAD_SAVED_TENSORS_HOOKS", "FSDP_TRAINING_STATE", "SHAPE_ENV"})
+#: By what a guard compares: the value itself, its length, its keys, or whether it has a name.
+_VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "BUILTIN_MATCH", "FUNCTION_MATCH", "CLOSURE_MATCH",
+                    "CLASS_MATCH", "MODULE_MATCH", "BOOL_MATCH", "NONE_MATCH", "TENSOR_MATCH", "RANGE_ITERATOR_MATCH"})
+_LENGTH = frozenset({"SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT"})
+_KEYS = frozenset({"DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"})
+_NAMED = {"HASATTR": hasattr, "NOT_PRESENT_IN_GENERIC_DICT": lambda held, name: name in held.__dict__,
+          "DICT_CONTAINS": lambda held, name: name in held, "DICT_NOT_CONTAINS": lambda held, name: name in held,
+          "SET_CONTAINS": lambda held, name: name in held, "SET_NOT_CONTAINS": lambda held, name: name in held}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+            types.ClassMethodDescriptorType, types.GetSetDescriptorType)
+_ENTRIES = (types.FunctionType, classmethod, staticmethod, property, *_PLAIN)  # of a class
+_IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
+_PACKAGES = ("torch", "transformers", "triton", "peft", "torchao", "bitsandbytes", "accelerate")
+_OF_SOURCE = frozenset({"__module__", "__doc__", "__firstlineno__"})  # of a class, without effect
+#: Of nn.Module: what the first compilation of a process replaces, and what transformers adds when it makes weights.
+_OF_DYNAMO = _OF_SOURCE | {"__init__", "__setstate__", "___needs_generation_tag_patch", "smart_apply"}
+_MOST = 1000  # entries of a container
+
+
+class NotPortable(Exception):
+    """What a trace read has no meaning in another process; says what."""
+
+
+class Check(NamedTuple):
+    """``fact`` of what ``source`` (a Python expression) gives, compared as guards of this ``kind`` do, by ``name`` if they are
+    about one."""
+
+    source: str
+    kind: str
+    name: Any
+    fact: Any
+
+
+def checks(guards: Iterable[Any], scope: Mapping[str, Any]) -> list[Check]:
+    """The guards of a trace, as ``guard_filter_fn`` gets them, with the facts of now. ``scope``: of their expressions.
+
+    Raises:
+        NotPortable: a guard has no fact that means the same in another process.
+    """
+    found: dict[tuple[str, str, Any], Check] = {}
+    _class_digest.cache_clear()
+    for guard in guards:
+        kind, name = guard.guard_type, None
+        if kind in _PROCESS:
+            continue
+        for module in _IMPORTED.findall(guard.name):  # Dynamo keeps the first module that it met under a name
+            if sys.modules.get((held := scope["G"][module]).__name__) is not held:
+                raise NotPortable(f"the module {held.__name__}, which was imported again")
+        if kind == "DUPLICATE_INPUT":
+            name = text_of(_argument(guard, "source_b"))
+        elif kind in _NAMED:
+            name = _argument(guard, "attr" if kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT") else "key")
+            if type(name) not in _PLAIN:
+                raise NotPortable(f"a look-up of {name!r} in {guard.name}")
+        key = (guard.name, kind, name)
+        if key not in found:
+            found[key] = Check(*key, _look(*key, scope))
+    return list(found.values())
+
+
+def difference(kept: Iterable[Check], scope: Mapping[str, Any]) -> str | None:
+    """The first expression of which the fact is not what it was, or None."""
+    _class_digest.cache_clear()
+    for check in kept:
+        try:
+            now = _look(check.source, check.kind, check.name, scope)
+        except Exception as error:  # what was read is gone, or something else
+            return f"{check.source}: {error}"
+        if now != check.fact:
+            return f"{check.source} ({check.kind})"
+    return None
+
+
+def _argument(guard: Any, name: str) -> Any:
+    create = guard.orig_guard.create_fn  # a partial
+    keywords = getattr(create, "keywords", None) or {}
+    if name in keywords:
+        return keywords[name]
+    if getattr(create, "args", ()):
+        return create.args[0]
+    raise NotPortable(f"a guard {guard.guard_type} without {name}")
+
+
+def _look(source: str, kind: str, name: Any, scope: Mapping[str, Any]) -> Any:
+    try:
+        held = eval(_compiled(source), dict(scope))
+        if kind == "DUPLICATE_INPUT":
+            return held is eval(_compiled(name), dict(scope))
+    except Exception as error:
+        raise NotPortable(f"{source} cannot be evaluated ({type(error).__name__}: {error})") from error
+    if kind == "TYPE_MATCH":
+        return fact(type(held))
+    if kind in _VALUE:
+        return fact(held)
+    if kind in _LENGTH:
+        return len(held)
+    if kind in _KEYS:
+        return type(held).__name__, [fact(key) for key in held]
+    if kind in _NAMED:
+        return _NAMED[kind](held, name)
+    raise NotPortable(f"a guard {kind} on {source}")
+
+
+@functools.lru_cache(maxsize=16384)
+def _compiled(source: str) -> types.CodeType:
+    return compile(source, "<guard>", "eval")
+
+
+def fact(held: Any, inside: bool = False) -> Any:
+    """What is the same of ``held`` in every process that has the same. ``inside``: of a closure or class, where classes and
+    objects count by name alone. Raises NotPortable."""
+    if type(held) in _PLAIN:
+        return type(held).__name__, repr(held)
+    if isinstance(held, TORCH_VALUES):
+        return type(held).__name__, str(held)
+    if isinstance(held, enum.Enum):
+        return _name(type(held)), held.name
+    if isinstance(held, type):
+        return ("class", _name(held)) if inside else ("class", _name(held), _class_digest(held))
+    if isinstance(held, types.FunctionType):
+        if getattr(held, "_dynamo_marked_constant", False):
+            raise NotPortable(f"{held.__qualname__}, whose result Dynamo takes for a constant")
+        return _function(held)
+    if isinstance(held, types.CodeType):
+        return "code", _code_digest(held)
+    if isinstance(held, (classmethod, staticmethod)):
+        return type(held).__name__, fact(held.__func__, inside)
+    if isinstance(held, property):
+        return "property", [None if f is None else fact(f, inside) for f in (held.fget, held.fset, held.fdel)]
+    if isinstance(held, types.MethodType):
+        return "method", fact(held.__func__, inside), _name(type(held.__self__))
+    if isinstance(held, _BUILTIN):
+        return "builtin", str(getattr(held, "__module__", None)), held.__qualname__
+    if isinstance(held, types.ModuleType):
+        return "module", held.__name__
+    if isinstance(held, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return "op", str(held)
+    if isinstance(held, functools.partial):
+        return "partial", fact(held.func, inside), fact(held.args, inside), fact(held.keywords, inside)
+    if isinstance(held, torch.Tensor):
+        return ("tensor", _name(type(held)), str(held.dtype), str(held.device), tuple(held.shape), tuple(held.stride()),
+                held.requires_grad)
+    if isinstance(held, (list, tuple, dict, set, frozenset, range)) and len(held) <= _MOST:
+        entries = held.items() if isinstance(held, dict) else held
+        made = [fact(entry, inside) for entry in entries]
+        return _name(type(held)), sorted(made, key=repr) if isinstance(held, (set, frozenset)) else made
+    if hasattr(held, "__wrapped__"):  # of functools.cache, and its like
+        return _name(type(held)), fact(held.__wrapped__, inside)
+    if inside:
+        return "object", _name(type(held))
+    raise NotPortable(f"an object of {_name(type(held))}")
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _function(function: types.FunctionType) -> Any:
+    cells = [_cell(cell) for cell in function.__closure__ or ()]
+    return ("function", function.__module__, function.__qualname__, _code_digest(function.__code__),
+            [fact(value, True) for value in function.__defaults__ or ()],
+            [(name, fact(value, True)) for name, value in (function.__kwdefaults__ or {}).items()], cells)
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        held = cell.cell_contents
+    except ValueError:
+        return "empty"
+    # The code of a function that a decorator wraps. Not more: functions may hold each other.
+    return ("function", _code_digest(held.__code__)) if isinstance(held, types.FunctionType) else _shallow(held)
+
+
+def _shallow(held: Any) -> Any:
+    return fact(held) if type(held) in _PLAIN else _name(type(held))
+
+
+@functools.lru_cache(maxsize=16384)
+def _code_digest(code: types.CodeType) -> str:
+    """Of the instructions and constants of a function, whatever its file and lines."""
+    digest = hashlib.blake2b(code.co_code, digest_size=12)
+    constants = [_code_digest(c) if isinstance(c, types.CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else
+                 (type(c).__name__, repr(c)) for c in code.co_consts]
+    digest.update(repr((code.co_flags, code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_names,
+                        code.co_varnames, code.co_freevars, code.co_cellvars, constants)).encode())
+    return digest.hexdigest()
+
+
+@functools.cache  # for one comparison: methods can be replaced
+def _class_digest(cls: type) -> str:
+    """Of the methods and plain attributes of a class and its bases."""
+    digest = hashlib.blake2b(digest_size=12)
+    for base in cls.__mro__:
+        if base.__module__ == "builtins":
+            continue
+        digest.update(_name(base).encode())
+        for name, entry in sorted(vars(base).items()):
+            if isinstance(entry, _ENTRIES) and name not in (_OF_DYNAMO if base is torch.nn.Module else _OF_SOURCE):
+                digest.update(repr((name, fact(entry, True))).encode())
+    return digest.hexdigest()
+
+
+def environment() -> str | None:
+    """The state of this process and thread that Dynamo guards, and the versions of what traces; None while a mode of PyTorch is
+    active, in which nothing is taken from the disk."""
+    from torch.overrides import _len_torch_function_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    if _len_torch_function_stack() or _get_current_dispatch_mode_stack():
+        return None
+    casts = [(kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
+    packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    options = sorted((name, sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value))
+                     for name, value in torch._dynamo.config.save_config_portable().items()
+                     if isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
+    return repr((sys.version, options, str(torch._dynamo.eval_frame._stance.stance), packages, torch.version.git_version,
+                 torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
+                 torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cuda.matmul.allow_tf32,
+                 torch.backends.cudnn.allow_tf32, casts))
+
+
+__all__ = ["TORCH_VALUES", "Check", "NotPortable", "checks", "difference", "environment", "fact"]

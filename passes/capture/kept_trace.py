@@ -1,0 +1,375 @@
+"""Traces kept on disk, so that a later process takes the graph from there instead of walking the model with Dynamo.
+
+A file holds the graph as Dynamo gave it, and the facts that it follows from (``passes/capture/facts.py``): every guard of the
+trace, the source files of the code that was traced, versions and state of PyTorch. All are compared before the graph is taken;
+whatever differs, cannot be compared, or fails means that the model is traced. The graph's fake values are computed again, and
+must be those of the trace, as must be the guards on sizes. Everything after the trace (verification, fusions, compilation, the
+comparison with the model's own forward at the start of an engine) runs as if Dynamo had just traced it.
+
+On GPUs; QUIRE_TRACE_CACHE=0 turns it off, =1 on everywhere. Files are pickles in ``cache_folder()``, which must be the user's
+own, as Inductor's cache must.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from quire.attn_ops.tuning.store import cache_folder
+from quire.passes.capture.facts import TORCH_VALUES, Check, NotPortable, checks, difference, environment
+from quire.passes.fx import fake_mode, source_name, source_of, text_of, value
+
+logger = logging.getLogger(__name__)
+_MOST_FILES = 64  # the oldest go
+_GLOBAL = re.compile(r"G\['(\w+)'\]")
+_QUIRE = Path(__file__).parents[1]  # the folder of passes
+
+
+class _Node(NamedTuple):
+    name: str
+    op: str
+    target: str
+    args: Any
+    kwargs: Any
+    module: str  # as ``module_path`` reads it
+    value: Any
+    source: Any = None  # Dynamo's, of a placeholder
+
+
+@dataclass(frozen=True)
+class _At:
+    """Stands for the node of that number."""
+
+    index: int
+
+
+class Taken(NamedTuple):
+    """A graph from the disk: real values of its placeholders, the context of its fake ones, how to read the placeholders from
+    the arguments of a call (by name), the globals of the trace, and what ``Reads.restore`` needs."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    context: TracingContext
+    read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    scope: Mapping[str, Any]
+    reads: Any
+
+
+@dataclass(frozen=True)
+class KeptTrace:
+    """A graph and what it follows from. See the module's docstring.
+
+    Attributes:
+        modules: digests of the source files of the Python modules whose code was traced, by their names.
+        imports: Dynamo's names of modules among the globals, and the modules' own.
+        reads: of ``Reads.stored``.
+        guards: conditions on sizes that the trace met.
+    """
+
+    environment: str
+    modules: dict[str, str]
+    imports: dict[str, str]
+    checks: list[Check]
+    reads: Any
+    nodes: list[_Node]
+    guards: frozenset[str]
+
+    def stale(self, scope: Mapping[str, Any], model: torch.nn.Module) -> str | None:
+        """What differs now, or None. ``scope``: for the expressions of the trace, with what they mean now."""
+        if self.environment != environment():
+            return "versions or the state of PyTorch"
+        now = _modules_of(model, self.imports)
+        if now != self.modules:
+            return f"the source of {', '.join(sorted({n for n, _ in now.items() ^ self.modules.items()})[:3])}"
+        return difference(self.checks, scope)
+
+    def rebuild(self, scope: Mapping[str, Any]) -> Taken:
+        """The graph, computed with fake values. Raises NotPortable if they are not those of the trace."""
+        env = ShapeEnv(allow_scalar_outputs=torch._dynamo.config.capture_scalar_outputs,
+                       allow_dynamic_output_shape_ops=torch._dynamo.config.capture_dynamic_output_shape_ops)
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
+        graph, made = fx.Graph(), list[fx.Node]()
+        for kept in self.nodes:
+            args, kwargs = _mapped(lambda a: made[a.index] if isinstance(a, _At) else a, kept.args, kept.kwargs)
+            target = _resolve(kept.target) if kept.op == "call_function" else kept.target
+            node = graph.create_node(kept.op, target, args, kwargs, name=kept.name)
+            if node.name != kept.name:
+                raise NotPortable(f"the name {kept.name}")
+            if kept.module:
+                node.meta["nn_module_stack"] = {kept.module: (kept.module, torch.nn.Module)}
+            if kept.source is not None:
+                node._dynamo_source = kept.source
+            made.append(node)
+        gm = fx.GraphModule(torch.nn.Module(), graph)
+        inputs, fakes = self._inputs(made, mode, scope)
+        with mode, torch.no_grad():
+            _Replay(gm).run(*fakes)
+        for kept, node in zip(self.nodes, made, strict=True):
+            if kept.value != (now := _summary(value(node))):
+                raise NotPortable(f"{kept.name} is {now}, and was {kept.value}")
+        if (found := _conditions(env)) != self.guards:
+            raise NotPortable(f"conditions on sizes are {sorted(found)}, and were {sorted(self.guards)}")
+        texts = [text_of(node.source) for node in self.nodes if node.op == "placeholder"]
+        read = eval(f"lambda L: ({', '.join(texts)},)", {"G": scope["G"]})
+        return Taken(gm, inputs, TracingContext(mode), read, scope["G"], self.reads)
+
+    def _inputs(self, made: Sequence[fx.Node], mode: FakeTensorMode, scope: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Real and fake values of the placeholders. A symbol is the size of a tensor among them."""
+        inputs, fakes = list[Any](), list[Any]()
+        symbols: dict[str, Any] = {}
+        for kept, node in zip(self.nodes, made, strict=True):
+            if kept.op != "placeholder":
+                continue
+            real = eval(source_name(node), dict(scope))
+            inputs.append(real)
+            if not isinstance(real, torch.Tensor):
+                fakes.append(kept.value)
+                continue
+            dynamic = [isinstance(size, str) for size in kept.value.shape]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=[
+                DimDynamic.DYNAMIC if each else DimDynamic.STATIC for each in dynamic]) if any(dynamic) else None
+            fakes.append(mode.from_tensor(real, static_shapes=context is None, source=kept.source, symbolic_context=context))
+            symbols.update({str(size.node._expr): size for size in fakes[-1].shape if isinstance(size, torch.SymInt)})
+        try:
+            fakes = [symbols[fake.name] if isinstance(fake, _Size) else fake for fake in fakes]
+        except KeyError as error:
+            raise NotPortable(f"the size {error}") from error
+        return [fake if isinstance(fake, torch.SymInt) else x for x, fake in zip(inputs, fakes, strict=True)], fakes
+
+
+class _Tensor(NamedTuple):
+    kind: Any
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+
+class _Size(NamedTuple):
+    """A size or number that is a symbol, by its expression."""
+
+    name: str
+
+
+class _Replay(fx.Interpreter):
+    """Computes the fake values of all nodes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output":
+            n.meta["example_value"] = result
+        return result
+
+
+def _node(node: fx.Node, at: Mapping[fx.Node, int]) -> _Node:
+    if node.op in ("get_attr", "call_module"):
+        raise NotPortable(f"{node.name}: a part of the graph is in an attribute")
+    target = node.target if isinstance(node.target, str) else _reference(node.target)
+    args, kwargs = _mapped(lambda a: _At(at[a]) if isinstance(a, fx.Node) else _constant(a), node.args, node.kwargs)
+    stack = node.meta.get("nn_module_stack")
+    source = source_of(node) if node.op == "placeholder" else None
+    return _Node(node.name, node.op, target, args, kwargs, list(stack.values())[-1][0] if stack else "",
+                 _summary(value(node)), source)
+
+
+def _mapped(change: Callable[[Any], Any], *arguments: Any) -> list[Any]:
+    return [fx.node.map_aggregate(each, change) for each in arguments]
+
+
+def _constant(x: Any) -> Any:
+    if x is None or x is ... or isinstance(x, (bool, int, float, complex, str, *TORCH_VALUES)):
+        return x
+    raise NotPortable(f"an argument of type {type(x).__name__}")
+
+
+def _summary(x: Any) -> Any:
+    """What the trace says of a value, to compare: metadata of tensors, expressions of sizes. Raises NotPortable."""
+    if isinstance(x, torch.Tensor):
+        kind = isinstance(x, torch.nn.Parameter), type(x).__name__.replace("Parameter", "FakeTensor")
+        return _Tensor(kind, tuple(map(_size, x.shape)), tuple(map(_size, x.stride())), x.dtype, str(x.device),
+                       x.requires_grad)
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _Size(str(x))
+    if isinstance(x, (list, tuple)):
+        return [_summary(each) for each in x]
+    if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device, torch.Size)):
+        return x
+    raise NotPortable(f"a value of type {type(x).__name__}")
+
+
+def _size(size: Any) -> Any:
+    return str(size) if isinstance(size, torch.SymInt) else size
+
+
+def _reference(target: Any) -> str:
+    """Where a function of the graph is found: an operator, or a function of PyTorch or Python that computes from its arguments
+    alone. Raises NotPortable for any other: a higher-order operator may hold numbers that mean something in one process."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        text = f"torch.ops.{namespace}.{name}.{target._overloadname}"
+    elif isinstance(target, torch._ops.HigherOrderOperator):
+        raise NotPortable(f"the higher-order operator {target}")
+    else:
+        text = fx.node._get_qualified_name(target)
+        text = text if "." in text else f"builtins.{text}"
+    if text.partition(".")[0] not in ("torch", "_operator", "math", "builtins") or _resolve(text) is not target:
+        raise NotPortable(f"the function {text}")
+    return text
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(text: str) -> Any:
+    parts = text.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        found = sys.modules.get(".".join(parts[:i]))
+        with contextlib.suppress(AttributeError):
+            if found is not None:
+                return functools.reduce(getattr, parts[i:], found)
+    raise NotPortable(f"the function {text}")
+
+
+def _conditions(env: ShapeEnv | None) -> frozenset[str]:
+    """What a trace assumed about sizes."""
+    return frozenset() if env is None else frozenset(str(guard.expr) for guard in env.guards)
+
+
+def _modules_of(model: torch.nn.Module, imports: Mapping[str, str]) -> dict[str, str]:
+    """Digests of the files of the model's classes and of what was imported, but PyTorch's, which has a version."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__} | set(imports.values())
+    return {name: digest for name in names if name.partition(".")[0] not in ("torch", "builtins")
+            and (digest := _file_digest(getattr(sys.modules.get(name), "__file__", None)))}
+
+
+def _file_digest(path: str | None) -> str:
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=12).hexdigest() if path else ""
+    except OSError:
+        return ""
+
+
+@functools.cache
+def _quire_digest() -> str:
+    """Of the source of this package's passes and ops: another version traces and reads otherwise."""
+    digest = hashlib.blake2b(digest_size=12)
+    for folder in (_QUIRE, Path(sys.modules["quire.attn_ops"].__path__[0])):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+class TraceFile:
+    """Where the trace of a model is kept, if it is.
+
+    Args:
+        model: as it is about to be traced, in the state of the process that the trace will meet.
+        local: the arguments of the traced method.
+        more: what else the trace depends on.
+    """
+
+    def __init__(self, model: torch.nn.Module, local: Mapping[str, Any], *more: Any) -> None:
+        self._model, self._local = model, local
+        tensors = [(name, str(p.dtype), str(p.device), tuple(p.shape)) for name, p in model.named_parameters()]
+        key = repr((_quire_digest(), environment(), type(model).__module__, type(model).__qualname__, tensors, more))
+        self.path = cache_folder() / "traces" / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.pickle"
+        self._nodes, self._guards = list[_Node](), frozenset[str]()
+        self._checks: list[Check] | None = None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, local: Mapping[str, Any], *more: Any) -> TraceFile | None:
+        """None where traces are not kept."""
+        chosen, device = os.environ.get("QUIRE_TRACE_CACHE", ""), next(model.parameters()).device
+        if chosen == "0" or not (chosen or device.type == "cuda"):
+            return None
+        try:
+            return cls(model, local, *more) if environment() is not None else None
+        except Exception as error:  # of an option that this version of PyTorch does not have, say
+            logger.info("traces are not kept: %s: %s", type(error).__name__, error)
+            return None
+
+    def note_graph(self, gm: fx.GraphModule) -> None:
+        """Note the graph of a trace, as Dynamo gives it to the backend: compiling it may add conditions on sizes."""
+        at = {node: i for i, node in enumerate(gm.graph.nodes)}
+        try:
+            self._nodes = [_node(node, at) for node in gm.graph.nodes]
+        except NotPortable as error:
+            logger.info("this trace is not kept: %s", error)
+        mode = fake_mode(gm.graph)
+        self._guards = _conditions(None if mode is None else mode.shape_env)
+
+    def note_guards(self, guards: Sequence[Any], owner: Any, scope: Mapping[str, Any]) -> None:
+        """Note what the trace of a method of ``owner`` read: ``guards`` as ``guard_filter_fn`` gets them, ``scope`` its
+        globals."""
+        try:
+            self._checks = checks(guards, self._scope(owner, scope, {}))
+        except NotPortable as error:
+            logger.info("this trace is not kept: %s", error)
+
+    def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> None:
+        """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``."""
+        state = environment()
+        if self._checks is None or not self._nodes or state is None or any(key.startswith("quire_") for key in gm.meta):
+            return  # the last: notes of graph breaks and side effects
+        names = {name for check in self._checks for name in _GLOBAL.findall(f"{check.source} {check.name}")} | {
+            name for node in self._nodes if node.op == "placeholder" for name in _GLOBAL.findall(text_of(node.source))}
+        imports = {name: held.__name__ for name in names if isinstance(held := scope.get(name), types.ModuleType)}
+        try:
+            data = pickle.dumps(KeptTrace(state, _modules_of(self._model, imports), imports, self._checks, reads, self._nodes,
+                                          self._guards))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            written = self.path.with_suffix(f".{os.getpid()}")
+            written.write_bytes(data)
+            written.replace(self.path)  # whoever reads has the old file or the new one
+            files = sorted(self.path.parent.glob("*.pickle"), key=lambda file: file.stat().st_mtime)
+            for old in files[:-_MOST_FILES]:
+                old.unlink(missing_ok=True)
+        except Exception as error:  # of the disk; and pickle raises what it likes
+            logger.info("this trace is not kept: %s: %s", type(error).__name__, error)
+
+    def take(self, owner: Any, scope: Mapping[str, Any]) -> Taken | None:
+        """The graph that is kept for the model as it is, or None. Arguments: of ``note``."""
+        try:
+            kept = pickle.loads(self.path.read_bytes())
+            if not isinstance(kept, KeptTrace):
+                raise NotPortable("it is not a trace")
+            names = self._scope(owner, scope, kept.imports)
+            why = kept.stale(names, self._model)
+            if why is None:
+                return kept.rebuild(names)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a file cut short, of other versions, or of something else
+            why = f"{type(error).__name__}: {error}"
+        logger.info("the trace that is kept is of another model or another state, and the model is traced: %s", why)
+        return None
+
+    def _scope(self, owner: Any, scope: Mapping[str, Any], imports: Mapping[str, str]) -> dict[str, Any]:
+        """Names in the expressions of a trace: arguments, and globals, to which Dynamo adds modules and the built-in
+        functions."""
+        local = {"self": owner, **self._local}
+        modules = {name: sys.modules[module] for name, module in imports.items()}
+        return {**local, "L": local, "G": {**scope, **modules, "__builtins_dict___0": vars(builtins)}}
+
+
+__all__ = ["Taken", "TraceFile"]
