@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.attn_ops.tuning.store import device_name
 from quire.passes.fx import text_of
 
 #: Guards on the state of the process, which ``environment`` has, and on sizes, which a kept graph asserts by itself.
@@ -39,6 +40,9 @@ _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
 _ENTRIES = (types.FunctionType, classmethod, staticmethod, property, *_PLAIN)  # of a class
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
 _PACKAGES = ("torch", "transformers", "triton", "peft", "torchao", "bitsandbytes", "accelerate")
+#: Functions whose results Dynamo takes for constants, and which follow from the version of PyTorch.
+_OF_VERSION = frozenset(("transformers.utils.import_utils", name) for name in (
+    "is_torch_available", "get_torch_version", "is_torch_greater_or_equal", "is_torch_less_or_equal"))
 _OF_SOURCE = frozenset({"__module__", "__doc__", "__firstlineno__"})  # of a class, without effect
 #: Of nn.Module: what the first compilation of a process replaces, and what transformers adds when it makes weights.
 _OF_DYNAMO = _OF_SOURCE | {"__init__", "__setstate__", "___needs_generation_tag_patch", "smart_apply"}
@@ -146,7 +150,7 @@ def fact(held: Any, inside: bool = False) -> Any:
     if isinstance(held, type):
         return ("class", _name(held)) if inside else ("class", _name(held), _class_digest(held))
     if isinstance(held, types.FunctionType):
-        if getattr(held, "_dynamo_marked_constant", False):
+        if getattr(held, "_dynamo_marked_constant", False) and (held.__module__, held.__name__) not in _OF_VERSION:
             raise NotPortable(f"{held.__qualname__}, whose result Dynamo takes for a constant")
         return _function(held)
     if isinstance(held, types.CodeType):
@@ -172,8 +176,9 @@ def fact(held: Any, inside: bool = False) -> Any:
         entries = held.items() if isinstance(held, dict) else held
         made = [fact(entry, inside) for entry in entries]
         return _name(type(held)), sorted(made, key=repr) if isinstance(held, (set, frozenset)) else made
-    if hasattr(held, "__wrapped__"):  # of functools.cache, and its like
-        return _name(type(held)), fact(held.__wrapped__, inside)
+    for name in ("__wrapped__", "func"):  # of functools: cache, cached_property, partialmethod
+        if isinstance(getattr(held, name, None), types.FunctionType):
+            return _name(type(held)), fact(getattr(held, name), inside)
     if inside:
         return "object", _name(type(held))
     raise NotPortable(f"an object of {_name(type(held))}")
@@ -223,14 +228,17 @@ def _class_digest(cls: type) -> str:
             continue
         digest.update(_name(base).encode())
         for name, entry in sorted(vars(base).items()):
-            if isinstance(entry, _ENTRIES) and name not in (_OF_DYNAMO if base is torch.nn.Module else _OF_SOURCE):
+            if name in (_OF_DYNAMO if base is torch.nn.Module else _OF_SOURCE):
+                continue
+            if isinstance(entry, _ENTRIES) or type(entry).__module__ == "functools":
                 digest.update(repr((name, fact(entry, True))).encode())
     return digest.hexdigest()
 
 
-def environment() -> str | None:
-    """The state of this process and thread that Dynamo guards, and the versions of what traces; None while a mode of PyTorch is
-    active, in which nothing is taken from the disk."""
+def environment(device: torch.device) -> str | None:
+    """The state of this process and thread that Dynamo guards, the versions of what traces, and what a forward on ``device``
+    may ask about the machine, which Dynamo makes constants. None while a mode of PyTorch is active, in which nothing is taken
+    from the disk."""
     from torch.overrides import _len_torch_function_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -241,8 +249,10 @@ def environment() -> str | None:
     options = sorted((name, sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value))
                      for name, value in torch._dynamo.config.save_config_portable().items()
                      if isinstance(value, (*_PLAIN, set, frozenset, list, tuple)))
-    return repr((sys.version, options, str(torch._dynamo.eval_frame._stance.stance), packages, torch.version.git_version,
-                 torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
+    machine = (device_name(device), torch.cuda.get_device_capability(device) if device.type == "cuda" else
+               torch.backends.cpu.get_cpu_capability(), torch.cuda.device_count(), sys.platform)
+    return repr((sys.version, machine, options, str(torch._dynamo.eval_frame._stance.stance), packages,
+                 torch.version.git_version, torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
                  torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cuda.matmul.allow_tf32,
                  torch.backends.cudnn.allow_tf32, casts))
 

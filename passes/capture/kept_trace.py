@@ -94,7 +94,7 @@ class KeptTrace:
 
     def stale(self, scope: Mapping[str, Any], model: torch.nn.Module) -> str | None:
         """What differs now, or None. ``scope``: for the expressions of the trace, with what they mean now."""
-        if self.environment != environment():
+        if self.environment != environment(next(model.parameters()).device):
             return "versions or the state of PyTorch"
         now = _modules_of(model, self.imports)
         if now != self.modules:
@@ -290,8 +290,9 @@ class TraceFile:
 
     def __init__(self, model: torch.nn.Module, local: Mapping[str, Any], *more: Any) -> None:
         self._model, self._local = model, local
+        self._state = environment(next(model.parameters()).device)
         tensors = [(name, str(p.dtype), str(p.device), tuple(p.shape)) for name, p in model.named_parameters()]
-        key = repr((_quire_digest(), environment(), type(model).__module__, type(model).__qualname__, tensors, more))
+        key = repr((_quire_digest(), self._state, type(model).__module__, type(model).__qualname__, tensors, more))
         self.path = cache_folder() / "traces" / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.pickle"
         self._nodes, self._guards = list[_Node](), frozenset[str]()
         self._checks: list[Check] | None = None
@@ -303,7 +304,8 @@ class TraceFile:
         if chosen == "0" or not (chosen or device.type == "cuda"):
             return None
         try:
-            return cls(model, local, *more) if environment() is not None else None
+            found = cls(model, local, *more)
+            return None if found._state is None else found
         except Exception as error:  # of an option that this version of PyTorch does not have, say
             logger.info("traces are not kept: %s: %s", type(error).__name__, error)
             return None
@@ -328,7 +330,7 @@ class TraceFile:
 
     def write(self, gm: fx.GraphModule, scope: Mapping[str, Any], reads: Any) -> None:
         """Keep what was noted of the trace ``gm``, and remove the oldest files beyond 64. ``reads``: of ``Reads.stored``."""
-        state = environment()
+        state = self._state
         if self._checks is None or not self._nodes or state is None or any(key.startswith("quire_") for key in gm.meta):
             return  # the last: notes of graph breaks and side effects
         names = {name for check in self._checks for name in _GLOBAL.findall(f"{check.source} {check.name}")} | {
