@@ -310,16 +310,18 @@ class Manager:
                 result = event.output
                 if output.status == RequestStatus.PENDING:
                     output.status, output.lifespan = RequestStatus.DECODING, (now, -1)
-                output.generated_tokens = list(result.token_ids)
+                output.generated_tokens += result.token_ids[len(output.generated_tokens) :]  # what is new: an event is a token
                 if result.logprobs is not None:
-                    output.logprobs = [next(iter(of.values())).logprob for of in result.logprobs]
+                    output.logprobs += [next(iter(of.values())).logprob for of in result.logprobs[len(output.logprobs) :]]
                 if output.timestamps is not None:
                     output.timestamps += [now] * (len(result.token_ids) - len(output.timestamps))
                 if event.finished:
                     cancelled = "the request was cancelled" if result.finish_reason == "abort" else None
                     self._end(event.index, output, result.error or cancelled)
                 elif streaming:
-                    self._put(copy.copy(output))
+                    self._put(dataclasses.replace(  # with lists that do not grow
+                        output, generated_tokens=list(output.generated_tokens), logprobs=list(output.logprobs),
+                        timestamps=None if output.timestamps is None else list(output.timestamps)))
             self._changed.notify_all()
 
     def _end(self, number: int, output: Any, error: str | None) -> None:

@@ -62,8 +62,9 @@ def test_generate_batch(model, ids) -> None:
 
 
 def test_results_as_they_come(manager, ids) -> None:
-    streamed = manager.add_request(ids[0], streaming=True)
-    assert [len(o.generated_tokens) for o in manager.request_id_iter(streamed)] == list(range(1, 10))
+    streamed = manager.add_request(ids[0], streaming=True, record_timestamps=True)
+    found = list(manager.request_id_iter(streamed))  # what was given out does not grow
+    assert [len(o.generated_tokens) for o in found] == [len(o.timestamps) for o in found] == list(range(1, 10))
     many = manager.add_requests(ids[:3], max_new_tokens=2)
     assert {manager.get_result(timeout=20).request_id for _ in many} == set(many)
     named = manager.add_request(ids[1], request_id="mine")
