@@ -113,6 +113,9 @@ class Manager:
         if config.do_sample and config.top_k is None:
             config.top_k = 0  # generate's 50 is not continuous batching's
         unlimited = config.max_new_tokens is None
+        if unlimited and config.max_length is not None:
+            logger.warning("max_length=%s has no effect in continuous batching, as in transformers; set max_new_tokens",
+                           config.max_length)
         config.max_new_tokens = 1 if unlimited else config.max_new_tokens
         params, refused = from_generation_config(config, 0)
         if params.stop:
@@ -231,6 +234,8 @@ class Manager:
         from transformers.generation.continuous_batching.requests import GenerationOutput
 
         params = self._of_request(max_new_tokens, eos_token_id, logit_processor_kwargs)
+        if isinstance(input_ids, str):
+            raise TypeError(f"add_request and generate_batch take token ids, got the text {input_ids[:40]!r}; tokenize it")
         engine, prompt = self._get_engine(), [int(token) for token in input_ids]
         with self._changed:
             if self._stop:  # nothing would run it

@@ -38,10 +38,16 @@ class _Turn:
     """Two calls that each hold half of the pages would wait for each other: one call at a time per engine."""
 
     def __init__(self) -> None:
-        self.lock, self.held = threading.RLock(), False
+        self.lock, self.held, self.thread = threading.RLock(), False, 0
 
 
 _turns: weakref.WeakKeyDictionary[Engine, _Turn] = weakref.WeakKeyDictionary()
+
+
+def held_here(engine: Any) -> bool:
+    """Whether this thread is inside a call that advances in lockstep: its processor or criterion runs."""
+    turn = _turns.get(engine)
+    return turn is not None and turn.held and turn.thread == threading.get_ident()
 
 
 class Rows:
@@ -96,7 +102,7 @@ class Rows:
                 raise DoesNotFit("it was called from a processor or a criterion of another call of generate on this engine")
             while not self._take_slots():
                 self.engine._step()  # until other requests have ended
-            self._turn.held = True
+            self._turn.held, self._turn.thread = True, threading.get_ident()
         except BaseException:
             self._turn.lock.release()
             raise
@@ -307,4 +313,4 @@ def output_dict(sequences: Any, scores: Any = None, logits: Any = None) -> Any:
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
 
 
-__all__ = ["DoesNotFit", "Rows", "output_dict", "sample"]
+__all__ = ["DoesNotFit", "Rows", "held_here", "output_dict", "sample"]

@@ -117,7 +117,7 @@ class PagedGenerate(OnInstance):
     """``model.generate`` after ``quire.paged``. Callable like transformers' own."""
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
-        self.model, self._options = model, options
+        self.model, self._asked, self._options = model, options, options  # of quire.paged, and of the engine now
         self._original = model.__dict__.get("generate")
         self._engine: Engine | None = None
         self.warned: set[str] = set()
@@ -153,7 +153,7 @@ class PagedGenerate(OnInstance):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying: without the engine, which a copy makes for itself."""
-        return {name: self.__dict__[name] for name in ("model", "_options", "_original", "warned")}
+        return {name: self.__dict__[name] for name in ("model", "_asked", "_options", "_original", "warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _engine=None, _unserved=None, warned=set(state["warned"]), _making=threading.RLock(),
@@ -238,8 +238,12 @@ class PagedGenerate(OnInstance):
         generation_config = generation_config or self.model.generation_config
         config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         config = config if config is not None else ContinuousBatchingConfig()
-        options = self._options | engine_options(config)
-        EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})
+        asked = engine_options(config)
+        options = self._asked | asked
+        try:
+            EngineConfig.of({k: v for k, v in options.items() if k != "tokenizer"})
+        except ValueError as error:
+            raise ValueError(f"the continuous_batching_config makes {asked} of the engine's options: {error}") from error
         with self._making:
             if options != self._options:
                 if self._engine is not None and self._engine.requests:
