@@ -37,11 +37,14 @@ def reads_logits_alone(frame: types.FrameType | None) -> bool:
 
     Args:
         frame: the caller of the forward. Those of ``nn.Module.__call__`` and of PEFT's wrappers, which hand the result on, are
-            passed over.
+            passed over, unless a hook there gets the result.
     """
     if "lm_eval" not in sys.modules:
         return False
     while frame is not None and (name := str(frame.f_globals.get("__name__"))).startswith(("torch.nn.modules.module", "peft.")):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and not all(map(_harmless, owner._forward_hooks.values())):
+            return False
         frame = frame.f_back
     return frame is not None and name.partition(".")[0] == "lm_eval" and _takes_logits(frame.f_code, frame.f_lasti)
 

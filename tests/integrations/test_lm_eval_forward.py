@@ -205,6 +205,11 @@ def test_through_pefts_wrapper_and_after_close(steps) -> None:
     got = LM_EVAL["logits"](model, IDS)
     assert steps
     steps.clear()
+    seen: list[Any] = []
+    handle = model.register_forward_hook(lambda module, args, output: seen.append(output.past_key_values))
+    LM_EVAL["logits"](model, IDS)
+    assert not steps and seen[0].get_seq_length() == 5
+    handle.remove()
     model.generate.close()
     want = LM_EVAL["logits"](model, IDS)
     assert not steps
